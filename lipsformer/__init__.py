@@ -1,0 +1,5 @@
+"""Lipschitz-continuous transformers; importing the package registers its models with timm."""
+
+from lipsformer.models.lipschitz_form import convert as convert
+
+__version__ = "0.1.0"
