@@ -1,0 +1,106 @@
+"""Depthwise convolution on channels-last maps."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from lipsformer.layers._cpu import cpu_training
+
+
+class _DepthwiseConvFunction(torch.autograd.Function):
+    """Depthwise convolution with a backward pass written as two convolutions.
+
+    On the CPU the library's gradient of the weight and the bias takes up to ten times as long as
+    the forward pass. The gradient of the weight is itself a convolution, of every channel of every
+    image (as one group) with the map of its output gradient as the kernel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2, groups=weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grad_outputs
+        batch, channels, height, width = x.shape
+        padding = weight.shape[-1] // 2
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = F.conv2d(grad, weight.flip(2, 3), padding=padding, groups=channels)
+        grad_weight = F.conv2d(
+            x.reshape(1, batch * channels, height, width),
+            grad.reshape(batch * channels, 1, height, width),
+            padding=padding,
+            groups=batch * channels,
+        )
+        grad_weight = grad_weight.reshape(batch, *weight.shape).sum(0)
+        return grad_x, grad_weight, grad.sum((0, 2, 3))
+
+
+class DepthwiseConv2d(nn.Module):
+    r"""Convolve every channel of a channels-last map with its own kernel, zero padded.
+
+    .. math:: y_c = w_c * x_c + b_c
+
+    2-norm Lipschitz constant over the whole map: at most
+    :math:`\max_c \max_f |\hat w_c(f)| \le \max_c |w_c|_1` with :math:`\hat w_c` the Fourier
+    transform of the kernel.
+
+    Shape:
+        x: [B, H, W, C]; the output has the same shape.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        kernel_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create the kernels and the bias.
+
+        Args:
+            dim: Number of channels C.
+            kernel_size: Side of the square kernels, odd.
+            device: Device of the parameters.
+            dtype: Type of the parameters.
+
+        Raises:
+            ValueError: If ``kernel_size`` is even: the output would not keep the size of the map.
+        """
+        super().__init__()
+        if kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd to keep the map's size, got {kernel_size}")
+        self.dim = dim
+        self.padding = kernel_size // 2
+        shape = (dim, 1, kernel_size, kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw kernels and bias uniformly within 1 / kernel_size, PyTorch's default."""
+        bound = 1.0 / self.weight.shape[-1]
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve ``x`` ([B, H, W, C]) without copying it to another layout."""
+        x = x.permute(0, 3, 1, 2)
+        if not torch.jit.is_scripting() and cpu_training(x, self.weight, self.training):
+            y = _DepthwiseConvFunction.apply(x, self.weight, self.bias)
+        else:
+            y = F.conv2d(x, self.weight, self.bias, padding=self.padding, groups=self.dim)
+        return y.permute(0, 2, 3, 1)
+
+    def extra_repr(self) -> str:
+        """Show the channels and the kernel size."""
+        return f"{self.dim}, kernel_size={self.weight.shape[-1]}"
+
+
+register_notrace_module(DepthwiseConv2d)  # the choice of the gradient depends on mode and device

@@ -1,0 +1,84 @@
+"""Linear layer over the channels that runs on oneDNN on the CPU."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from lipsformer.layers._cpu import cpu_training
+
+
+def _conv_1x1(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Linear layer as a 1x1 convolution of a channels-last map, without a copy."""
+    y = F.conv2d(_as_map(x), weight[:, :, None, None], bias)
+    return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _as_map(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[0], -1, 1, x.shape[-1]).permute(0, 3, 1, 2)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """GELU (if wanted) and the 1x1 convolution; keeps the input of GELU alone for the backward.
+
+    The gradient of the bias is a sum of its own: inside the library's it is slow.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gelu = gelu
+        return _conv_1x1(F.gelu(x) if gelu else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grad_outputs
+        grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+            *(_as_map(grad), _as_map(F.gelu(x) if ctx.gelu else x), weight[:, :, None, None], None),
+            *([1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+            [ctx.needs_input_grad[0], ctx.needs_input_grad[1], False],
+        )
+        if grad_x is not None:
+            grad_x = grad_x.permute(0, 2, 3, 1).reshape(x.shape)
+            if ctx.gelu:
+                grad_x = torch.ops.aten.gelu_backward(grad_x, x)
+        if grad_weight is not None:
+            grad_weight = grad_weight.reshape(weight.shape)
+        grad_bias = grad.reshape(-1, weight.shape[0]).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+class Linear(nn.Linear):
+    r"""Linear layer over the last dimension, twice as fast as PyTorch's on CPUs where MKL is slow.
+
+    .. math:: y = x W^T + b \quad\text{or}\quad y = \mathrm{GELU}(x) W^T + b
+
+    On the CPU in float32 it is computed as a 1x1 convolution of a channels-last map by oneDNN,
+    which uses the full vector width of every processor; elsewhere it is ``nn.Linear``. The 2-norm
+    Lipschitz constant per token is :math:`|W|_2`, times 1.1290 with GELU.
+
+    Shape:
+        x: [B, ..., C_in]; the output is [B, ..., C_out].
+    """
+
+    def forward(self, input: Tensor, gelu: bool = False) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            input: [B, ..., C_in].
+            gelu: Apply GELU to the input first; training on the CPU then recomputes it in the
+                backward pass instead of keeping it.
+        """
+        if not torch.jit.is_scripting() and input.ndim > 2:
+            inference = not torch.is_grad_enabled()
+            if cpu_training(input, self.weight, self.training or inference):
+                if inference:
+                    return _conv_1x1(F.gelu(input) if gelu else input, self.weight, self.bias)
+                return _LinearFunction.apply(input, self.weight, self.bias, gelu)
+        return F.linear(F.gelu(input) if gelu else input, self.weight, self.bias)
+
+
+register_notrace_module(Linear)  # the choice of the path depends on mode and device

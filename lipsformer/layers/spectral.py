@@ -1,0 +1,153 @@
+"""Largest singular values of weights and of convolution operators; spectral init and caps."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def largest_singular_value(weight: Tensor) -> Tensor:
+    r"""Return the largest singular value of a weight reshaped to [out, in * ...].
+
+    .. math:: \sigma_{max}(W) = \sqrt{\lambda_{max}(W W^T)}
+
+    It is the operator norm of a linear layer, a 1x1 convolution and a convolution whose stride
+    equals its kernel size. For any other convolution it is the norm of the reshaped kernel only.
+    Computed in float32 (float64 for a float64 weight) from the smaller Gram matrix, which is exact
+    to about 1e-6 and much cheaper than a singular value decomposition.
+
+    Args:
+        weight: [out, in, ...].
+
+    Returns:
+        A scalar tensor in float32 (or float64).
+
+    Raises:
+        ValueError: If ``weight`` has fewer than two dimensions.
+    """
+    if weight.ndim < 2:
+        raise ValueError(f"a weight needs at least 2 dimensions, got shape {tuple(weight.shape)}")
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    matrix = weight.detach().reshape(weight.shape[0], -1).to(dtype)
+    gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+    return torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt()
+
+
+@torch.no_grad()
+def spectral_init_(weight: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    r"""Fill a weight with Xavier normal values and divide it by its largest singular value.
+
+    .. math:: W \sim N(0, 2 / (fan_{in} + fan_{out})), \quad W \leftarrow W / \sigma_{max}(W)
+
+    A convolution weight is reshaped to [out, in * k * k], as in the released code; for the
+    operator norm of such a convolution see ``lipsformer.analysis``. Half-precision weights are
+    drawn and scaled in float32 and then rounded. A tensor on the meta device is returned as it is.
+
+    Args:
+        weight: [out, in, ...], changed in place.
+        generator: Source of randomness; torch's default generator if None.
+
+    Returns:
+        ``weight``, whose reshaped largest singular value is 1.
+
+    Reference:
+        Qi et al. 2023 (LipsFormer), spectral initialisation.
+    """
+    if weight.is_meta:
+        return weight
+    values = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    nn.init.xavier_normal_(values, generator=generator)
+    return weight.copy_(values / largest_singular_value(values))
+
+
+def conv_sigma_bound(
+    weight: Tensor, stride: tuple[int, int] = (1, 1), groups: int = 1, oversampling: int = 8
+) -> Tensor:
+    r"""Bound the 2-norm of a zero padded convolution on maps of every size, one value per group.
+
+    A strided convolution is one of stride 1 on the stride's phases side by side, with k kernel
+    taps left per axis. On the infinite plane its norm is the supremum of the spectral norm of its
+    symbol over all frequencies, and any zero padded map is a compression of that operator:
+
+    .. math:: |W * x| / |x| \le \sup_f \sigma_{max}(\hat W(f))
+        \le \max_{f \in grid} \sigma_{max}(\hat W(f)) \prod_{axes} \cos(\pi (k - 1) / 2n)^{-1}
+
+    with n frequencies per axis. The cosines bound what lies between the points of the grid (M.
+    Riesz's inequality for trigonometric polynomials; the proof is in docs/lipschitz.md). Exact
+    where k = 1: stride equal to the kernel, 1x1 kernels.
+
+    Args:
+        weight: [out, in / groups, height, width]. Padding with zeros, any amount, no dilation.
+        stride: Stride of the rows and the columns.
+        groups: Number of groups.
+        oversampling: Frequencies per kernel tap, >= 2; the bound exceeds the supremum by less than
+            (pi / (2 oversampling))^2, 4 % for the default.
+
+    Returns:
+        [groups], in float32, or float64 for a float64 weight.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    height, width = weight.shape[2:]
+    taps = [math.ceil(height / stride[0]), math.ceil(width / stride[1])]
+    kernel = weight.detach().to(dtype)
+    kernel = F.pad(kernel, (0, taps[1] * stride[1] - width, 0, taps[0] * stride[0] - height))
+    kernel = kernel.unflatten(3, (taps[1], stride[1])).unflatten(2, (taps[0], stride[0]))
+    # [groups, out / groups, in / groups * phases, taps, taps]
+    kernel = kernel.permute(0, 1, 3, 5, 2, 4).flatten(1, 3).unflatten(0, (groups, -1))
+    if taps == [1, 1]:
+        return torch.stack([largest_singular_value(group.flatten(1)) for group in kernel])
+    points = [1 if k == 1 else oversampling * k for k in taps]
+    excess = math.prod(
+        1.0 / math.cos(math.pi * (k - 1) / (2 * n)) for k, n in zip(taps, points, strict=True)
+    )
+    sigmas = []
+    for group in kernel.split(max(1, 2**24 // math.prod(points))):  # bounds the memory
+        symbol = torch.fft.rfft2(group, s=points).movedim((1, 2), (3, 4))
+        if symbol.shape[-2] == 1 or symbol.shape[-1] == 1:
+            peak = torch.linalg.vector_norm(symbol, dim=(-2, -1))
+        else:
+            rows = symbol if symbol.shape[-2] <= symbol.shape[-1] else symbol.mT
+            peak = torch.linalg.eigvalsh(rows @ rows.mH)[..., -1].clamp_min(0.0).sqrt()
+        sigmas.append(peak.flatten(1).amax(1))
+    return torch.cat(sigmas) * excess
+
+
+def depthwise_sigma(weight: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return the exact 2-norm of a zero padded depthwise convolution, one value per channel.
+
+    Taken from the dense operator on the map, [H W, H W] per channel, so for small maps only.
+
+    Args:
+        weight: [C, 1, k, k], k odd; stride 1 and padding k // 2.
+        size: (H, W) of the map.
+
+    Returns:
+        [C], in float32, or float64 for a float64 weight.
+    """
+    height, width = size
+    tokens = height * width
+    kernel = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    basis = torch.eye(tokens, dtype=kernel.dtype, device=kernel.device)
+    basis = basis.reshape(tokens, 1, height, width)
+    operator = F.conv2d(basis, kernel, padding=weight.shape[-1] // 2).flatten(2).transpose(0, 1)
+    return torch.linalg.eigvalsh(operator @ operator.mT)[:, -1].clamp_min(0.0).sqrt()
+
+
+def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
+    """Return the nearest weight (Frobenius norm) with no singular value above a cap.
+
+    Computed from the smaller Gram matrix, in float32 or better.
+
+    Args:
+        weight: [out, in, ...], reshaped to [out, in * ...].
+        cap: Largest allowed singular value, > 0.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    matrix = weight.detach().flatten(1).to(dtype)
+    wide = matrix.shape[0] <= matrix.shape[1]
+    rows = matrix if wide else matrix.mT
+    values, vectors = torch.linalg.eigh(rows @ rows.mT)
+    shrink = (cap / values.clamp_min(cap**2).sqrt()).clamp(max=1.0)
+    clipped = (vectors * shrink) @ (vectors.mT @ rows)
+    return (clipped if wide else clipped.mT).reshape(weight.shape).to(weight.dtype)

@@ -1,0 +1,71 @@
+import pytest
+import torch
+
+from lipsformer.layers import Linear
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 11, 7), (1, 1, 1, 7), (13, 7)])
+@pytest.mark.parametrize("mode", ["train", "eval", "inference"])
+def test_values_and_gradients_equal_float64(shape, bias, mode):
+    torch.manual_seed(0)
+    layer = Linear(7, 17, bias=bias).train(mode == "train")
+    x = torch.randn(shape, requires_grad=True)
+    x64, weight64 = (t.detach().double().requires_grad_() for t in (x, layer.weight))
+    bias64 = layer.bias.detach().double().requires_grad_() if bias else None
+    expected = x64 @ weight64.T + (bias64 if bias else 0.0)
+    with torch.inference_mode(mode == "inference"):
+        actual = layer(x)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+    if mode == "inference":
+        return
+    upstream = torch.randn_like(actual)
+    actual.backward(upstream)
+    expected.backward(upstream.double())
+    pairs = [(x.grad, x64.grad), (layer.weight.grad, weight64.grad)]
+    if bias64 is not None:
+        pairs.append((layer.bias.grad, bias64.grad))
+    for gradient, reference in pairs:
+        torch.testing.assert_close(gradient.double(), reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
+def test_frozen_parts_get_no_gradient(frozen):
+    layer = Linear(7, 17).train()
+    x = torch.randn(2, 3, 7, requires_grad=frozen != "input")
+    if frozen != "input":
+        getattr(layer, frozen).requires_grad_(False)
+    layer(x).sum().backward()
+    gradients = {"input": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+    assert gradients.pop(frozen) is None
+    assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
+
+
+def test_non_contiguous_input():
+    torch.manual_seed(0)
+    layer = Linear(7, 17).train()
+    x = torch.randn(2, 7, 5, 3).permute(0, 2, 3, 1)
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types_keep_their_type(dtype):
+    layer = Linear(7, 17, dtype=dtype).train()
+    x = torch.ones(2, 3, 7, dtype=dtype)
+    out = layer(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_gelu_inside_equals_gelu_outside_in_value_and_gradient():
+    torch.manual_seed(0)
+    layer = Linear(7, 17).train()
+    x = torch.randn(2, 3, 5, 7, requires_grad=True)
+    upstream = torch.randn(2, 3, 5, 17)
+    layer(x, gelu=True).backward(upstream)
+    x64, weight64 = (t.detach().double().requires_grad_() for t in (x, layer.weight))
+    gelu = 0.5 * x64 * (1 + torch.erf(x64 / 2**0.5))
+    (gelu @ weight64.T).backward(upstream.double())
+    torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.weight.grad.double(), weight64.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.bias.grad, upstream.sum((0, 1, 2)))

@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from lipsformer.layers import WeightedResidual
+
+
+def test_weighted_residual_equals_the_formula_per_channel():
+    torch.manual_seed(0)
+    residual = WeightedResidual(5, 0.25).double()
+    torch.nn.init.normal_(residual.residual_scale)
+    x, branch = torch.randn(2, 2, 3, 7, 5, dtype=torch.float64).unbind(0)
+    expected = torch.empty_like(x)
+    for channel in range(5):
+        scale = residual.residual_scale[channel].item()
+        expected[..., channel] = x[..., channel] + scale * branch[..., channel]
+    torch.testing.assert_close(residual(x, branch), expected)
+
+
+def test_initial_scale():
+    assert WeightedResidual(3, 1 / 12).residual_scale.tolist() == pytest.approx([1 / 12] * 3)
+
+
+def test_drop_path_drops_whole_samples_and_keeps_the_mean():
+    torch.manual_seed(0)
+    residual = WeightedResidual(3, 1.0, drop_path=0.4).train()
+    x, branch = torch.zeros(4000, 2, 3), torch.ones(4000, 2, 3)
+    with torch.no_grad():
+        added = residual(x, branch)
+    kept = added[:, 0, 0] > 0
+    torch.testing.assert_close(added, (kept / 0.6)[:, None, None].expand_as(added))
+    # 4000 draws: the share of kept samples has a standard deviation of 0.008
+    assert kept.float().mean().item() == pytest.approx(0.6, abs=0.04)
+
+
+def test_drop_path_is_off_in_evaluation():
+    residual = WeightedResidual(3, 1.0, drop_path=0.9).eval()
+    x, branch = torch.zeros(50, 3), torch.ones(50, 3)
+    torch.testing.assert_close(residual(x, branch), branch)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0])
+def test_drop_path_out_of_range_is_refused(rate):
+    with pytest.raises(ValueError, match=rf"drop_path must lie in \[0, 1\), got {rate}"):
+        WeightedResidual(3, 1.0, drop_path=rate)
+
+
+@pytest.mark.parametrize("drop_path", [0.0, 0.4])
+def test_gelu_inside_equals_gelu_outside_in_value_and_gradient(drop_path):
+    torch.manual_seed(0)
+    x, z, upstream = torch.randn(3, 5, 2, 7, 3).unbind(0)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        residual = WeightedResidual(3, 0.3, drop_path).train()
+        torch.nn.init.normal_(residual.residual_scale, generator=torch.manual_seed(1))
+        residual = residual.to(dtype)
+        x_in, z_in = (t.detach().to(dtype).requires_grad_() for t in (x, z))
+        torch.manual_seed(2)
+        if dtype == torch.float32:
+            out = residual(x_in, z_in, gelu=True)
+        else:
+            gelu = 0.5 * z_in * (1 + torch.erf(z_in / 2**0.5))
+            out = residual(x_in, gelu)
+        out.backward(upstream.to(dtype))
+        results.append([out.detach(), x_in.grad, z_in.grad, residual.residual_scale.grad])
+    for fast, exact in zip(*results, strict=True):
+        torch.testing.assert_close(fast.double(), exact, rtol=1e-4, atol=1e-5)

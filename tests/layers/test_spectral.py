@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from lipsformer.layers import largest_singular_value, spectral_init_
+
+SHAPES = [(7, 5), (5, 7), (11, 1, 7, 7), (13, 3, 4, 4), (384, 96)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_largest_singular_value_equals_the_decomposition(shape):
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    expected = torch.linalg.svdvals(weight.double().flatten(1))[0].float()
+    torch.testing.assert_close(largest_singular_value(weight), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_spectral_init_gives_norm_one(shape, dtype):
+    torch.manual_seed(0)
+    weight = spectral_init_(torch.empty(shape, dtype=dtype))
+    sigma = torch.linalg.svdvals(weight.double().flatten(1))[0].item()
+    assert sigma == pytest.approx(1.0, abs=1e-3)
+
+
+def test_spectral_init_is_xavier_normal_up_to_scale():
+    reference = torch.nn.init.xavier_normal_(
+        torch.empty(5, 7), generator=torch.Generator().manual_seed(3)
+    )
+    weight = spectral_init_(torch.empty(5, 7), generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(weight, reference / torch.linalg.svdvals(reference)[0])
+
+
+def test_spectral_init_on_meta_keeps_the_tensor():
+    weight = torch.empty(5, 7, device="meta")
+    assert spectral_init_(weight) is weight
+
+
+def test_vectors_are_refused():
+    with pytest.raises(ValueError, match=r"at least 2 dimensions, got shape \(5,\)"):
+        largest_singular_value(torch.ones(5))

@@ -1,0 +1,123 @@
+"""A user's mistake costs one line on stderr and exit code 2, and leaves nothing behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import eval as evaluation
+import train
+from tests.engine.conftest import fresh_process  # noqa: F401
+from tests.runs import DIGITS, write_config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make_images(folder: Path, classes: dict[str, list[tuple[int, int]]]) -> None:
+    for split in ("train", "val"):
+        for name, sizes in classes.items():
+            (folder / split / name).mkdir(parents=True)
+            for number, size in enumerate(sizes):
+                Image.new("RGB", size).save(folder / split / name / f"{number}.png")
+
+
+def folder_run(root: Path) -> list[str]:
+    return ["data.source=folder", f"data.root={root}", "data.name=set", "data.num_workers=0"]
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments: str, program=train.main) -> str:
+    assert program(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert error.startswith("error: ")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("optim.lrr=1", ["optim.lrr", "did you mean optim.lr?"]),
+        ("optim.lr=-1", ["optim.lr=-1.0", ">= 0"]),
+        ("train.global_batch_size=0", ["train.global_batch_size=0", ">= 1"]),
+        ("train.batch_size_per_device=7", ["batch_size_per_device=7", "96"]),
+        ("train.global_batch_size=96000", ["96000", "drop_last"]),
+        ("model.name=lipsformer_tinny", ["'lipsformer_tinny'", "lipsformer_tiny"]),
+        ("model.kwargs.dept=3", ["cannot be built", "dept"]),
+        ("model.checkpoint=nowhere.pth", ["model.checkpoint", "nowhere.pth", "no such file"]),
+        ("train={precision: fp16, max_nonfinite_updates: 10}", ["fp16", "on cpu", "bf16"]),
+        ("run.trackers=[tensorbord]", ["'tensorbord'", "tensorboard"]),
+        ("run.resume=/nowhere", ["run.resume='/nowhere'", "manifest.json is missing"]),
+        ("run.output_dir=", ["run.output_dir"]),
+    ],
+)
+def test_wrong_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture, override: str, parts: list[str]
+) -> None:
+    output = tmp_path / "out"
+    config = write_config(tmp_path, DIGITS, output)
+    error = refused(capsys, "--config", str(config), override)
+    for part in parts:
+        assert part in error
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("classes", "part"),
+    [
+        (None, "set"),
+        ({"cat": [(9, 9)] * 3, "dog": []}, "dog"),
+    ],
+)
+def test_wrong_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture, classes: dict | None, part: str
+) -> None:
+    output = tmp_path / "out"
+    config = write_config(tmp_path, DIGITS, output)
+    if classes is not None:
+        make_images(tmp_path / "root" / "set", classes)
+    error = refused(capsys, "--config", str(config), *folder_run(tmp_path / "root"))
+    assert part in error
+    assert not output.exists()
+
+
+def test_wrong_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    wrong = tmp_path / "wrong.safetensors"
+    wrong.write_bytes(b"not weights at all")
+    output = tmp_path / "out"
+    config = write_config(tmp_path, DIGITS, output)
+    error = refused(capsys, "--config", str(config), f"model.checkpoint={wrong}")
+    assert "wrong.safetensors is not a file of weights" in error
+    assert not output.exists()
+    error = refused(
+        capsys, "--checkpoint", str(wrong), "--config", str(config), program=evaluation.main
+    )
+    assert "wrong.safetensors is not a file of weights" in error
+    error = refused(capsys, "--checkpoint", str(tmp_path / "none"), program=evaluation.main)
+    assert "no such file or folder" in error
+    error = refused(capsys, "--checkpoint", str(tmp_path), program=evaluation.main)
+    assert "neither a run, nor a checkpoint" in error
+
+
+def test_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    output = tmp_path / "out"
+    config = write_config(tmp_path, DIGITS, output)
+    output.mkdir()
+    (output / "config.yaml").write_text(config.read_text())
+    error = refused(capsys, "--config", str(config), "optim.lr=3e-3")
+    assert "optim.lr 0.01 -> 0.003" in error
+    assert "name another run.output_dir" in error
+    error = refused(capsys, "--config", str(config), "run.resume=none")
+    assert "already holds a run" in error
+    assert [path.name for path in output.iterdir()] == ["config.yaml"]
+
+
+def test_traceback_never_reaches_the_shell(tmp_path: Path) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    command = [sys.executable, "train.py", "--config", str(config), "optim.lr=-1"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert json.dumps("optim.lr=-1.0")[1:-1] in result.stderr

@@ -1,0 +1,153 @@
+"""The config schema: what it accepts comes out typed, the rest is refused in one clear line."""
+
+from pathlib import Path
+
+import pytest
+
+from lipsformer.config import (
+    Config,
+    ConfigError,
+    config_hash,
+    config_identity,
+    dump_config,
+    load_config,
+)
+
+MINIMAL = """
+model: {name: lipsformer_nano}
+data: {source: digits}
+optim: {lr: 1e-3}
+train: {epochs: 3, global_batch_size: 12}
+run: {output_dir: outputs/x}
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(str(path)) or message.startswith("override")
+    return message
+
+
+def test_overrides_win_over_file_and_file_over_base(tmp_path: Path, minimal: Path) -> None:
+    child = tmp_path / "child.yaml"
+    child.write_text("base: run.yaml\noptim: {lr: 2e-3, weight_decay: 0.5}\ntrain: {epochs: 7}\n")
+    config = load_config(child, ["train.epochs=11", "augment.scale=[0.3,1]"])
+    assert config.optim.lr == 2e-3
+    assert config.optim.weight_decay == 0.5
+    assert config.train.epochs == 11
+    assert config.augment.scale == (0.3, 1.0)
+    assert config.train.global_batch_size == 12
+
+
+def test_dump_loads_to_equal_config(tmp_path: Path, minimal: Path) -> None:
+    config = load_config(
+        minimal,
+        [
+            "model.kwargs.drop_path_rate=0.1",
+            "model.kwargs.depths=[1,2]",
+            "augment.auto_augment=rand-m9-mstd0.5-inc1",
+            "run.trackers=[tensorboard]",
+            "data.mean=[0.1,0.2,0.3]",
+            "train.ema_decay=0.99",
+        ],
+    )
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(dump_config(config))
+    assert load_config(saved) == config
+
+
+def test_config_is_frozen(minimal: Path) -> None:
+    with pytest.raises(AttributeError):
+        load_config(minimal).optim.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("optim.lrr=1", ["unknown key optim.lrr=1", "did you mean optim.lr?"]),
+        ("optm.lr=1", ["unknown key optm={'lr': 1}", "did you mean optim?"]),
+        ("train.epochs", ["override 'train.epochs'", "key=value"]),
+        ("=3", ["override '=3'", "key=value"]),
+        ("model.name=no", ["model.name=False", "quote it"]),
+        ("data.source=imagenet", ["data.source", "'imagenet'", "'folder'"]),
+        ("train.epochs=1.5", ["train.epochs", "1.5", "Integer"]),
+        ("data.mean=[1,2]", ["length 2", "length 3"]),
+        ("optim=3", ["optim=3", "mapping"]),
+        ("optim.lr=null", ["optim.lr", "None"]),
+        ("optim.lr=-1", ["optim.lr=-1.0", ">= 0"]),
+        ("optim.lr=.nan", ["optim.lr=nan", "finite"]),
+        ("optim.betas=[0.9,1.0]", ["optim.betas=(0.9, 1.0)", "[0, 1)"]),
+        ("optim.clip_grad=0", ["optim.clip_grad=0.0", "null for off"]),
+        ("train.global_batch_size=0", ["train.global_batch_size=0", ">= 1"]),
+        ("train.batch_size_per_device=5", ["train.batch_size_per_device=5", "divide", "12"]),
+        ("train.batch_size_per_device=0", ["train.batch_size_per_device=0", ">= 1"]),
+        ("train.ema_decay=1", ["train.ema_decay=1.0", "(0, 1)"]),
+        ("train.precision=fp16", ["train.max_nonfinite_updates=0", "at least 10"]),
+        ("train.ema_warmup=true", ["train.ema_warmup", "train.ema_decay"]),
+        ("data.img_size=0", ["data.img_size=0", ">= 1"]),
+        ("data.name=imagenette-160", ["data.name", "no effect", "data.source=folder"]),
+        ("schedule.min_lr=1", ["schedule.min_lr=1.0", "optim.lr=0.001"]),
+        ("schedule.warmup_epochs=3", ["schedule.warmup_epochs=3.0", "train.epochs=3"]),
+        ("augment.scale=[0.5,0.2]", ["augment.scale=(0.5, 0.2)", "low <= high"]),
+        ("augment.mixup_prob=1.5", ["augment.mixup_prob=1.5", "[0, 1]"]),
+        ("model.kwargs.num_classes=3", ["model.kwargs.num_classes", "follows from the data"]),
+        ("run.keep=0", ["run.keep=0", ">= 1"]),
+    ],
+)
+def test_mistakes_are_named(minimal: Path, override: str, parts: list[str]) -> None:
+    message = refusal(minimal, override)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("- 1\n- 2\n", "mapping of sections, not a list"),
+        (MINIMAL + "model: {name: other}\n", "duplicate key model"),
+        (MINIMAL.replace("{lr: 1e-3}", "{}"), "optim.lr is required"),
+        (MINIMAL.replace("run: {output_dir: outputs/x}", ""), "run is required"),
+        ("model: [", "expected"),
+        ("base: missing.yaml\n", "missing.yaml: there is no such config file"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_base_of_a_base_is_refused(tmp_path: Path, minimal: Path) -> None:
+    (tmp_path / "middle.yaml").write_text("base: run.yaml\n")
+    (tmp_path / "leaf.yaml").write_text("base: middle.yaml\n")
+    assert "one level only" in refusal(tmp_path / "leaf.yaml")
+
+
+def test_identity_ignores_place_and_speed_and_nothing_else(minimal: Path) -> None:
+    def named(*overrides: str) -> str:
+        return config_hash(load_config(minimal, overrides))
+
+    for same in (
+        "run.output_dir=y",
+        "data.root=/d",
+        "data.num_workers=0",
+        "train.eval_batch_size=7",
+    ):
+        assert named(same) == named()
+    for other in ("optim.lr=2e-3", "train.epochs=4", "train.seed=1", "augment.mixup=0.8"):
+        assert named(other) != named()
+    config: Config = load_config(minimal)
+    assert config_identity(config)["optim.lr"] == 1e-3

@@ -1,0 +1,120 @@
+"""eval.py reads everything from a checkpoint, and finds what training's last evaluation found."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+import eval as evaluation
+import train
+from tests.engine.conftest import fresh_process  # noqa: F401
+from tests.runs import DIGITS, write_config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.launch import launch
+
+    folder = tmp_path_factory.mktemp("run")
+    config = write_config(folder, DIGITS, folder / "out")
+    arguments = ["--config", str(config), "run.trackers=[tensorboard]"]
+    assert launch(arguments, folder / "log") == [0], (folder / "log.0").read_text()
+    return folder / "out"
+
+
+def evaluate(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    file = tmp_path / "records.json"
+    assert evaluation.main([*arguments, "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def test_same_figures_as_the_last_evaluation_of_training(tmp_path: Path, run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    trained = {r["kind"]: r for r in map(json.loads, lines) if r["kind"] != "train"}
+    names = {"model.safetensors": "raw", "ema.safetensors": "ema"}
+    records = evaluate(tmp_path, "--checkpoint", str(run))
+    assert [names[r["weights"]] for r in records] == ["raw", "ema"]
+    for record in records:
+        last = trained[names[record["weights"]]]
+        for key in ("top1", "top5", "loss", "images"):
+            assert record[key] == last[key]
+
+
+def test_any_batch_size_and_any_way_to_name_the_weights(tmp_path: Path, run: Path) -> None:
+    folder = max((run / "checkpoints").iterdir())
+    raw, ema = evaluate(tmp_path, "--checkpoint", str(folder))
+    small = evaluate(tmp_path, "--checkpoint", str(folder), "--batch-size", "7")
+    for record, other in zip((raw, ema), small, strict=True):
+        assert {**other, "loss": 0} == {**record, "loss": 0}
+        assert other["loss"] == pytest.approx(record["loss"], rel=1e-6)
+    file = folder / "ema.safetensors"
+    assert evaluate(tmp_path, "--checkpoint", str(file)) == [{**ema, "checkpoint": str(file)}]
+    bare = tmp_path / "bare.safetensors"
+    save_file({f"module.{k}": v for k, v in load_file(file).items()}, bare)
+    config = ["--config", str(run / "config.yaml")]
+    found = evaluate(tmp_path, "--checkpoint", str(bare), *config)
+    assert found == [{**ema, "checkpoint": str(bare), "weights": "bare.safetensors"}]
+
+
+def test_a_checkpoint_is_a_timm_folder(tmp_path: Path, run: Path) -> None:
+    folder = max((run / "checkpoints").iterdir())
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+    config = timm.data.resolve_data_config(model=model)
+    assert config["input_size"] == (3, 16, 16)
+    assert config["crop_pct"] == 1.0
+    assert json.loads((folder / "config.json").read_text())["label_names"] == list("0123456789")
+    # Without the run's config.yaml, config.json gives the preprocessing and --data the images.
+    (tmp_path / "card").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "card" / name).write_bytes((folder / name).read_bytes())
+    arguments = ["--checkpoint", str(tmp_path / "card"), "--data", "source=digits", "num_workers=0"]
+    found = evaluate(tmp_path, *arguments)
+    expected = evaluate(tmp_path, "--checkpoint", str(folder))[0]
+    assert found[0]["top1"] == expected["top1"]
+    assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_a_run_folder_tells_how_it_was_made(run: Path) -> None:
+    (start,) = json.loads((run / "environment.json").read_text())
+    assert start["world_size"] == 1
+    assert start["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert "global batch 96 = 1 processes x 24 x 4 micro-batches" in start["batch"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["updates"] == 28
+    assert summary["best"]["weights"] == "ema"
+    assert sorted(p.name for p in (run / "plots").iterdir()) == [
+        "accuracy.png",
+        "grad_norm.png",
+        "loss.png",
+        "lr.png",
+    ]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    updates = [r["update"] for r in records if r["kind"] == "train"]
+    assert updates == [1, 2, 3, 4, 5, 8, 12, 14, 16, 20, 24, 28]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard" / "lipsformer")).Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == updates
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(
+        [r["loss"] for r in records if r["kind"] == "train"]
+    )
+
+
+def test_fine_tuning_takes_all_weights_but_a_head_of_other_classes(run: Path) -> None:
+    folder = max((run / "checkpoints").iterdir())
+    config = train.load_config(run / "config.yaml", [f"model.checkpoint={folder}"])
+    weights = load_file(folder / "ema.safetensors")
+    same = train.build_model(config, list("0123456789")).state_dict()
+    assert all(torch.equal(same[name], weights[name]) for name in weights)
+    other = train.build_model(config, list("abc")).state_dict()
+    fresh = {name for name in weights if other[name].shape != weights[name].shape}
+    assert fresh == {"head.weight", "head.bias"}
+    assert all(torch.equal(other[n], weights[n]) for n in weights if n not in fresh)

@@ -1,0 +1,107 @@
+"""Every way to start train.py trains, and obeys a signal: all ranks save, the command continues."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import launch
+from tests.runs import DIGITS, outcome, write_config
+
+ROOT = Path(__file__).resolve().parents[1]
+# On CPUs through ACCELERATE_USE_CPU: with --cpu Accelerate 1.15 starts a single process.
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+ACCELERATE += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+TWO = ["train.batch_size_per_device=24"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(1800)]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(command: list[str], config: Path, log: Path) -> subprocess.Popen:
+    with log.open("a") as output:
+        return subprocess.Popen(
+            [sys.executable, *command, "--config", str(config), *TWO],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "ACCELERATE_USE_CPU": "true",
+                # Else restarted processes read the dead ones' addresses in the agents' store.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
+        )
+
+
+def torchrun(options: list[str], config: Path, log: Path) -> subprocess.Popen:
+    return start(["-m", "torch.distributed.run", *options], config, log)
+
+
+def one_node(launcher: str, config: Path, log: Path) -> subprocess.Popen:
+    port = str(free_port())
+    if launcher == "torchrun":
+        return torchrun(["--nproc_per_node", "2", "--master_port", port, "train.py"], config, log)
+    return start([*ACCELERATE, "--main_process_port", port, "train.py"], config, log)
+
+
+def undisturbed(folder: Path) -> dict:
+    """The outcome of the same run on two processes that no launcher knows of."""
+    (folder / "a").mkdir()
+    config = write_config(folder / "a", DIGITS, folder / "a" / "out")
+    assert launch(["--config", str(config), *TWO], folder / "a" / "log", world_size=2) == [0, 0]
+    return outcome(folder / "a" / "out")
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_signal_to_the_launcher_saves_on_all_ranks(tmp_path: Path, launcher: str) -> None:
+    settings = {**DIGITS, "train": {**DIGITS["train"], "epochs": 400}}
+    config = write_config(tmp_path, settings, tmp_path / "out")
+    log = tmp_path / "log"
+    process = one_node(launcher, config, log)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() != 0
+    assert "stopped by signal 15 after update" in log.read_text()
+    newest = max((tmp_path / "out" / "checkpoints").glob("update-*"))
+    state = json.loads((newest / "state.json").read_text())
+    assert state["world_size"] == 2
+    assert f"after update {state['update']}\n" in log.read_text()
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_launchers_train_the_same_run(tmp_path: Path, launcher: str) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    process = one_node(launcher, config, tmp_path / "log")
+    assert process.wait() == 0, (tmp_path / "log").read_text()
+    assert outcome(tmp_path / "out") == undisturbed(tmp_path)
+
+
+def test_two_nodes_meet_through_c10d_and_an_elastic_restart_resumes(tmp_path: Path) -> None:
+    """One node's process dies by SIGKILL; the agents start both again and the run continues."""
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    options = ["--nnodes", "2", "--nproc_per_node", "1", "--max_restarts", "2"]
+    options += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    options += ["--rdzv_id", "test", "--local_addr", "127.0.0.1"]
+    options += ["-m", "tests.die_once", str(tmp_path / "died")]
+    nodes = [torchrun(options, config, tmp_path / f"log{node}") for node in range(2)]
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    assert [node.wait() for node in nodes] == [0, 0], "\n".join(log.read_text() for log in logs)
+    starts = json.loads((tmp_path / "out" / "environment.json").read_text())
+    assert [start["update"] for start in starts] == [0, 6]
+    assert outcome(tmp_path / "out") == undisturbed(tmp_path)

@@ -1,0 +1,127 @@
+"""What is installed, and who may import whom."""
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# folder: what its files may import besides the standard library; the longest folder decides
+CORE = {"torch", "timm"}
+ALLOWED = {
+    "lipsformer": {*CORE, "einops", "lipsformer.models"},
+    "lipsformer/config.py": {"omegaconf", "yaml"},
+    "lipsformer/layers": {*CORE, "einops", "lipsformer.layers"},
+    "lipsformer/models": {*CORE, "einops", "lipsformer.layers", "lipsformer.models"},
+    "lipsformer/graph": {
+        *{"torch", "torch_geometric", "matplotlib", "numpy"},
+        *{"lipsformer.layers", "lipsformer.graph", "lipsformer.config"},
+    },
+    "lipsformer/analysis": {*CORE, "matplotlib", "lipsformer.layers", "lipsformer.analysis"},
+}
+FORBIDDEN = {
+    "lipsformer/engine": {"lipsformer.models", "lipsformer.graph", "data", "scripts", "tests"},
+    "data": {"lipsformer.models", "lipsformer.layers", "lipsformer.graph", "lipsformer.engine"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of all modules that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level <= 1, f"{path}: import from a parent folder"
+            package = path.relative_to(ROOT).parent.parts if node.level else ()
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            names.add(module)
+            if module == "lipsformer":
+                names |= {f"lipsformer.{alias.name}" for alias in node.names}
+    return names
+
+
+def within(name: str, packages: set[str]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def files(folder: str) -> list[Path]:
+    path = ROOT / folder
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def rule(path: Path) -> str | None:
+    relative = path.relative_to(ROOT).as_posix()
+    fitting = [f for f in [*ALLOWED, *FORBIDDEN] if relative == f or relative.startswith(f + "/")]
+    return max(fitting, key=len, default=None)
+
+
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_library_imports_only_what_its_layer_may(folder):
+    checked = [path for path in files(folder) if rule(path) == folder]
+    assert checked
+    for path in checked:
+        outside = {n for n in imports(path) if n.split(".")[0] not in sys.stdlib_module_names}
+        alien = {name for name in outside if not within(name, ALLOWED[folder])}
+        assert not alien, f"{path.relative_to(ROOT)} imports {sorted(alien)}"
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_application_folders_respect_the_arrows(folder):
+    paths = files(folder)
+    assert paths
+    for path in paths:
+        wrong = {name for name in imports(path) if within(name, FORBIDDEN[folder])}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {sorted(wrong)}"
+
+
+def test_only_the_engine_knows_accelerate_and_nothing_knows_the_application():
+    for path in files("lipsformer"):
+        names = imports(path)
+        application = {"data", "scripts", "tests", "train", "eval"}
+        assert not {n for n in names if within(n, application)}, path
+        if "engine" not in path.parts:
+            assert not {n for n in names if within(n, {"accelerate"})}, path
+
+
+def test_import_needs_no_optional_package():
+    """Importing registers the models where only the library's own dependencies are installed."""
+    optional = ["accelerate", "torch_geometric", "tensorboard", "matplotlib", "fvcore", "sklearn"]
+    program = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({optional!r}))\n"
+        "import lipsformer, timm\n"
+        "model = timm.create_model('lipsformer_nano', device='meta')\n"
+        "print(sum(p.numel() for p in model.parameters()), lipsformer.__file__)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["2371528", str(ROOT / "lipsformer" / "__init__.py")]
+
+
+def test_data_is_the_repositorys_own():
+    import data
+
+    assert Path(data.__file__).parent == ROOT / "data"
+
+
+def test_wheel_holds_the_library_alone(tmp_path):
+    pytest.importorskip("hatchling", reason="the build backend is not installed")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("lipsformer-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (metadata,) = [n for n in archive.namelist() if n.endswith("/METADATA")]
+        text = archive.read(metadata).decode()
+    expected = {p.relative_to(ROOT).as_posix() for p in files("lipsformer")}
+    assert names == expected
+    required = {line for line in text.splitlines() if line.startswith("Requires-Dist")}
+    core = {re.split(r"[ <>=]+", n)[1] for n in required if "extra ==" not in n}
+    assert core == {"torch", "timm", "einops", "omegaconf"}
