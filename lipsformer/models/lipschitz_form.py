@@ -1,0 +1,215 @@
+"""Turn timm's plain ViT, DeiT and Swin into their Lipschitz form."""
+
+from typing import Any, cast
+
+from timm.layers import (
+    Attention,
+    LayerScale,
+    register_notrace_module,
+    resolve_self_attn_mask,
+)
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, WindowAttention
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from lipsformer.layers import CenterNorm, ScaledCosineAttention
+from lipsformer.models._body import spectral_init_modules_
+
+LOGIT_SCALE = 10.0
+
+
+class CosineAttention(nn.Module):
+    """Scaled cosine self-attention with the parameters and the call of timm's ``Attention``.
+
+    Shape: [B, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention``.
+    """
+
+    def __init__(self, original: Attention, value_scale: float) -> None:
+        """Take over the projections of an attention.
+
+        Args:
+            original: Attention without query, key or output normalisation and without gate.
+            value_scale: nu, the length to which values are normalised, > 0.
+        """
+        super().__init__()
+        weight = original.qkv.weight
+        self.num_heads = original.num_heads
+        self.head_dim = original.head_dim
+        self.qkv = original.qkv
+        self.attention = ScaledCosineAttention(
+            self.num_heads,
+            logit_scale=LOGIT_SCALE,
+            value_scale=value_scale,
+            attn_drop=original.attn_drop.p,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        self.proj = original.proj
+        self.proj_drop = original.proj_drop
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Attend over the tokens of ``x`` ([B, N, C]).
+
+        Args:
+            x: Tokens.
+            attn_mask: Added to the scores, or True where to attend; broadcastable to
+                [B, heads, N, N].
+            is_causal: Let token i attend to tokens 0 to i only.
+        """
+        batch, num_tokens = x.shape[0], x.shape[1]
+        qkv = self.qkv(x).reshape(batch, num_tokens, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mask = resolve_self_attn_mask(num_tokens, q, attn_mask, is_causal)
+        x = self.attention(q, k, v, mask)
+        x = x.transpose(1, 2).reshape(batch, num_tokens, self.num_heads * self.head_dim)
+        return self.proj_drop(self.proj(x))
+
+
+register_notrace_module(CosineAttention)  # fused or unfused is chosen at run time
+
+
+class CosineWindowAttention(WindowAttention):
+    """Scaled cosine attention in timm's Swin windows, shifted ones included.
+
+    Shape: [B * num_windows, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention``.
+    """
+
+    def __init__(self, original: WindowAttention, value_scale: float) -> None:
+        """Take over the projections and the table of biases of a window attention.
+
+        Args:
+            original: timm's window attention.
+            value_scale: nu, the length to which values are normalised, > 0.
+        """
+        weight = original.qkv.weight
+        dd: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        window_size = cast(tuple[int, int], original.window_size)
+        super().__init__(original.dim, original.num_heads, window_size=window_size, **dd)
+        self.qkv = original.qkv
+        self.proj = original.proj
+        self.proj_drop = original.proj_drop
+        self.relative_position_bias_table = original.relative_position_bias_table
+        self.attention = ScaledCosineAttention(
+            self.num_heads,
+            logit_scale=LOGIT_SCALE,
+            value_scale=value_scale,
+            attn_drop=original.attn_drop.p,
+            **dd,
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend within the windows ``x`` ([B * num_windows, N, C]).
+
+        Args:
+            x: Tokens of the windows.
+            mask: [num_windows, N, N], added to the scores of the shifted windows.
+        """
+        windows, num_tokens, channels = x.shape
+        qkv = self.qkv(x).reshape(windows, num_tokens, 3, self.num_heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        bias = self._get_rel_pos_bias().to(q.dtype)
+        if mask is not None:
+            bias = bias + mask.unsqueeze(1).to(q.dtype)
+            bias = bias.repeat(windows // mask.shape[0], 1, 1, 1)
+        x = self.attention(q, k, v, bias).transpose(1, 2)
+        return self.proj_drop(self.proj(x.reshape(windows, num_tokens, channels)))
+
+
+register_notrace_module(CosineWindowAttention)  # likewise
+
+
+def convert(
+    model: nn.Module,
+    value_scale: float = 1.0,
+    residual_scale: float | None = None,
+    spectral_init: bool = True,
+) -> nn.Module:
+    r"""Make a plain timm ViT, DeiT or Swin Lipschitz continuous, in place.
+
+    LayerNorm becomes CenterNorm, dot-product attention scaled cosine attention, every residual
+    branch gets a learnable weight per channel (timm's ``LayerScale``), and the weights are
+    initialised spectrally. Shapes, parameter names and the whole API of the class stay; names that
+    are new are ``ls1.gamma`` and ``ls2.gamma`` (``drop_path1.0.gamma`` and so on in Swin) and
+    ``attn.attention.value_scale``.
+
+    Args:
+        model: A ``VisionTransformer`` (DeiT included) of plain pre-norm blocks with learned or no
+            position embedding, or a ``SwinTransformer``.
+        value_scale: nu, the length to which values are normalised, > 0.
+        residual_scale: Initial weight of the branches; None for 1 / (number of blocks).
+        spectral_init: Re-initialise the linear and convolution weights and zero their biases;
+            False keeps pretrained ones.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: If the model or one of its layers has no Lipschitz form here; the model is left
+            as it was.
+
+    Reference:
+        Qi et al. 2023 (LipsFormer) for the four components; the converted body is ours.
+    """
+    _check_convertible(model)
+    blocks = _blocks(model)
+    scale = 1.0 / len(blocks) if residual_scale is None else residual_scale
+    for block in blocks:
+        if hasattr(block, "ls1"):  # the place for the weight in ViT; Swin has none
+            block.attn = CosineAttention(block.attn, value_scale)
+            block.ls1 = _layer_scale(block.norm1, scale)
+            block.ls2 = _layer_scale(block.norm2, scale)
+        else:
+            block.attn = CosineWindowAttention(block.attn, value_scale)
+            block.drop_path1 = nn.Sequential(_layer_scale(block.norm1, scale), block.drop_path1)
+            block.drop_path2 = nn.Sequential(_layer_scale(block.norm2, scale), block.drop_path2)
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.LayerNorm):
+                setattr(parent, name, _center_norm(child))
+    if spectral_init:
+        spectral_init_modules_(model)
+    return model
+
+
+def _blocks(model: nn.Module) -> list[Any]:
+    if isinstance(model, VisionTransformer):
+        return list(model.blocks)
+    if isinstance(model, SwinTransformer):
+        return [block for stage in cast(Any, model.layers) for block in stage.blocks]
+    raise TypeError(
+        f"{type(model).__name__} has no Lipschitz form here: convert a timm VisionTransformer "
+        "(ViT, DeiT) or SwinTransformer"
+    )
+
+
+def _check_convertible(model: nn.Module) -> None:
+    for block in _blocks(model):
+        if type(block) not in (Block, SwinTransformerBlock):
+            raise TypeError(f"{type(block).__name__} is not converted: only plain pre-norm blocks")
+        attn = block.attn
+        if type(attn) not in (Attention, WindowAttention):
+            raise TypeError(f"{type(attn).__name__} is not converted: only plain attention")
+        if isinstance(attn, Attention) and (
+            attn.gate is not None
+            or not isinstance(attn.q_norm, nn.Identity)
+            or not isinstance(attn.norm, nn.Identity)
+        ):
+            raise TypeError("attention with a gate or norms of its own is not converted")
+    if getattr(model, "attn_pool", None) is not None:
+        raise TypeError("attention pooling is not converted: use global_pool='avg' or 'token'")
+    for name, module in model.named_modules():
+        if "norm" in type(module).__name__.lower() and not isinstance(module, nn.LayerNorm):
+            raise TypeError(f"{name} is a {type(module).__name__}: only LayerNorm is converted")
+
+
+def _layer_scale(norm: nn.LayerNorm, value: float) -> LayerScale:
+    weight = norm.weight
+    dim = norm.normalized_shape[0]
+    return LayerScale(dim, value, device=weight.device, dtype=weight.dtype)
+
+
+def _center_norm(norm: nn.LayerNorm) -> CenterNorm:
+    weight = norm.weight
+    return CenterNorm(norm.normalized_shape[0], device=weight.device, dtype=weight.dtype)

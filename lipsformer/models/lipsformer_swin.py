@@ -1,0 +1,367 @@
+"""LipsFormer on a Swin body.
+
+Paper: Qi, Wang, Chen, Shi, Zhang, "LipsFormer: Introducing Lipschitz Continuity to Vision
+Transformers", ICLR 2023, arXiv:2304.09856. The windows are never shifted: the depthwise
+convolutions carry information across them.
+
+By default the models follow the paper's text; ``official_compat=True`` gives the numerics of the
+authors' released code, which its checkpoints need. The README tabulates the differences.
+"""
+
+from typing import Any, Literal, cast
+
+import torch
+from timm.layers import (
+    register_notrace_module,
+    resize_rel_pos_bias_table,
+    to_2tuple,
+    trunc_normal_,
+)
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._input import update_model_args
+from torch import Tensor, nn
+
+from lipsformer.layers import (
+    CenterNorm,
+    Linear,
+    fit_window,
+    merge_heads,
+    partition_heads,
+    relative_position_index,
+)
+from lipsformer.models._body import (
+    Device,
+    LipsFormer,
+    make_attention,
+    model_cfg,
+    pad_to_even,
+)
+from lipsformer.models.convert import check_same_form, official_swin_to_lipsformer
+
+__all__ = ["LipsFormerSwin"]
+
+
+class WindowAttention(nn.Module):
+    """Scaled cosine attention inside windows, with a relative position bias.
+
+    The map is cut into equal windows of at most ``window_size`` with the least padding, and the
+    bias depends on the offset of two tokens alone, so one table serves every map. Padded tokens
+    are zeros after the projection: their cosine with any token is 0.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        window_size: int | tuple[int, int],
+        attention: nn.Module,
+        proj_drop: float = 0.0,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create the projections and the table of biases.
+
+        Args:
+            dim: Number of channels C.
+            num_heads: Number of heads, a divisor of C.
+            window_size: Largest side, or (height, width), of a window in tokens.
+            attention: Attention on q, k, v of shape [B, heads, N, d] and a bias.
+            proj_drop: Dropout probability after the output projection.
+            device: Device of the parameters.
+            dtype: Type of the parameters.
+        """
+        super().__init__()
+        self.dim = dim
+        self.num_heads = num_heads
+        self.window_size = cast(tuple[int, int], to_2tuple(window_size))
+        self.qkv = Linear(dim, 3 * dim, device=device, dtype=dtype)
+        self.attention = attention
+        self.proj = Linear(dim, dim, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+        h, w = self.window_size
+        table = torch.empty((2 * h - 1) * (2 * w - 1), num_heads, device=device, dtype=dtype)
+        self.relative_position_bias_table = nn.Parameter(table)
+        index = torch.empty(h, w, h, w, device=device, dtype=torch.long)
+        self.register_buffer("relative_position_index", index, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the table of biases and fill the index."""
+        trunc_normal_(self.relative_position_bias_table, std=0.02)
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        """Fill the index of the table."""
+        index = relative_position_index(self.window_size, self.relative_position_index.device)
+        self.relative_position_index.copy_(index)
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """Change the largest window and interpolate the table of biases.
+
+        Args:
+            window_size: (height, width) in tokens.
+        """
+        h, w = window_size
+        table = self.relative_position_bias_table
+        with torch.no_grad():
+            resized = resize_rel_pos_bias_table(
+                table, window_size, ((2 * h - 1) * (2 * w - 1), self.num_heads), self.window_size
+            )
+        self.relative_position_bias_table = nn.Parameter(resized, table.requires_grad)
+        self.window_size = window_size
+        self.relative_position_index = relative_position_index(window_size, table.device)
+
+    def position_bias(self, h: int, w: int) -> Tensor:
+        """Return the bias [1, heads, h * w, h * w] of a window of h x w tokens."""
+        index = self.relative_position_index[:h, :w, :h, :w].reshape(h * w, h * w)
+        table = self.relative_position_bias_table
+        return nn.functional.embedding(index, table).permute(2, 0, 1).unsqueeze(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend within the windows of ``x`` ([B, H, W, C])."""
+        height, width = x.shape[1], x.shape[2]
+        h, w = fit_window(height, self.window_size[0]), fit_window(width, self.window_size[1])
+        qkv = self.qkv(x).unflatten(-1, (3, self.dim))
+        q, k, v = partition_heads(qkv, (h, w), self.num_heads).unbind(0)
+        x = self.attention(q, k, v, self.position_bias(h, w).to(q.dtype))
+        x = merge_heads(x, (h, w), (height, width))
+        return self.proj_drop(self.proj(x))
+
+
+register_notrace_module(WindowAttention)  # the windows depend on the size of the map
+
+
+class PatchMerging(nn.Module):
+    """Join 2x2 neighbours: concatenation, CenterNorm, linear layer without bias."""
+
+    def __init__(
+        self, dim: int, out_dim: int, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Create the norm and the reduction.
+
+        Args:
+            dim: Number of channels C.
+            out_dim: Number of channels of the output.
+            device: Device of the parameters.
+            dtype: Type of the parameters.
+        """
+        super().__init__()
+        self.norm = CenterNorm(4 * dim, device=device, dtype=dtype)
+        self.reduction = Linear(4 * dim, out_dim, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn ``x`` ([B, H, W, C]) into [B, ceil(H / 2), ceil(W / 2), out_dim]."""
+        x = pad_to_even(x)
+        batch, height, width, channels = x.shape
+        # column before row inside the new channels, as in the released code
+        x = x.reshape(batch, height // 2, 2, width // 2, 2, channels).permute(0, 1, 3, 4, 2, 5)
+        return self.reduction(self.norm(x.flatten(3)))
+
+
+class LipsFormerSwin(LipsFormer):
+    """LipsFormer with window attention, 2x2 merging and CenterNorm after every token mixer."""
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int = 4,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dim: int = 96,
+        depths: tuple[int, ...] = (2, 2, 6, 2),
+        num_heads: tuple[int, ...] = (3, 6, 12, 24),
+        window_size: int | tuple[int, int] = 7,
+        mlp_ratio: float = 4.0,
+        attn: Literal["cosine", "lipschitznorm"] = "cosine",
+        logit_scale: float = 10.0,
+        learn_logit_scale: bool = False,
+        value_scale: float = 1.0,
+        residual_scale: float | None = None,
+        official_compat: bool = False,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        weight_init: str = "",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            img_size: Nominal image size in pixels; every multiple of the patch size is accepted.
+            patch_size: Side of a patch in pixels.
+            in_chans: Number of image channels.
+            num_classes: Number of classes; 0 leaves out the classifier.
+            global_pool: timm's pooling name; "" keeps the map.
+            embed_dim: Channels of the first stage, doubled at each further one.
+            depths: Number of blocks of each stage.
+            num_heads: Number of heads of each stage.
+            window_size: Largest side, or (height, width), of a window in tokens.
+            mlp_ratio: Hidden width of the MLP divided by the channels.
+            attn: "cosine" for the paper's scaled cosine attention, "lipschitznorm" for dot products
+                normalised by LipschitzNorm, which has neither tau nor nu.
+            logit_scale: Temperature tau of the attention, in (0, 100].
+            learn_logit_scale: Learn tau per head and block.
+            value_scale: nu > 0, the length to which values are normalised.
+            residual_scale: Initial weight of the residual branches; None for 1 / (number of
+                blocks).
+            official_compat: Numerics of the released code: values not normalised, convolution
+                biases at PyTorch's default.
+            drop_rate: Dropout before the classifier.
+            proj_drop_rate: Dropout after the attention's projection and the MLP.
+            attn_drop_rate: Dropout of the attention weights.
+            drop_path_rate: Drop path rate of the last block, rising linearly from 0.
+            weight_init: "" for spectral initialisation, "skip" for none.
+            device: Device of the parameters.
+            dtype: Type of the parameters.
+
+        Raises:
+            ValueError: If an argument is out of range or would have no effect.
+        """
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def attn_layer(stage: int, dim: int) -> WindowAttention:
+            attention = make_attention(
+                attn,
+                num_heads[stage],
+                logit_scale=logit_scale,
+                learn_logit_scale=learn_logit_scale,
+                value_scale=value_scale,
+                official_compat=official_compat,
+                attn_drop=attn_drop_rate,
+                **dd,
+            )
+            return WindowAttention(
+                dim, num_heads[stage], window_size, attention, proj_drop=proj_drop_rate, **dd
+            )
+
+        super().__init__(
+            attn_layer=attn_layer,
+            downsample_layer=PatchMerging,
+            attn_norm=True,
+            final_norm=True,
+            residual_scale=1.0 / sum(depths) if residual_scale is None else residual_scale,
+            zero_conv_bias=not official_compat,
+            img_size=img_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            global_pool=global_pool,
+            embed_dim=embed_dim,
+            depths=depths,
+            mlp_ratio=mlp_ratio,
+            drop_rate=drop_rate,
+            proj_drop_rate=proj_drop_rate,
+            drop_path_rate=drop_path_rate,
+            weight_init=weight_init,
+            **dd,
+        )
+
+    def set_input_size(
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        window_size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Change the nominal image size and the largest window.
+
+        Args:
+            img_size: Side, or (height, width), in pixels; None keeps it.
+            window_size: Side, or (height, width), in tokens; None keeps it. The tables of biases
+                are interpolated.
+        """
+        super().set_input_size(img_size)
+        if window_size is not None:
+            window = cast(tuple[int, int], to_2tuple(window_size))
+            for module in self.modules():
+                if isinstance(module, WindowAttention):
+                    module.set_window_size(window)
+            update_model_args(self, window_size=window)
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Bring a checkpoint to this file's names and window size.
+
+    Accepts this project's checkpoints, the released code's and either inside a ``model`` or
+    ``state_dict`` entry.
+
+    Args:
+        state_dict: Names to tensors, or a mapping that holds them.
+        model: The model to be loaded.
+
+    Raises:
+        ValueError: If the weights were made by the released form of the attention and ``model``
+            is in the paper's form.
+    """
+    state_dict = state_dict.get("model", state_dict)
+    state_dict = state_dict.get("state_dict", state_dict)
+    state_dict = official_swin_to_lipsformer(state_dict)
+    check_same_form(state_dict, model)
+    return {name: _fit_position_table(name, tensor, model) for name, tensor in state_dict.items()}
+
+
+def _fit_position_table(name: str, tensor: Tensor, model: nn.Module) -> Tensor:
+    """Interpolate a table of biases to the window of the model."""
+    if not name.endswith("relative_position_bias_table"):
+        return tensor
+    attn = model.get_submodule(name.rpartition(".")[0])
+    assert isinstance(attn, WindowAttention)
+    shape = attn.relative_position_bias_table.shape
+    return resize_rel_pos_bias_table(tensor, attn.window_size, shape)
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> LipsFormerSwin:
+    return build_model_with_cfg(
+        LipsFormerSwin,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
+        **kwargs,
+    )
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "lipsformer_swin_nano.untrained": model_cfg(input_size=(3, 32, 32), pool_size=(2, 2)),
+        "lipsformer_swin_tiny.untrained": model_cfg(),
+        "lipsformer_swin_small.untrained": model_cfg(),
+        "lipsformer_swin_base.untrained": model_cfg(),
+    }
+)
+
+
+@register_model
+def lipsformer_swin_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
+    """LipsFormer-Swin for images of 32 to 64 px and quick runs; not from the paper."""
+    args = {
+        "img_size": 32,
+        "patch_size": 2,
+        "embed_dim": 32,
+        "depths": (1, 2, 4, 1),
+        "num_heads": (2, 4, 8, 16),
+        "window_size": 4,
+    }
+    return _create("lipsformer_swin_nano", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def lipsformer_swin_tiny(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
+    """LipsFormer-Swin-Tiny, 30.9 M parameters, 5.0 GMACs at 224 px."""
+    args = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)}
+    return _create("lipsformer_swin_tiny", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def lipsformer_swin_small(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
+    """LipsFormer-Swin-Small, 54.5 M parameters, 9.7 GMACs at 224 px."""
+    args = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24)}
+    return _create("lipsformer_swin_small", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def lipsformer_swin_base(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
+    """LipsFormer-Swin-Base, 96.0 M parameters, 17.0 GMACs at 224 px."""
+    args = {"embed_dim": 128, "depths": (2, 2, 18, 2), "num_heads": (4, 8, 16, 32)}
+    return _create("lipsformer_swin_base", pretrained, **{**args, **kwargs})

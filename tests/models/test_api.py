@@ -1,0 +1,189 @@
+"""timm's API where its own tests do not look: checkpointing, windows, channels, heads, features."""
+
+import hashlib
+
+import pytest
+import timm
+import torch
+from timm.layers import resize_rel_pos_bias_table
+from torch import nn
+
+import lipsformer  # noqa: F401  (registers)
+
+NAMES = ["lipsformer_nano", "lipsformer_swin_nano"]
+# timm's interpolation of the tables uses indexing that newer PyTorch warns about
+RESIZE_WARNINGS = pytest.mark.filterwarnings(
+    "ignore::UserWarning:timm", "ignore:torch.searchsorted"
+)
+
+
+def create(name, **kwargs):
+    torch.manual_seed(0)
+    return timm.create_model(name, **kwargs)
+
+
+# number of entries and the start of the SHA-256 of "name shape" lines: a change of either breaks
+# every saved checkpoint
+STATE_DICTS = {
+    "lipsformer_base": (1052, "e3c4aaa29a642eea"),
+    "lipsformer_nano": (223, "1293475aa2597287"),
+    "lipsformer_small": (1052, "7ab5fc3ce6515f1f"),
+    "lipsformer_swin_base": (593, "39fb0456ffed72d2"),
+    "lipsformer_swin_nano": (209, "5bc036e2093c8aa1"),
+    "lipsformer_swin_small": (593, "aa853824123f30df"),
+    "lipsformer_swin_tiny": (305, "90d7bd03c6282708"),
+    "lipsformer_tiny": (665, "0c09ef121831c26c"),
+    "lipsformer_vit_base": (188, "5d011e27bb15e8f7"),
+    "lipsformer_vit_small": (188, "bb804126f6d29d88"),
+    "lipsformer_vit_tiny": (188, "204e1155eb575b0c"),
+}
+
+
+@pytest.mark.parametrize("name", timm.list_models("lipsformer*"))
+def test_state_dict_keys_do_not_change(name):
+    state = create(name, device="meta").state_dict()
+    lines = "\n".join(sorted(f"{key} {tuple(tensor.shape)}" for key, tensor in state.items()))
+    digest = hashlib.sha256(lines.encode()).hexdigest()[:16]
+    assert (len(state), digest) == STATE_DICTS[name]
+
+
+def train_step(model, images):
+    torch.manual_seed(5)  # the drop path masks
+    output = model(images)
+    output.square().mean().backward()
+    return output, [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpointing_changes_neither_outputs_nor_gradients(name):
+    images = torch.randn(5, 3, 32, 48)
+    plain = create(name, num_classes=7, drop_path_rate=0.5).train()
+    saving = create(name, num_classes=7, drop_path_rate=0.5).train()
+    saving.set_grad_checkpointing()
+    torch.testing.assert_close(
+        train_step(saving, images), train_step(plain, images), rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize(("training", "passes"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpointing_recomputes_in_training_only(name, training, passes):
+    model = create(name, num_classes=7).train(training)
+    model.set_grad_checkpointing()
+    calls = []
+    model.stages[1].blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert len(calls) == passes
+
+
+@RESIZE_WARNINGS
+def test_set_input_size_resizes_the_tables_as_timm_does():
+    model = create("lipsformer_swin_nano")
+    before = {n: p.clone() for n, p in model.named_parameters() if n.endswith("bias_table")}
+    model.set_input_size(img_size=(48, 80), window_size=(6, 5))
+    for name, table in before.items():
+        expected = resize_rel_pos_bias_table(table, (6, 5), (11 * 9, table.shape[1]))
+        torch.testing.assert_close(model.get_parameter(name), expected, rtol=0, atol=0)
+    fresh = create("lipsformer_swin_nano", img_size=(48, 80), window_size=(6, 5))
+    fresh.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 48, 80)
+    torch.testing.assert_close(model.eval()(images), fresh.eval()(images), rtol=0, atol=0)
+
+
+@RESIZE_WARNINGS
+def test_a_checkpoint_of_another_window_is_resized_on_loading(tmp_path):
+    source = create("lipsformer_swin_nano", window_size=4)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    overlay = {"file": str(tmp_path / "weights.pth")}
+    loaded = create(
+        "lipsformer_swin_nano", window_size=6, pretrained=True, pretrained_cfg_overlay=overlay
+    )
+    source.set_input_size(window_size=6)
+    for name, tensor in source.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pretrained_weights_load_with_other_channels_and_classes(name, tmp_path):
+    source = create(name)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    overlay = {"file": str(tmp_path / "weights.pth")}
+    loaded = create(
+        name, in_chans=1, num_classes=5, pretrained=True, pretrained_cfg_overlay=overlay
+    )
+    stem = source.patch_embed.proj.weight.sum(1, keepdim=True)
+    torch.testing.assert_close(loaded.patch_embed.proj.weight, stem)
+    images = torch.randn(2, 1, 32, 32)
+    torch.testing.assert_close(
+        loaded.eval().forward_features(images),
+        source.eval().forward_features(images.expand(-1, 3, -1, -1)),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    assert loaded(images).shape == (2, 5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_are_views_of_the_same_features(name):
+    model = create(name).eval()
+    images = torch.randn(2, 3, 48, 32)
+    with torch.no_grad():
+        features = model.forward_features(images)
+        logits = model(images)
+        pooled = features.mean((1, 2))
+        torch.testing.assert_close(model.get_classifier()(pooled), logits)
+        model.reset_classifier(0)
+        torch.testing.assert_close(model(images), pooled)
+        model.reset_classifier(0, "")
+        torch.testing.assert_close(model(images), features)
+        model.reset_classifier(3, "max")
+        expected = model.get_classifier()(features.amax((1, 2)))
+        torch.testing.assert_close(model(images), expected)
+        sigma = torch.linalg.svdvals(model.get_classifier().weight)[0]
+        torch.testing.assert_close(sigma, torch.tensor(1.0))
+    assert isinstance(create(name, num_classes=0).get_classifier(), nn.Identity)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_only_returns_the_stages_outputs(name):
+    images = torch.randn(2, 3, 48, 32)
+    model = create(name).eval()
+    backbone = create(name, features_only=True, out_indices=(1, 3)).eval()
+    state = model.state_dict()
+    backbone.load_state_dict(
+        {n: state[n.replace("stages_", "stages.")] for n in backbone.state_dict()}
+    )
+    maps = []
+    for stage in model.stages:
+        stage.register_forward_hook(lambda _module, _args, output: maps.append(output))
+    with torch.no_grad():
+        model(images)
+        # channels last, as timm's Swin
+        torch.testing.assert_close(backbone(images), [maps[1], maps[3]])
+        first, last = model.forward_intermediates(
+            images, indices=[1, 3], norm=False, intermediates_only=True
+        )
+    torch.testing.assert_close(first, maps[1].permute(0, 3, 1, 2))
+    torch.testing.assert_close(last, maps[3].permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"img_size": 30}, "img_size=30 is not a multiple of patch_size=4"),
+        ({"weight_init": "jax"}, "weight_init must be '' or 'skip', got 'jax'"),
+        ({"value_scale": 2.0, "official_compat": True}, "value_scale=2.0 has no effect"),
+        ({"logit_scale": 0.0}, r"logit_scale must lie in \(0, 100\], got 0.0"),
+        ({"drop_path_rate": 1.0}, r"drop_path must lie in \[0, 1\), got 1.0"),
+    ],
+)
+@pytest.mark.parametrize("name", ["lipsformer_tiny", "lipsformer_swin_tiny"])
+def test_impossible_arguments_are_named(name, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        create(name, device="meta", **kwargs)
+
+
+def test_images_that_do_not_fit_the_patches_are_named():
+    model = create("lipsformer_nano")
+    with pytest.raises(ValueError, match="image size 32x33 is not a multiple of the patch size 2"):
+        model(torch.randn(1, 3, 32, 33))

@@ -1,0 +1,56 @@
+"""Parameters and multiply-adds of every model, against the published and the closed forms."""
+
+import pytest
+import timm
+import torch
+
+import lipsformer  # noqa: F401  (registers)
+from lipsformer.analysis.profile import count_parameters, part_costs
+
+# parameters of the released code without its unused norms, and GMACs at 224 px
+PUBLISHED = {
+    "lipsformer_swin_tiny": (30_908_578, 4.978),
+    "lipsformer_swin_small": (54_479_794, 9.663),
+    "lipsformer_swin_base": (96_011_168, 16.969),
+    "lipsformer_tiny": (23_767_720, 4.674),
+    "lipsformer_small": (37_486_120, 7.439),
+    "lipsformer_base": (83_022_664, 16.226),
+}
+
+
+def meta(name, **kwargs):
+    model = timm.create_model(name, device="meta", **kwargs)
+    return model, torch.empty(1, *model.pretrained_cfg["input_size"], device="meta")
+
+
+def test_every_model_has_its_figures_here():
+    nanos = {"lipsformer_nano", "lipsformer_swin_nano"}
+    bodies = timm.list_models("lipsformer*", module=["lipsformer_swin", "lipsformer_cswin"])
+    assert set(bodies) == set(PUBLISHED) | nanos
+
+
+@pytest.mark.parametrize("official", [False, True])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_and_gmacs_are_the_published_ones(name, official):
+    model, images = meta(name, official_compat=official)
+    parameters, gmacs = PUBLISHED[name]
+    assert count_parameters(model) == parameters
+    assert round(sum(part.macs for part in part_costs(model, images)) / 1e9, 3) == gmacs
+
+
+@pytest.mark.parametrize("name", ["lipsformer_swin_nano", "lipsformer_swin_tiny"])
+def test_swin_stages_follow_the_closed_form(name):
+    """A block has 13C^2 + 118C + table * h parameters and 13C^2 + 196C MACs per token (w = 7)."""
+    model, images = meta(name)
+    window = 7 if name.endswith("tiny") else 4
+    costs = {part.name: part for part in part_costs(model, images)}
+    for index, stage in enumerate(model.stages):
+        rows, cols, c = costs[f"stages.{index}"].output
+        heads = stage.blocks[0].attn.num_heads
+        parameters = 13 * c**2 + 118 * c + (2 * window - 1) ** 2 * heads
+        side = min(window, rows)
+        macs = rows * cols * (13 * c**2 + 98 * c + 2 * side**2 * c)
+        # 4C -> 2C of the stage before, with its norm
+        merging = (2 * c**2 + 4 * c, rows * cols * 2 * c**2) if index > 0 else (0, 0)
+        assert costs[f"stages.{index}"].parameters == len(stage.blocks) * parameters + merging[0]
+        assert costs[f"stages.{index}"].macs == len(stage.blocks) * macs + merging[1]

@@ -1,0 +1,112 @@
+"""Initialisation: spectral, complete, repeatable, also after the meta device."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import lipsformer  # noqa: F401  (registers)
+from lipsformer.layers import DepthwiseConv2d
+
+NAMES = ["lipsformer_nano", "lipsformer_swin_nano"]
+
+
+def create(name, **kwargs):
+    return timm.create_model(name, num_classes=7, learn_logit_scale=True, **kwargs)
+
+
+def seeded(name, **kwargs):
+    torch.manual_seed(3)
+    return create(name, **kwargs)
+
+
+def assert_equal_tensors(first, second):
+    first, second = first.state_dict(), second.state_dict()
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_init_weights_leaves_nothing_unset(name):
+    model = create(name, weight_init="skip")
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(math.nan)
+    model.init_weights()
+    unset = [n for n, t in model.state_dict().items() if not torch.isfinite(t).all()]
+    assert unset == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_reshaped_weight_has_norm_one(name, dtype):
+    model = create(name, dtype=dtype)
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-2
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d, DepthwiseConv2d))
+    }
+    weights = {n.removesuffix(".weight") for n, _ in model.named_parameters() if "weight" in n}
+    assert {n for n in weights if "norm" not in n} == set(layers)
+    for layer_name, layer in layers.items():
+        assert layer.weight.dtype == dtype
+        sigma = torch.linalg.svdvals(layer.weight.double().flatten(1))[0].item()
+        assert sigma == pytest.approx(1.0, abs=tolerance), layer_name
+        if layer.bias is not None:
+            assert not layer.bias.any(), layer_name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_seed_gives_the_same_weights(name):
+    assert_equal_tensors(seeded(name), seeded(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_seed_gives_other_weights(name):
+    first, second = seeded(name), create(name)
+    assert not torch.equal(first.get_classifier().weight, second.get_classifier().weight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_meta_then_init_equals_direct_creation(name):
+    model = create(name, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(0 if not tensor.is_floating_point() else math.nan)
+    torch.manual_seed(3)
+    model.init_weights()
+    direct = create(name)
+    torch.manual_seed(3)
+    direct.init_weights()
+    assert_equal_tensors(model, direct)
+    images = torch.randn(2, 3, 32, 48)
+    torch.testing.assert_close(model.eval()(images), direct.eval()(images), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_released_form_keeps_pytorch_convolution_biases(name):
+    model = create(name, official_compat=True)
+    block = model.stages[0].blocks[0]
+    for layer, fan_in in [(model.patch_embed.proj, 12), (block.conv1.depthwise, 49)]:
+        assert 0 < layer.bias.abs().max() <= fan_in**-0.5
+    assert not block.mlp.fc1.bias.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "official", "scale"),
+    [
+        ("lipsformer_swin_nano", False, 1 / 8),
+        ("lipsformer_swin_nano", True, 1 / 8),
+        ("lipsformer_nano", False, 1 / 8),
+        ("lipsformer_nano", True, 0.2),
+    ],
+)
+def test_residual_scales_start_as_stated(name, official, scale):
+    model = create(name, official_compat=official)
+    scales = [p for n, p in model.named_parameters() if n.endswith("residual_scale")]
+    assert len(scales) == 4 * 8
+    torch.testing.assert_close(torch.cat(scales), torch.full((sum(map(len, scales)),), scale))

@@ -1,0 +1,146 @@
+import pytest
+import timm
+import torch
+from timm.layers import LayerScale
+
+import lipsformer
+from lipsformer.layers import CenterNorm
+from tests.oracles import cosine_attention
+
+
+def heads(x: torch.Tensor, attn: torch.nn.Module) -> torch.Tensor:
+    """[3, heads, N, d] of one sequence."""
+    qkv = x.double() @ attn.qkv.weight.double().T + attn.qkv.bias.double()
+    return qkv.view(x.shape[0], 3, attn.num_heads, -1).permute(1, 2, 0, 3)
+
+
+def joined(outputs: list[torch.Tensor], attn: torch.nn.Module) -> torch.Tensor:
+    return torch.cat(outputs, -1) @ attn.proj.weight.double().T + attn.proj.bias.double()
+
+
+def randomised(model: torch.nn.Module) -> torch.nn.Module:
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize("mask", ["none", "added", "bool", "causal"])
+@torch.no_grad()
+def test_vit_attention_equals_the_loop_one_head_at_a_time(mask):
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", embed_dim=21, num_heads=3, depth=1)
+    attn = randomised(lipsformer.convert(model)).blocks[0].attn
+    x = torch.randn(2, 5, 21)
+    bias = torch.randn(5, 5)
+    allowed = torch.rand(5, 5) > 0.4
+    allowed.fill_diagonal_(True)
+    blocked = torch.full((5, 5), float("-inf"))
+    arguments, expected_bias = {
+        "none": ({}, None),
+        "added": ({"attn_mask": bias}, bias),
+        "bool": ({"attn_mask": allowed}, torch.where(allowed, 0.0, blocked)),
+        "causal": ({"is_causal": True}, blocked.triu(1)),
+    }[mask]
+    out = attn(x, **arguments)
+    for image in range(2):
+        q, k, v = heads(x[image], attn)
+        expected = joined(
+            [cosine_attention(q[h], k[h], v[h], expected_bias, 10.0, 1.0, 1e-2) for h in range(3)],
+            attn,
+        )
+        torch.testing.assert_close(out[image].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_swin_attention_keeps_bias_and_shift_mask():
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=24,
+        window_size=3,
+        embed_dim=14,
+        depths=(2,),
+        num_heads=(2,),
+    )
+    block = randomised(lipsformer.convert(model)).layers[0].blocks[1]
+    attn, mask = block.attn, block.attn_mask
+    assert mask is not None
+    x = torch.randn(2 * mask.shape[0], 9, 14)
+    out = attn(x, mask)
+    position = attn._get_rel_pos_bias()[0]
+    for window in (0, 3, mask.shape[0] + 1, 2 * mask.shape[0] - 1):
+        q, k, v = heads(x[window], attn)
+        bias = position + mask[window % mask.shape[0]]
+        expected = joined(
+            [cosine_attention(q[h], k[h], v[h], bias[h], 10.0, 1.0, 1e-2) for h in range(2)], attn
+        )
+        torch.testing.assert_close(out[window].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_blocks"),
+    [
+        ("vit_tiny_patch16_224", 12),
+        ("deit_small_distilled_patch16_224", 12),
+        ("swin_tiny_patch4_window7_224", 12),
+    ],
+)
+def test_every_component_is_replaced(name, num_blocks):
+    model = timm.create_model(name)
+    names = set(model.state_dict())
+    shapes = [model.get_parameter(key).shape for key, _ in model.named_parameters()]
+    converted = lipsformer.convert(model)
+    assert converted is model
+    assert names <= set(model.state_dict())
+    kept = [p.shape for key, p in model.named_parameters() if key in names]
+    assert kept == shapes
+    assert not any(isinstance(m, torch.nn.LayerNorm) for m in model.modules())
+    scales = [m.gamma for m in model.modules() if isinstance(m, LayerScale)]
+    assert len(scales) == 2 * num_blocks
+    torch.testing.assert_close(torch.cat(scales), torch.full_like(torch.cat(scales), 1 / 12))
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d)):
+            sigma = torch.linalg.svdvals(module.weight.detach().flatten(1))[0].item()
+            assert sigma == pytest.approx(1.0, abs=1e-3)
+
+
+def test_pretrained_weights_can_be_kept():
+    model = timm.create_model("vit_tiny_patch16_224", depth=2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    lipsformer.convert(model, spectral_init=False, residual_scale=0.5)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.testing.assert_close(module.weight, before[f"{name}.weight"], rtol=0, atol=0)
+        if isinstance(module, LayerScale):
+            assert module.gamma.unique().tolist() == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet18", "ResNet has no Lipschitz form"),
+        ("vit_base_patch16_siglip_224", "attention pooling is not converted"),
+        ("vit_medium_patch16_rope_reg1_gap_256", "has no Lipschitz form|is not converted"),
+        ("vit_pwee_patch16_reg1_gap_256", "ParallelScalingBlock is not converted"),
+    ],
+)
+def test_other_models_are_refused_unchanged(name, message):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(TypeError, match=message):
+        lipsformer.convert(model)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_lipsformer_vit_is_the_converted_vit():
+    torch.manual_seed(0)
+    ours = timm.create_model("lipsformer_vit_tiny", num_classes=7, depth=2).eval()
+    theirs = lipsformer.convert(
+        timm.create_model("vit_tiny_patch16_224", num_classes=7, depth=2)
+    ).eval()
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 224, 224)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0)
+    assert not any(isinstance(m, torch.nn.LayerNorm) for m in ours.modules())
+    assert sum(isinstance(m, CenterNorm) for m in ours.modules()) == 5
