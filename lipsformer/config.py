@@ -1,0 +1,426 @@
+"""The schema of a training run: frozen dataclasses, filled from YAML and `key=value` overrides.
+
+This is the only module that knows OmegaConf. Whatever is wrong with a config becomes one
+`ConfigError` of one line; entry points print it and exit with code 2 before writing anything.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+Schema = TypeVar("Schema")
+
+
+class ConfigError(ValueError):
+    """A user's mistake, in one line: what, the value, what is allowed, what to do."""
+
+
+def _require(condition: bool, path: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{path}={value!r} is not possible: {allowed}")
+
+
+def _require_finite(section: object, name: str) -> None:
+    for item in dataclasses.fields(section):  # pyright: ignore[reportArgumentType]
+        value = getattr(section, item.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float):
+                _require(math.isfinite(number), f"{name}.{item.name}", number, "must be finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which timm model to build. `checkpoint` holds initial weights for fine-tuning."""
+
+    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name), "model.name", self.name, "name a timm model")
+        for key, why in {
+            "num_classes": "it follows from the data",
+            "pretrained": "give model.checkpoint",
+            "checkpoint_path": "give model.checkpoint",
+            "img_size": "set data.img_size",
+        }.items():
+            if key in self.kwargs:
+                raise ConfigError(f"model.kwargs.{key} must not be set: {why}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which images, and how they reach the model.
+
+    `root` defaults to the environment variable LIPSFORMER_DATA, else `datasets`. `name` is the
+    folder below it for `source: folder` and `source: shards` (made by `scripts.make_shards`).
+    An image that cannot be read is an error, unless the file `skip_list` names it: one path below
+    the data folder per line, as `scripts.check_data` writes them. `crop_pct` is the share of the
+    image that evaluation keeps; `mean` and `std` are per RGB channel, for values in [0, 1].
+    Evaluation images are prepared by Pillow, bit for bit as timm does; `exact_eval: false` lets
+    torch resize them, which is faster and changes few values by one or two of 255 levels.
+    """
+
+    source: Literal["digits", "folder", "shards", "cifar10", "cifar100", "fashion_mnist"]
+    root: str | None = None
+    name: str | None = None
+    train_split: str = "train"
+    val_split: str = "val"
+    img_size: int = 224
+    num_workers: int = 4
+    download: bool = False
+    skip_list: str | None = None
+    interpolation: Literal["bilinear", "bicubic"] = "bicubic"
+    crop_pct: float = 0.875
+    exact_eval: bool = True
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+
+    def __post_init__(self) -> None:
+        _require_finite(self, "data")
+        _require(self.img_size >= 1, "data.img_size", self.img_size, "must be >= 1 pixel")
+        _require(self.num_workers >= 0, "data.num_workers", self.num_workers, "must be >= 0")
+        _require(0 < self.crop_pct <= 1, "data.crop_pct", self.crop_pct, "must be in (0, 1]")
+        _require(min(self.std) > 0, "data.std", self.std, "all must be > 0")
+        for name, sources in (("name", ("folder", "shards")), ("skip_list", ("folder",))):
+            value = getattr(self, name)
+            if self.source not in sources and value is not None:
+                raise ConfigError(
+                    f"data.{name}={value!r} has no effect with data.source={self.source!r}: "
+                    f"remove it or use data.source={' or '.join(sources)}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """Augmentation of training images, in timm's terms. Zero or null switches a part off.
+
+    `scale` is the area share and `ratio` the aspect ratio of the random crop, `reprob` and
+    `remode` steer random erasing, `mixup` and `cutmix` are the parameters of their Beta
+    distributions, `mixup_prob` how often either is applied to a batch and `mixup_switch_prob` how
+    often it is CutMix when both are on.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    hflip: float = 0.5
+    color_jitter: float = 0.0
+    auto_augment: str | None = None
+    reprob: float = 0.0
+    remode: Literal["const", "rand", "pixel"] = "pixel"
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mixup_prob: float = 1.0
+    mixup_switch_prob: float = 0.5
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_finite(self, "augment")
+        for name in ("hflip", "reprob", "mixup_prob", "mixup_switch_prob"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"augment.{name}", value, "must be a probability in [0, 1]")
+        for name in ("color_jitter", "mixup", "cutmix"):
+            value = getattr(self, name)
+            _require(value >= 0, f"augment.{name}", value, "must be >= 0")
+        low, high = self.scale
+        _require(0 < low <= high <= 1, "augment.scale", self.scale, "must be 0 < low <= high <= 1")
+        low, high = self.ratio
+        _require(0 < low <= high, "augment.ratio", self.ratio, "must be 0 < low <= high")
+        smoothing = self.label_smoothing
+        _require(0 <= smoothing < 1, "augment.label_smoothing", smoothing, "must be in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW. `lr` is the peak learning rate, used as stated: nothing scales it.
+
+    `clip_grad` bounds the 2-norm of the whole gradient; `layer_decay` multiplies the lr of each
+    group of layers once more per step away from the head.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.05
+    clip_grad: float | None = None
+    layer_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_finite(self, "optim")
+        _require(self.lr >= 0, "optim.lr", self.lr, "must be >= 0")
+        _require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "both in [0, 1)")
+        _require(self.eps > 0, "optim.eps", self.eps, "must be > 0")
+        decay = self.weight_decay
+        _require(decay >= 0, "optim.weight_decay", decay, "must be >= 0")
+        clip = self.clip_grad
+        _require(clip is None or clip > 0, "optim.clip_grad", clip, "must be > 0, or null for off")
+        decay = self.layer_decay
+        allowed = "must be in (0, 1], or null for off"
+        _require(decay is None or 0 < decay <= 1, "optim.layer_decay", decay, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Cosine from `optim.lr` to `min_lr`, after a linear warmup that is off by default."""
+
+    warmup_epochs: float = 0.0
+    min_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_finite(self, "schedule")
+        warmup = self.warmup_epochs
+        _require(warmup >= 0, "schedule.warmup_epochs", warmup, "must be >= 0")
+        _require(self.min_lr >= 0, "schedule.min_lr", self.min_lr, "must be >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, in which batches and in which precision.
+
+    `global_batch_size` is the number of images of one update over all devices. With
+    `batch_size_per_device: null` every device takes its share at once; a smaller number makes it
+    accumulate gradients. `max_nonfinite_updates` updates in a row may be skipped because their
+    loss or gradient is not finite; one more stops the run.
+    """
+
+    epochs: int
+    global_batch_size: int
+    batch_size_per_device: int | None = None
+    eval_batch_size: int = 256
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    ema_decay: float | None = None
+    ema_warmup: bool = False
+    compile: bool = False
+    grad_checkpointing: bool = False
+    drop_last: bool = True
+    seed: int = 0
+    deterministic: bool = False
+    max_nonfinite_updates: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "global_batch_size", "eval_batch_size"):
+            value = getattr(self, name)
+            _require(value >= 1, f"train.{name}", value, "must be >= 1")
+        for name in ("seed", "max_nonfinite_updates"):
+            value = getattr(self, name)
+            _require(value >= 0, f"train.{name}", value, "must be >= 0")
+        micro, batch = self.batch_size_per_device, self.global_batch_size
+        if micro is not None:
+            _require(micro >= 1, "train.batch_size_per_device", micro, "must be >= 1, or null")
+            allowed = f"must divide train.global_batch_size={batch}"
+            _require(batch % micro == 0, "train.batch_size_per_device", micro, allowed)
+        decay = self.ema_decay
+        allowed = "must be in (0, 1), or null for off"
+        _require(decay is None or 0 < decay < 1, "train.ema_decay", decay, allowed)
+        if self.precision == "fp16" and self.max_nonfinite_updates < 10:
+            raise ConfigError(
+                f"train.max_nonfinite_updates={self.max_nonfinite_updates} is too few for fp16, "
+                "whose gradient scaler finds its scale by skipping updates: allow at least 10"
+            )
+        if self.ema_warmup and decay is None:
+            raise ConfigError("train.ema_warmup=True has no effect without train.ema_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run writes, when it saves, and what it continues from.
+
+    `resume: auto` continues the run in `output_dir` if there is one, `none` demands an empty
+    place, a path starts from that checkpoint of the same config. `keep` is the number of newest
+    checkpoints that stay; the best one always stays. The first `dense_updates` updates are logged
+    one by one, later ones as means over `log_every`.
+    """
+
+    output_dir: str
+    resume: str = "auto"
+    allow_world_size_change: bool = False
+    log_every: int = 50
+    dense_updates: int = 100
+    save_every_epochs: int = 1
+    save_every_updates: int | None = None
+    keep: int = 2
+    trackers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(bool(self.output_dir), "run.output_dir", self.output_dir, "name a folder")
+        _require(bool(self.resume), "run.resume", self.resume, "auto, none or a path")
+        for name in ("log_every", "save_every_epochs", "keep"):
+            value = getattr(self, name)
+            _require(value >= 1, f"run.{name}", value, "must be >= 1")
+        dense, updates = self.dense_updates, self.save_every_updates
+        _require(dense >= 0, "run.dense_updates", dense, "must be >= 0")
+        allowed = "must be >= 1, or null for off"
+        _require(updates is None or updates >= 1, "run.save_every_updates", updates, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that defines one run of `train.py`."""
+
+    model: ModelConfig
+    data: DataConfig
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    optim: OptimConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        low, peak = self.schedule.min_lr, self.optim.lr
+        _require(low <= peak, "schedule.min_lr", low, f"must not exceed optim.lr={peak}")
+        warmup, epochs = self.schedule.warmup_epochs, self.train.epochs
+        allowed = f"must be below train.epochs={epochs}"
+        _require(warmup < epochs, "schedule.warmup_epochs", warmup, allowed)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a training run; see `read_config`."""
+    return read_config(Config, path, overrides)
+
+
+def read_config(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) -> Schema:
+    """Reads a YAML file, its `base:` parent if it names one, and `key=value` overrides.
+
+    Later wins: parent, file, overrides. The parent's path is relative to the file, and a parent
+    has no parent of its own.
+
+    Raises:
+        ConfigError: for anything wrong; the message begins with the file's name.
+    """
+    path = Path(path)
+    layers = [_read_yaml(path)]
+    base = layers[0].pop("base", None)
+    if base is not None:
+        parent = _read_yaml(path.parent / str(base))
+        if "base" in parent:
+            raise ConfigError(f"{path}: base={str(base)!r} names a base itself; one level only")
+        layers.insert(0, parent)
+    return make_config(schema, layers, overrides, origin=str(path))
+
+
+def make_config(
+    schema: type[Schema],
+    layers: Sequence[Mapping[str, Any]],
+    overrides: Sequence[str] = (),
+    *,
+    origin: str,
+) -> Schema:
+    """Merges plain mappings and `key=value` overrides, and builds the frozen `schema` of them.
+
+    Args:
+        schema: a frozen dataclass.
+        layers: nested mappings; later ones win.
+        overrides: dotted assignments, which win over all layers; the value is read as YAML.
+        origin: what the user calls the source of the mappings, for messages.
+    """
+    for override in overrides:
+        key, separator, _ = override.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(f"override {override!r} is not of the form key=value")
+    try:
+        merged = OmegaConf.merge(*layers, OmegaConf.from_dotlist(list(overrides)))
+        _check_keys(OmegaConf.to_container(merged, resolve=True), schema, prefix="")
+        # One merge onto the schema: a second one would meet frozen objects.
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), merged))
+    except ConfigError as error:
+        message = str(error)
+        raise ConfigError(
+            message if message.startswith(origin) else f"{origin}: {message}"
+        ) from None
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{origin}: {error.full_key} is required and not given") from None
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{origin}: {_one_line(error)}") from None
+    return typing.cast(Schema, config)
+
+
+def dump_config(config: object) -> str:
+    """The whole config as YAML; loading it gives an equal object."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def config_identity(config: Config) -> dict[str, Any]:
+    """The dotted settings that decide the weights of a run: all but place, speed and reporting."""
+    sections = OmegaConf.to_container(OmegaConf.structured(config))
+    assert isinstance(sections, dict)
+    del sections["run"]
+    for name in ("root", "download", "num_workers"):
+        del sections["data"][name]
+    # Only where it stands; the number of devices is compared on its own, with its own option.
+    for name in ("eval_batch_size", "batch_size_per_device"):
+        del sections["train"][name]
+    return {f"{section}.{key}": v for section, keys in sections.items() for key, v in keys.items()}
+
+
+def config_hash(config: Config) -> str:
+    """Sixteen hexadecimal digits that name `config_identity`."""
+    text = yaml.safe_dump(config_identity(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such config file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path}: must hold a mapping of sections, not a {type(content).__name__}"
+        )
+    return typing.cast(dict[str, Any], content)
+
+
+def _check_keys(given: Any, schema: type, prefix: str) -> None:
+    """Refuses what OmegaConf would let through or name badly."""
+    if not isinstance(given, dict):
+        where = prefix.rstrip(".")
+        raise ConfigError(f"{where}={given!r} must be a mapping of settings")
+    hints = typing.get_type_hints(schema)
+    for key, value in given.items():
+        path = f"{prefix}{key}"
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"unknown key {path}={value!r}; did you mean {prefix}{near[0]}? "
+                f"Known here: {', '.join(hints)}"
+            )
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            _check_keys(value, typing.cast(type, hint), prefix=f"{path}.")
+        elif isinstance(value, bool) and _takes_text(hint):
+            raise ConfigError(
+                f"{path}={value} is text, but YAML reads an unquoted no, yes, on or off "
+                'as a boolean; quote it, e.g. "no"'
+            )
+
+
+def _takes_text(hint: Any) -> bool:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return (
+        any(option is str or (typing.get_origin(option) is Literal) for option in options)
+        and bool not in options
+    )
+
+
+def _one_line(error: Exception) -> str:
+    """OmegaConf's message without its type lines, the dotted path first."""
+    path, text = "", []
+    for line in (line.strip() for line in str(error).splitlines()):
+        if line.startswith("full_key: "):
+            path = line.removeprefix("full_key: ")
+        elif line and not line.startswith(("reference_type", "object_type")):
+            text.append(line)
+    return f"{path}: {' '.join(text)}" if path else " ".join(text)

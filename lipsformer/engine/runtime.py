@@ -1,0 +1,180 @@
+"""The process: devices and ranks, seeds, determinism, and the record of what ran where."""
+
+import logging
+import os
+import platform
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
+
+from lipsformer.config import Config, ConfigError, TrainConfig
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# What the process tells its caller. 75 is EX_TEMPFAIL of sysexits.h: run the same command again.
+EXIT_USER_ERROR = 2
+EXIT_NONFINITE = 3
+EXIT_STORAGE = 4
+EXIT_STOPPED = 75
+
+
+def start(config: Config) -> Accelerator:
+    """Joins the other processes, if any, and settles device, precision and determinism."""
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        # What Accelerate 1.15 makes of `--cpu --num_processes 2` unless mpirun is involved.
+        logger.warning(
+            "this process trains alone: `accelerate launch --cpu` starts one process whatever "
+            "--num_processes says; for more use `torchrun --nproc_per_node`"
+        )
+    known, installed = set(LOGGER_TYPE_TO_CLASS), set(map(str, get_available_trackers()))
+    for name in config.run.trackers:
+        if name not in known:
+            raise ConfigError(
+                f"run.trackers: {name!r} is not known; choose from {', '.join(sorted(known))}"
+            )
+        if name not in installed:
+            raise ConfigError(f"run.trackers: the package of {name!r} is not installed")
+    if config.train.deterministic:
+        # cuBLAS reads it when it starts; nothing has touched the device yet.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    output_dir = Path(config.run.output_dir)
+    accelerator = make_accelerator(
+        config.train.precision,
+        log_with=list(config.run.trackers) or None,
+        project_config=ProjectConfiguration(
+            project_dir=str(output_dir), logging_dir=str(output_dir / "tensorboard")
+        ),
+    )
+    wants_shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if wants_shards and not accelerator.is_fsdp2:
+        raise ConfigError(
+            f"FSDP was asked for, but Accelerate set up {accelerator.distributed_type.value}: it "
+            "leaves FSDP out on CPUs, and its default is version 1; use --fsdp_version 2 on GPUs"
+        )
+    return accelerator
+
+
+def make_accelerator(precision: str, **options: Any) -> Accelerator:
+    """An accelerator of the given precision.
+
+    Without a GPU the CPU is asked for by name: otherwise Accelerate 1.15 leaves torchrun's
+    processes alone, each with a world of one.
+
+    Raises:
+        ConfigError: if the device does not have it.
+    """
+    try:
+        accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),
+            mixed_precision="no" if precision == "fp32" else precision,
+            **options,
+        )
+    except ValueError as error:
+        raise ConfigError(f"train.precision={precision!r} is not possible here: {error}") from None
+    if precision == "fp16" and accelerator.scaler is None:  # Accelerate would train in fp32
+        raise ConfigError(
+            f"train.precision='fp16' is not possible on {accelerator.device.type}: use bf16 or fp32"
+        )
+    return accelerator
+
+
+def micro_batches(train: TrainConfig, world_size: int) -> tuple[int, int]:
+    """Samples of a micro-batch on one device, and micro-batches per update and device.
+
+    Raises:
+        ConfigError: unless global batch = processes x samples x micro-batches.
+    """
+    share, rest = divmod(train.global_batch_size, world_size)
+    if rest:
+        near = [share * world_size, (share + 1) * world_size]
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size} cannot be shared by {world_size} "
+            f"processes; {' or '.join(str(n) for n in near if n)} would fit"
+        )
+    samples = train.batch_size_per_device or share
+    if share % samples:
+        fitting = [n for n in range(1, share + 1) if share % n == 0]
+        raise ConfigError(
+            f"train.batch_size_per_device={samples} does not divide the {share} samples that each "
+            f"of {world_size} processes gets of train.global_batch_size="
+            f"{train.global_batch_size}; {', '.join(map(str, fitting))} would fit"
+        )
+    return samples, share // samples
+
+
+def seed_micro_step(seed: int, update: int, micro_step: int, rank: int) -> None:
+    """Makes drop path and dropout of a micro-step a function of these four numbers."""
+    torch.manual_seed(random.Random(f"{seed}/{update}/{micro_step}/{rank}").getrandbits(63))
+
+
+def on_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
+    """Does something on the main process alone, and gives every rank its result or its error."""
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = work()
+        except Exception as error:  # whatever it is, the other ranks must not wait for ever
+            outcome[1] = error
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def environment(accelerator: Accelerator) -> dict[str, Any]:
+    """What is needed to tell why two runs differ: versions, commit, command, machine, ranks."""
+    packages = ("torch", "timm", "accelerate", "torchvision", "safetensors", "omegaconf", "numpy")
+    device = accelerator.device
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": [sys.executable, *sys.argv],
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in packages},
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "world_size": accelerator.num_processes,
+        "distributed": str(accelerator.distributed_type.value),
+        "precision": accelerator.mixed_precision,
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command about this source tree; None outside a clone."""
+    try:
+        result = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
+
+
+def memory_gib(device: torch.device) -> float:
+    """Largest memory so far: allocated on the CUDA device, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

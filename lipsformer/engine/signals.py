@@ -1,0 +1,38 @@
+"""Stopping on request: a signal sets a flag, and all ranks act on it at the same update."""
+
+import signal
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class StopRequest:
+    """Whether any rank was asked to stop.
+
+    The flags travel through a group of CPU tensors of their own, so that asking at every update
+    does not make the host wait for the device.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS):
+        self.received = 0
+        self._group: Any = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        for number in signals:
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+
+    def agreed(self) -> int:
+        """The signal to obey, the same on every rank; 0 for none. All ranks must call it."""
+        if self._group is None:
+            return self.received
+        flag = torch.tensor(self.received)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return int(flag)

@@ -1,0 +1,138 @@
+"""The tensors of a run, taken out of its wrappers and put back: weights, moments, EMA, scaler.
+
+Names are those of the plain model, and sharded tensors are gathered, so that a checkpoint does not
+know on how many devices or by which engine it was made.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lipsformer.engine.checkpoint import EMA, MODEL, OPTIMIZER, CheckpointError, read_state
+from lipsformer.engine.loop import Learner
+
+
+def take(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    """File name -> tensors on the CPU. Every rank must call it: gathering shards is collective."""
+    files = {
+        MODEL: _on_cpu(learner.module.state_dict()),
+        OPTIMIZER: _on_cpu(_moments(learner.module, learner.optimizer)),
+    }
+    if learner.ema is not None:
+        files[EMA] = _on_cpu(learner.ema.module.state_dict())
+    return files
+
+
+def put_back(learner: Learner, folder: Path) -> None:
+    """Fills model, optimizer, EMA and scaler from a checkpoint.
+
+    Raises:
+        CheckpointError: if names or shapes are not those of this run.
+    """
+    _fill(learner.module.state_dict(), folder / MODEL)
+    state = learner.optimizer.state
+    for parameter in learner.module.parameters():
+        if parameter.requires_grad and not state[parameter]:
+            state[parameter] = {
+                # AdamW counts steps in float32, on the device in its fused form.
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    _fill(_moments(learner.module, learner.optimizer), folder / OPTIMIZER)
+    if learner.ema is not None:
+        _fill(learner.ema.module.state_dict(), folder / EMA)
+    if learner.accelerator.scaler is not None:
+        learner.accelerator.scaler.load_state_dict(read_state(folder)["scaler"])
+
+
+def scaler_state(learner: Learner) -> dict[str, Any] | None:
+    """The gradient scaler's numbers; None unless the precision is fp16."""
+    scaler = learner.accelerator.scaler
+    return None if scaler is None else scaler.state_dict()
+
+
+def load_initial_weights(module: nn.Module, weights: dict[str, Tensor], origin: str) -> list[str]:
+    """Starts fine-tuning: takes over all weights but those of a head of another number of classes.
+
+    Returns:
+        the names of the head's parameters that were left as initialised.
+
+    Raises:
+        CheckpointError: if anything else is missing, unknown or of another shape.
+    """
+    own = module.state_dict()
+    heads = getattr(module, "pretrained_cfg", {}).get("classifier") or ()
+    heads = (heads,) if isinstance(heads, str) else tuple(heads)
+    fresh = [
+        name
+        for name in own
+        if name.startswith(tuple(f"{head}." for head in heads))
+        and name in weights
+        and weights[name].shape != own[name].shape
+    ]
+    kept = {name: tensor for name, tensor in weights.items() if name not in fresh}
+    _check({name: t for name, t in own.items() if name not in fresh}, kept, origin)
+    module.load_state_dict(kept, strict=False)
+    return fresh
+
+
+def load_weights(module: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
+    """Replaces all weights of a model.
+
+    Raises:
+        CheckpointError: if any name or shape differs.
+    """
+    _check(module.state_dict(), weights, origin)
+    module.load_state_dict(weights)
+
+
+def _moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": value
+        for name, parameter in module.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    full = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in tensors.items()
+    }
+    return {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in full.items()
+    }
+
+
+@torch.no_grad()
+def _fill(targets: dict[str, Tensor], file: Path) -> None:
+    sources = load_file(file)
+    _check(targets, sources, str(file))
+    for name, target in targets.items():
+        source = sources[name]
+        if isinstance(target, DTensor):
+            source = distribute_tensor(
+                source.to(target.device), target.device_mesh, target.placements
+            )
+        target.copy_(source)
+
+
+def _check(targets: dict[str, Tensor], sources: dict[str, Tensor], origin: str) -> None:
+    missing = [name for name in targets if name not in sources]
+    unknown = [name for name in sources if name not in targets]
+    wrong = [
+        f"{name} {tuple(sources[name].shape)} for {tuple(target.shape)}"
+        for name, target in targets.items()
+        if name in sources and sources[name].shape != target.shape
+    ]
+    if missing or unknown or wrong:
+        raise CheckpointError(
+            f"{origin} does not fit the model: {len(missing)} tensors are missing "
+            f"{missing[:3]}, {len(unknown)} are unknown {unknown[:3]}, "
+            f"{len(wrong)} have another shape {wrong[:3]}"
+        )

@@ -1,0 +1,178 @@
+"""A damaged or unfinished checkpoint is named and passed over; a failed save costs nothing."""
+
+import logging
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lipsformer.engine.checkpoint import (
+    MODEL,
+    CheckpointError,
+    CheckpointFolder,
+    find_fault,
+    locate,
+    read_weights,
+    strip_wrappers,
+)
+
+
+def save(folder: CheckpointFolder, update: int, best: int | None = None, size: int = 1000) -> Path:
+    return folder.save(
+        update,
+        tensors={MODEL: {"w": torch.full((size,), float(update))}},
+        texts={"state.json": f'{{"update": {update}}}'},
+        best_update=best,
+    )
+
+
+def numbers(folder: CheckpointFolder) -> list[str]:
+    return sorted(path.name for path in folder.path.iterdir())
+
+
+def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    for update in (3, 6, 9, 12):
+        save(folder, update, best=3)
+    names = ["update-000000003", "update-000000009", "update-000000012"]
+    assert numbers(folder) == names
+    for update in (15, 18, 21):
+        save(folder, update, best=9)
+    assert numbers(folder) == ["update-000000009", "update-000000018", "update-000000021"]
+
+
+def truncate(path: Path) -> None:
+    (path / MODEL).write_bytes((path / MODEL).read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray((path / MODEL).read_bytes())
+    content[-7] ^= 4
+    (path / MODEL).write_bytes(content)
+
+
+def remove_a_file(path: Path) -> None:
+    (path / "state.json").unlink()
+
+
+def remove_the_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def garble_the_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text('{"model')
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncate, "model.safetensors has 4071 bytes instead of 4072"),
+        (flip_a_bit, "model.safetensors is damaged"),
+        (remove_a_file, "state.json is missing"),
+        (remove_the_manifest, "incomplete, manifest.json is missing"),
+        (garble_the_manifest, "manifest.json cannot be read"),
+    ],
+)
+def test_a_damaged_newest_is_named_and_the_one_before_is_used(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    reason: str,
+) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=3)
+    good, broken = save(folder, 5), save(folder, 10)
+    assert folder.newest() == broken
+    damage(broken)
+    with caplog.at_level(logging.WARNING):
+        assert folder.newest() == good
+    assert str(broken) in caplog.text
+    assert reason in caplog.text
+    # The run goes back to 5, passes 8 and writes 10 again; the broken one must not survive that.
+    save(folder, 8)
+    assert numbers(folder) == ["update-000000005", "update-000000008"]
+    again = save(folder, 10)
+    assert find_fault(again) is None
+    assert torch.equal(load_file(again / MODEL)["w"], torch.full((1000,), 10.0))
+
+
+def test_an_unfinished_save_is_invisible(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=3)
+    good = save(folder, 5)
+    good.with_name(".update-000000008").mkdir()
+    assert folder.newest() == good
+    save(folder, 10)
+    assert numbers(folder) == ["update-000000005", "update-000000010"]
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_failing_write_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    refuse_to_save(tmp_path, size=10_000)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(small_disk: Path) -> None:
+    refuse_to_save(small_disk, size=100_000)
+
+
+def refuse_to_save(path: Path, *, size: int) -> None:
+    folder = CheckpointFolder(path / "checkpoints", keep=1)
+    good = save(folder, 5)
+    with pytest.raises(CheckpointError) as caught:
+        save(folder, 10, size=size)
+    message = str(caught.value)
+    assert "update-000000010" in message
+    assert f"the last good one is {good}" in message
+    assert "\n" not in message
+    assert numbers(folder) == ["update-000000005"]
+    assert find_fault(good) is None
+    save(folder, 15)
+    assert numbers(folder) == ["update-000000015"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.b", "module.a.b", "_orig_mod.a.b", "module._orig_mod.a.b", "_orig_mod.module.a.b"]
+)
+def test_wrappers_leave_no_trace_in_names(tmp_path: Path, name: str) -> None:
+    assert strip_wrappers(name) == "a.b"
+    torch.save({"state_dict": {name: torch.arange(3.0)}}, tmp_path / "w.pth")
+    assert torch.equal(read_weights(tmp_path / "w.pth")["a.b"], torch.arange(3.0))
+
+
+def test_weights_that_need_unpickling_are_refused(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "config": Path("x")}, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="is not a file of weights"):
+        read_weights(tmp_path / "w.pth")
+
+
+def test_locate_understands_run_checkpoint_and_file(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    with pytest.raises(CheckpointError, match="neither a run"):
+        locate(tmp_path)
+    save(folder, 5)
+    newest = save(folder, 10)
+    assert locate(tmp_path) == newest
+    assert locate(newest) == newest
+    assert locate(newest / MODEL) == newest / MODEL
+    flip_a_bit(newest)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        locate(newest)

@@ -1,0 +1,200 @@
+"""One update equals its definition in float64, however the samples are dealt; evaluation counts."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from accelerate import Accelerator
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lipsformer.config import OptimConfig
+from lipsformer.engine.loop import Learner, Stopwatch, evaluate, train_epoch
+from lipsformer.engine.metrics import NonFiniteError, Window
+from lipsformer.engine.optim import make_optimizer
+from lipsformer.engine.schedule import CosineSchedule
+
+CLASSES = 7
+OPTIM = OptimConfig(lr=0.05, weight_decay=0.1, clip_grad=0.3)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 2 * 5, 11), nn.GELU(), nn.Linear(11, CLASSES))
+
+
+def make_learner(model: nn.Module, ema_decay: float | None = None) -> Learner:
+    accelerator = Accelerator()
+    ema = None if ema_decay is None else ModelEmaV3(model, ema_decay)
+    prepared, optimizer = accelerator.prepare(model, make_optimizer(model, OPTIM))
+    return Learner(
+        accelerator=accelerator,
+        model=prepared,
+        module=accelerator.unwrap_model(prepared),
+        optimizer=optimizer,
+        schedule=CosineSchedule(peak=OPTIM.lr, final=0.0, total_updates=10),
+        clip_grad=OPTIM.clip_grad,
+        seed=0,
+        ema=ema,
+    )
+
+
+def transform(images: Tensor, labels: Tensor, **_: int) -> tuple[Tensor, Tensor]:
+    return images, F.one_hot(labels, CLASSES).float()
+
+
+def make_samples(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randn(count, 3, 2, 5, generator=generator)
+    return images, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def split(samples: tuple[Tensor, Tensor], sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(*(part.split(list(sizes)) for part in samples), strict=True))
+
+
+def reference_gradient(samples: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Mean gradient over all samples in float64, unclipped, and its norm."""
+    model = make_model().double()
+    F.cross_entropy(model(samples[0].double()), samples[1]).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return gradients, torch.cat([g.flatten() for g in gradients]).norm()
+
+
+@pytest.mark.parametrize("sizes", [[8], [4, 4], [2, 2, 2, 2], [3, 3, 2], [7, 1], [3]])
+def test_gradient_is_the_mean_over_the_update_however_it_is_dealt(sizes: list[int]) -> None:
+    samples = make_samples(sum(sizes))
+    expected, norm = reference_gradient(samples)
+    learner = make_learner(make_model())
+    seen = []
+    learner.optimizer.step = lambda: seen.extend(p.grad.clone() for p in learner.model.parameters())
+    loss_sum, grad_norm = learner.update(split(samples, sizes), sum(sizes), 0, transform)
+    torch.testing.assert_close(grad_norm.double(), norm, rtol=1e-6, atol=1e-6)
+    assert norm > OPTIM.clip_grad, "clipping must act in this test"
+    for gradient, reference in zip(seen, expected, strict=True):
+        clipped = reference * OPTIM.clip_grad / norm
+        torch.testing.assert_close(gradient.double(), clipped, rtol=1e-5, atol=1e-6)
+    model = make_model().double()
+    loss = F.cross_entropy(model(samples[0].double()), samples[1], reduction="sum")
+    torch.testing.assert_close(loss_sum.double(), loss, rtol=1e-6, atol=1e-6)
+
+
+def test_accumulated_training_equals_whole_batches_with_a_short_last_group() -> None:
+    samples = make_samples(8 + 8 + 3)
+    groups = split(samples, [8, 8, 3])
+    weights = []
+    for parts in ([[8], [8], [3]], [[4, 4], [2, 3, 3], [2, 1]]):
+        learner = make_learner(make_model())
+        window = Window(learner.accelerator, max_nonfinite=0)
+        updates = [(split(g, p), len(g[0])) for g, p in zip(groups, parts, strict=True)]
+        made = train_epoch(
+            learner,
+            updates,
+            first_update=0,
+            transform=transform,
+            window=window,
+            stopwatch=Stopwatch(),
+            after_update=lambda _: False,
+        )
+        assert made == 3
+        assert [s.num_samples for s in window.read()] == [8, 8, 3]
+        weights.append([p.detach().clone() for p in learner.module.parameters()])
+    for whole, accumulated in zip(*weights, strict=True):
+        torch.testing.assert_close(accumulated, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_drop_path_and_dropout_depend_on_update_and_micro_step_alone() -> None:
+    samples = make_samples(6)
+    losses = []
+    for noise in (0, 17):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(30, CLASSES))
+        learner = make_learner(model)
+        torch.manual_seed(noise)  # a state that an interrupted run would not have
+        first = [
+            learner.update(split(samples, [3, 3]), 6, update, transform)[0] for update in (0, 1)
+        ]
+        losses.append(torch.stack(first))
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
+
+
+def test_ema_is_the_running_average_of_the_weights_after_each_update() -> None:
+    learner = make_learner(make_model(), ema_decay=0.8)
+    samples = make_samples(5)
+    average = None
+    for update in range(4):
+        learner.update([samples], 5, update, transform)
+        weight = learner.module[1].weight.detach().double()
+        average = weight if average is None else 0.8 * average + 0.2 * weight
+    assert learner.ema is not None
+    torch.testing.assert_close(learner.ema.module[1].weight.double(), average, rtol=1e-6, atol=1e-7)
+
+
+def test_nonfinite_update_changes_nothing_and_stops_the_run() -> None:
+    learner = make_learner(make_model())
+    window = Window(learner.accelerator, max_nonfinite=1)
+    images, labels = make_samples(5)
+    broken = images.clone()
+    broken[2, 1, 1, 3] = float("nan")
+    for update, batch in enumerate([images, broken, images]):
+        before = [p.detach().clone() for p in learner.module.parameters()]
+        loss, norm = learner.update([(batch, labels)], 5, update, transform)
+        window.add(update, 0.05, 5, loss, norm)
+        unchanged = [
+            torch.equal(a, b) for a, b in zip(before, learner.module.parameters(), strict=True)
+        ]
+        assert all(unchanged) if update == 1 else not any(unchanged)
+    steps = {float(s["step"]) for s in learner.optimizer.state.values()}
+    assert steps == {2.0}, "a skipped step must not count"
+    assert [s.finite for s in window.read()] == [True, False, True]
+
+    for update in (3, 4):
+        loss, norm = learner.update([(broken, labels)], 5, update, transform)
+        window.add(update, 0.05, 5, loss, norm)
+    with pytest.raises(NonFiniteError, match=r"updates 3 to 4 \(lr 0.05.*last finite update 2: lr"):
+        window.read()
+
+
+class Batches:
+    def __init__(self, samples: tuple[Tensor, Tensor], size: int):
+        self.items = list(zip(*(part.split(size) for part in samples), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 23, 64])
+def test_evaluation_is_exact_for_any_batch_size(batch_size: int) -> None:
+    images, labels = make_samples(23)
+    model = make_model()
+    logits = model.double()(images.double()).detach()
+    order = logits.argsort(dim=1, descending=True)
+    expected = {
+        "top1": 100 * sum(int(o[0] == y) for o, y in zip(order, labels, strict=True)) / 23,
+        "top5": 100 * sum(int(y in o[:5]) for o, y in zip(order, labels, strict=True)) / 23,
+        "loss": float(-logits.log_softmax(1)[torch.arange(23), labels].mean()),
+        "images": 23,
+    }
+    result = evaluate(
+        Accelerator(),
+        model.float(),
+        Batches((images, labels), batch_size),
+        normalize=lambda x: x,
+        num_images=23,
+    )
+    assert result is not None
+    assert 0 < expected["top1"] < expected["top5"] < 100
+    assert result == {**expected, "loss": pytest.approx(expected["loss"], rel=1e-6)}
+
+
+def test_evaluation_refuses_a_wrong_count_and_a_nonfinite_loss() -> None:
+    samples = make_samples(5)
+    model = make_model()
+    with pytest.raises(RuntimeError, match="evaluated 5 images of a data set of 6"):
+        evaluate(Accelerator(), model, Batches(samples, 2), normalize=lambda x: x, num_images=6)
+    with pytest.raises(NonFiniteError, match="over 5 images"):
+        evaluate(Accelerator(), model, Batches(samples, 2), normalize=lambda x: x / 0, num_images=5)

@@ -1,0 +1,139 @@
+"""A run that is killed and started again is, bit for bit, the run that was not."""
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lipsformer.engine.runtime import EXIT_STOPPED
+from tests.launch import Event, launch
+from tests.runs import DIGITS, outcome, write_config
+
+CHECKPOINT = "lipsformer.engine.checkpoint"
+# What a run of 28 updates with a checkpoint every third and after each epoch does, and how often.
+MOMENTS = {
+    ("lipsformer.engine.loop", "Learner.update"): 28,
+    ("torch.optim", "AdamW.step"): 28,
+    ("lipsformer.engine.metrics", "EvalSums.add"): 8,
+    ("lipsformer.engine.tracking", "Tracking.record"): 12,
+    ("lipsformer.engine.snapshot", "take"): 11,
+    (CHECKPOINT, "save_file"): 33,
+    (CHECKPOINT, "_fingerprint"): 66,
+    (CHECKPOINT, "_flush"): 90,
+    (CHECKPOINT, "CheckpointFolder._prune"): 11,
+}
+
+
+def settings(workers: int, world_size: int) -> list[str]:
+    return [
+        f"data.num_workers={workers}",
+        f"train.batch_size_per_device={48 // world_size}",
+        "run.trackers=[tensorboard]",
+    ]
+
+
+def reference(folder: Path, workers: int, world_size: int) -> dict:
+    folder.mkdir()
+    config = write_config(folder, DIGITS, folder / "out")
+    arguments = ["--config", str(config), *settings(workers, world_size)]
+    assert launch(arguments, folder / "log", world_size=world_size) == [0] * world_size
+    return outcome(folder / "out")
+
+
+def killed(folder: Path, workers: int, world_size: int, events: list[Event]) -> dict:
+    folder.mkdir()
+    config = write_config(folder, DIGITS, folder / "out")
+    arguments = ["--config", str(config), *settings(workers, world_size)]
+    for event in events:
+        codes = launch(arguments, folder / "log", world_size=world_size, event=event)
+        assert codes == [-signal.SIGKILL] * world_size, (event, codes)
+    assert launch(arguments, folder / "log", world_size=world_size) == [0] * world_size
+    return outcome(folder / "out")
+
+
+def same(found: dict, expected: dict) -> None:
+    assert found["update"] == expected["update"] == 28
+    assert found["records"] == expected["records"]
+    assert found["history"] == expected["history"]
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    for name, content in expected["tensors"].items():
+        assert found["tensors"][name] == content, f"{name} differs"
+
+
+def test_killed_in_every_phase(tmp_path: Path) -> None:
+    events = [
+        Event("lipsformer.engine.loop", "Learner.update", 2),  # before the first checkpoint
+        Event("torch.optim", "AdamW.step", 5),  # in an update, between two checkpoints
+        Event(CHECKPOINT, "save_file", 2),  # in a save: some files written
+        Event(CHECKPOINT, "_flush", 8),  # all but the rename
+        Event(CHECKPOINT, "CheckpointFolder._prune", 1),  # renamed, the old ones still there
+        Event("lipsformer.engine.metrics", "EvalSums.add", 1),  # in an evaluation
+        Event("lipsformer.engine.tracking", "Tracking.record", 5),  # between two records
+    ]
+    same(killed(tmp_path / "b", 0, 1, events), reference(tmp_path / "a", 0, 1))
+
+    # TensorBoard shows one curve on the same axis, without what the dead processes had written.
+    records = outcome(tmp_path / "a" / "out")["records"]
+    folder = tmp_path / "b" / "out" / "tensorboard" / "lipsformer"
+    points = EventAccumulator(str(folder)).Reload().Scalars("train/loss")
+    expected = [(r["update"], r["loss"]) for r in records if r["kind"] == "train"]
+    assert [point.step for point in points] == [update for update, _ in expected]
+    assert [point.value for point in points] == pytest.approx([loss for _, loss in expected])
+
+
+@pytest.mark.dist
+def test_killed_with_two_processes_and_workers(tmp_path: Path) -> None:
+    events = [
+        Event("torch.optim", "AdamW.step", 5),
+        Event("lipsformer.engine.snapshot", "take", 2),
+    ]
+    same(killed(tmp_path / "b", 2, 2, events), reference(tmp_path / "a", 2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_at_twenty_random_moments(tmp_path: Path, workers: int, world_size: int) -> None:
+    """Twenty runs, each killed at a moment drawn from all that a run does."""
+    draw = random.Random(f"{workers}/{world_size}")
+    expected = reference(tmp_path / "a", workers, world_size)
+    # Only the main process writes checkpoints and records.
+    moments = [m for m in MOMENTS if world_size == 1 or m[0] not in (CHECKPOINT,)]
+    for number in range(20):
+        module, name = draw.choice(moments)
+        most = MOMENTS[module, name] // (world_size if "EvalSums" in name else 1)
+        event = Event(module, name, draw.randint(1, most))
+        same(killed(tmp_path / f"b{number}", workers, world_size, [event]), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_at_twenty_random_moments_of_a_save(tmp_path: Path) -> None:
+    draw = random.Random(7)
+    expected = reference(tmp_path / "a", 0, 1)
+    moments = [moment for moment in MOMENTS if moment[0] == CHECKPOINT]
+    for number in range(20):
+        moment = draw.choice(moments)
+        event = Event(*moment, draw.randint(1, MOMENTS[moment]))
+        same(killed(tmp_path / f"b{number}", 0, 1, [event]), expected)
+
+
+def test_stopped_by_a_signal_and_started_again(tmp_path: Path) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    arguments = ["--config", str(config), *settings(0, 1)]
+    for number, signal_number in enumerate((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)):
+        event = Event("lipsformer.engine.loop", "Learner.update", 5)
+        codes = launch(arguments, tmp_path / "log", event=event, signal_number=signal_number)
+        assert codes == [EXIT_STOPPED]
+        newest = max((tmp_path / "out" / "checkpoints").iterdir())
+        assert json.loads((newest / "state.json").read_text())["update"] == 5 * (number + 1)
+    event = Event("lipsformer.engine.metrics", "EvalSums.add", 2)  # in the last evaluation
+    codes = launch(arguments, tmp_path / "log", event=event, signal_number=signal.SIGTERM)
+    assert codes == [EXIT_STOPPED]
+    assert launch(arguments, tmp_path / "log") == [0]
+    same(outcome(tmp_path / "out"), reference(tmp_path / "a", 0, 1))

@@ -1,0 +1,226 @@
+"""Trains an image model: `accelerate launch train.py --config configs/x.yaml key=value ...`.
+
+Exit codes: 0 done; 2 a mistake in config, data or checkpoint, nothing was written; 3 the loss or
+gradient was not finite; 4 a checkpoint could not be written or read; 75 stopped by a signal after
+saving, the same command continues.
+"""
+
+import argparse
+import difflib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import timm
+import torch
+from accelerate import Accelerator
+from timm.models._hub import save_config_for_hf  # the public save_for_hf writes weights as well
+from timm.utils.model_ema import ModelEmaV3
+from torch import nn
+
+import lipsformer  # noqa: F401  (registers the models)
+from data import (
+    DataError,
+    Normalize,
+    TrainBatches,
+    TrainBatchTransform,
+    build_datasets,
+    eval_loader,
+)
+from data.dataset import ImageDataset, TrainDataset
+from lipsformer.config import Config, ConfigError, load_config
+from lipsformer.engine import runtime
+from lipsformer.engine.checkpoint import CheckpointError, locate, read_weights
+from lipsformer.engine.loop import Learner, shard_ema
+from lipsformer.engine.metrics import NonFiniteError
+from lipsformer.engine.optim import make_optimizer
+from lipsformer.engine.run import Run, find_start
+from lipsformer.engine.schedule import CosineSchedule
+from lipsformer.engine.snapshot import load_initial_weights
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a config stands for, on the devices."""
+
+    train_set: TrainDataset
+    val_set: ImageDataset
+    updates: TrainBatches
+    transform: TrainBatchTransform
+    learner: Learner
+    model_card: str
+    micro_batch: tuple[int, int]
+
+
+def assemble(config: Config, accelerator: Accelerator) -> Parts:
+    """Data, model and optimizer of a run before its first update. Writes nothing."""
+    samples, steps = runtime.micro_batches(config.train, accelerator.num_processes)
+    with accelerator.main_process_first():  # which may have to download
+        train_set, val_set = build_datasets(config.data, config.augment, seed=config.train.seed)
+    updates = TrainBatches(
+        train_set,
+        global_batch_size=config.train.global_batch_size,
+        batch_size_per_device=samples,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        seed=config.train.seed,
+        num_workers=config.data.num_workers,
+        drop_last=config.train.drop_last,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+
+    torch.manual_seed(config.train.seed)
+    model = build_model(config, train_set.classes).to(accelerator.device)
+    card = model_card(model, train_set.classes)
+    decay = config.train.ema_decay
+    ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
+    if config.train.compile:
+        model.compile()
+    prepared, optimizer = accelerator.prepare(model, make_optimizer(model, config.optim))
+    if ema is not None:
+        shard_ema(ema, accelerator)
+    learner = Learner(
+        accelerator=accelerator,
+        model=prepared,
+        module=accelerator.unwrap_model(prepared),
+        optimizer=optimizer,
+        schedule=CosineSchedule(
+            peak=config.optim.lr,
+            final=config.schedule.min_lr,
+            total_updates=config.train.epochs * updates.updates_per_epoch,
+            warmup_updates=round(config.schedule.warmup_epochs * updates.updates_per_epoch),
+        ),
+        clip_grad=config.optim.clip_grad,
+        seed=config.train.seed,
+        ema=ema,
+    )
+    return Parts(
+        train_set=train_set,
+        val_set=val_set,
+        updates=updates,
+        transform=TrainBatchTransform(
+            config.data,
+            config.augment,
+            num_classes=len(train_set.classes),
+            seed=config.train.seed,
+        ),
+        learner=learner,
+        model_card=card,
+        micro_batch=(samples, steps),
+    )
+
+
+def train(config: Config) -> int:
+    """One run; returns the number of the signal that stopped it, 0 at its end."""
+    accelerator = runtime.start(config)
+    start = find_start(config, accelerator)
+    parts = assemble(config, accelerator)
+    run = Run(
+        config,
+        parts.learner,
+        train_updates=parts.updates,
+        transform=parts.transform,
+        eval_batches=eval_loader(
+            parts.val_set,
+            batch_size=config.train.eval_batch_size,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            num_workers=config.data.num_workers,
+        ),
+        normalize=Normalize(config.data),
+        num_images=len(parts.val_set),
+        classes=parts.train_set.classes,
+        model_card=parts.model_card,
+        micro_batch=parts.micro_batch,
+        start=start,
+    )
+    if config.data.skip_list is not None and accelerator.is_main_process:
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        shutil.copy(config.data.skip_list, run.output_dir / "skipped.txt")
+    stopped = run.execute()
+    accelerator.state.destroy_process_group()
+    return stopped
+
+
+def build_model(config: Config, classes: Sequence[str]) -> nn.Module:
+    """The model of a config, with its initial weights.
+
+    Raises:
+        ConfigError: if timm does not know the model or the model does not know an argument.
+    """
+    name, data = config.model.name, config.data
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.0)
+        raise ConfigError(f"model.name={name!r} is not known to timm; near it: {', '.join(near)}")
+    try:
+        model = timm.create_model(
+            name,
+            num_classes=len(classes),
+            pretrained_cfg_overlay={
+                "num_classes": len(classes),
+                "input_size": (3, data.img_size, data.img_size),
+                "interpolation": data.interpolation,
+                "crop_pct": data.crop_pct,
+                "mean": data.mean,
+                "std": data.std,
+            },
+            **config.model.kwargs,
+        )
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"{name} cannot be built: {str(error).splitlines()[0]}") from error
+    if config.train.grad_checkpointing:
+        model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
+    if config.model.checkpoint is not None:
+        try:
+            weights = read_weights(locate(Path(config.model.checkpoint)))
+            load_initial_weights(model, weights, config.model.checkpoint)
+        except CheckpointError as error:
+            raise ConfigError(f"model.checkpoint: {error}") from None
+    return model
+
+
+def model_card(model: nn.Module, classes: Sequence[str]) -> str:
+    """timm's config.json, with which `timm.create_model('local-dir:...')` rebuilds the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        save_config_for_hf(model, str(path), model_config={"label_names": list(classes)})
+        return path.read_text()
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optim.lr=1e-3")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    # Only the first process of a machine speaks.
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    logging.getLogger("lipsformer").setLevel(logging.INFO if first else logging.CRITICAL)
+    try:
+        stopped = train(load_config(options.config, options.overrides))
+    except (ConfigError, DataError) as error:
+        code, message = runtime.EXIT_USER_ERROR, str(error)
+    except NonFiniteError as error:
+        code, message = runtime.EXIT_NONFINITE, str(error)
+    except CheckpointError as error:
+        code, message = runtime.EXIT_STORAGE, str(error)
+    else:
+        return runtime.EXIT_STOPPED if stopped else 0
+    if first:
+        print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
