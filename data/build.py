@@ -1,0 +1,77 @@
+"""From the configuration to the data sets of a run."""
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.dataset import ImageDataset, TrainDataset
+from data.errors import DataError
+from data.shards import ShardSource
+from data.sources import FolderSource, Source, digits, torchvision_set
+from data.transforms import EvalTransform, FastEvalTransform, TrainTransform
+from lipsformer.config import AugmentConfig, DataConfig
+
+
+def build_datasets(
+    data: DataConfig, augment: AugmentConfig, *, seed: int
+) -> tuple[TrainDataset, ImageDataset]:
+    """The training set, and the validation set in the training set's class order.
+
+    Args:
+        data: which images, where, and how large.
+        augment: the training recipe.
+        seed: of the augmentation.
+
+    Raises:
+        DataError: names what is missing or unexpected, and where.
+    """
+    train = TrainDataset(
+        build_source(data, data.train_split), TrainTransform(data, augment), seed=seed
+    )
+    return train, build_eval_dataset(data, classes=train.classes)
+
+
+def build_eval_dataset(data: DataConfig, *, classes: Sequence[str] | None) -> ImageDataset:
+    """The validation set.
+
+    Args:
+        data: which images, where, and how large.
+        classes: the class order of the model, by default the source's own. Classes are matched by
+            name: one that the model does not know raises, one without images warns.
+
+    Raises:
+        DataError: names what is missing or unexpected, and where.
+    """
+    transform = EvalTransform(data) if data.exact_eval else FastEvalTransform(data)
+    return ImageDataset(build_source(data, data.val_split), transform, classes=classes)
+
+
+def build_source(data: DataConfig, split: str) -> Source:
+    """The images and labels of one split."""
+    root = Path(data.root or os.environ.get("LIPSFORMER_DATA") or "datasets")
+    folder = root / (data.name or "") / split
+    if data.source == "digits":
+        return digits(split, img_size=data.img_size, interpolation=data.interpolation)
+    if data.source == "folder":
+        return FolderSource(folder, skip=_skipped(data, split))
+    if data.source == "shards":
+        return ShardSource(folder)
+    return torchvision_set(data.source, split, root=root, download=data.download)
+
+
+def _skipped(data: DataConfig, split: str) -> frozenset[str]:
+    """The split's files that `data.skip_list` names, as paths below the split's folder."""
+    if data.skip_list is None:
+        return frozenset()
+    try:
+        lines = Path(data.skip_list).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"data.skip_list={data.skip_list!r} cannot be read: {error}") from error
+    prefix = f"{split}/"
+    skipped = frozenset(line[len(prefix) :] for line in lines if line.startswith(prefix))
+    if skipped:
+        warnings.warn(
+            f"{len(skipped)} images of {split} are left out, as {data.skip_list} says", stacklevel=2
+        )
+    return skipped

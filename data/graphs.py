@@ -1,0 +1,194 @@
+"""Graph sources: citation, Wikipedia, WebKB and actor graphs, ogbn-arxiv, and Tree-NeighborsMatch.
+
+A node set is one PyG `Data` with `x`, `edge_index`, `y` and the masks of its three splits; trees
+are many of them, where only the root carries a label.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+from torch_geometric.data import Data
+from torch_geometric.datasets import Actor, Planetoid, WebKB, WikipediaNetwork
+from torch_geometric.utils import to_undirected
+
+from data.errors import DataError
+
+# data set -> (folder that holds its raw files below the root, how PyG or OGB reads it)
+_SOURCES: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "cora": ("Cora/raw", lambda root: Planetoid(str(root), "Cora")[0]),
+    "citeseer": ("CiteSeer/raw", lambda root: Planetoid(str(root), "CiteSeer")[0]),
+    "pubmed": ("PubMed/raw", lambda root: Planetoid(str(root), "PubMed")[0]),
+    "pubmed-partial": (
+        "PubMed-partial/PubMed/raw",
+        lambda root: Planetoid(str(root / "PubMed-partial"), "PubMed")[0],
+    ),
+    "chameleon": (
+        "chameleon/geom_gcn/raw",
+        lambda root: WikipediaNetwork(str(root), "chameleon")[0],
+    ),
+    "squirrel": ("squirrel/geom_gcn/raw", lambda root: WikipediaNetwork(str(root), "squirrel")[0]),
+    "texas": ("texas/raw", lambda root: WebKB(str(root), "texas")[0]),
+    "cornell": ("cornell/raw", lambda root: WebKB(str(root), "cornell")[0]),
+    "wisconsin": ("wisconsin/raw", lambda root: WebKB(str(root), "wisconsin")[0]),
+    "actor": ("actor/raw", lambda root: Actor(str(root / "actor"))[0]),
+    "ogbn-arxiv": ("ogbn_arxiv", lambda root: _arxiv(root)),
+}
+
+
+def graph_root(root: str | None) -> Path:
+    """The folder of graphs: `root`, else LIPSFORMER_DATA, else `datasets`, and `graphs` in it."""
+    return Path(root or os.environ.get("LIPSFORMER_DATA", "datasets")) / "graphs"
+
+
+def load_graph(
+    name: str,
+    root: str | Path,
+    *,
+    split: int = 0,
+    normalize_features: bool = True,
+    undirected: bool = False,
+    missing_rate: float = 0.0,
+    missing_seed: int = 0,
+    download: bool = False,
+) -> Data:
+    """Read one graph with its split.
+
+    Args:
+        name: one of the names in `_SOURCES`; `pubmed-partial` has features for few nodes only.
+        root: folder that holds the graphs as PyG and OGB lay them out.
+        split: number of the split, 0 where there is one.
+        normalize_features: divide every node's features by their sum.
+        undirected: add the reverse of every edge.
+        missing_rate: share, in [0, 1], of the nodes outside the training set that lose their
+            features.
+        missing_seed: decides which.
+        download: fetch what is not there.
+
+    Raises:
+        DataError: for an unknown name or split, a graph that is not there, or features that are
+            not finite.
+    """
+    if name not in _SOURCES:
+        raise DataError(f"data.name={name!r} is not known; choose trees, {', '.join(_SOURCES)}")
+    folder, read = _SOURCES[name]
+    root = Path(root)
+    if not download and not (root / folder).is_dir():
+        raise DataError(
+            f"{name} is not in {root / folder}; set data.download=true or data.root to its place"
+        )
+    data = read(root)
+    _check(data, name)
+    masks = {key: data[key] for key in ("train_mask", "val_mask", "test_mask")}
+    for key, mask in masks.items():
+        num_splits = mask.size(1) if mask.dim() == 2 else 1
+        if split >= num_splits:
+            raise DataError(f"data.split={split} is not there; {name} has {num_splits}")
+        data[key] = mask[:, split] if mask.dim() == 2 else mask
+    if undirected:
+        data.edge_index = to_undirected(data.edge_index, num_nodes=data.num_nodes)
+    if normalize_features:
+        data.x = data.x / data.x.sum(dim=1, keepdim=True).clamp_min(1.0)
+    data.x = data.x.masked_fill(
+        missing_nodes(data.train_mask, missing_rate, missing_seed)[:, None], 0
+    )
+    return data
+
+
+def missing_nodes(train_mask: Tensor, rate: float, seed: int) -> Tensor:
+    """Draw the nodes whose features go missing: `rate` of those outside the training set, [V]."""
+    candidates = (~train_mask).nonzero().flatten()
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(candidates), generator=generator)
+    missing = torch.zeros_like(train_mask)
+    missing[candidates[order[: round(rate * len(candidates))]]] = True
+    return missing
+
+
+class TreeNeighborsMatch(TorchDataset):
+    """Binary trees whose root must name the value of the leaf that shares its key.
+
+    A tree of depth r has 2^r leaves with the keys 0 ... 2^r - 1 in order and a random permutation
+    of as many values; the root holds one key and the label is that leaf's value. Every edge leads
+    from child to parent, so r + 1 layers carry all leaves to the root, squeezed into one vector.
+
+    Features are [one-hot key, one-hot value], with one extra column each for "none". 80 % of the
+    trees are for training and 10 % each for validation and test.
+
+    Reference:
+        Alon and Yahav 2021, "On the Bottleneck of Graph Neural Networks".
+    """
+
+    def __init__(self, depth: int, num_trees: int, seed: int = 0) -> None:
+        """Draw the trees.
+
+        Args:
+            depth: r >= 1.
+            num_trees: number of trees.
+            seed: decides keys and values.
+        """
+        self.num_leaves = 2**depth
+        generator = torch.Generator().manual_seed(seed)
+        self.keys = torch.randint(self.num_leaves, (num_trees,), generator=generator)
+        shuffled = torch.rand(num_trees, self.num_leaves, generator=generator)
+        self.values = shuffled.argsort(dim=1)
+        children = torch.arange(1, 2 * self.num_leaves - 1)  # node 0 is the root, leaves come last
+        self.edge_index = torch.stack([children, (children - 1) // 2])
+
+    def __len__(self) -> int:
+        """Number of trees."""
+        return len(self.keys)
+
+    def __getitem__(self, index: int) -> Data:
+        """Build tree `index`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"tree {index} is not there; there are {len(self)}")
+        num_nodes = 2 * self.num_leaves - 1
+        none = self.num_leaves
+        keys = torch.full((num_nodes,), none)
+        values = torch.full((num_nodes,), none)
+        keys[-none:] = torch.arange(none)
+        values[-none:] = self.values[index]
+        keys[0] = self.keys[index]
+        x = torch.cat([F.one_hot(keys, none + 1), F.one_hot(values, none + 1)], dim=1).float()
+        y = torch.full((num_nodes,), -1)
+        y[0] = self.values[index, self.keys[index]]
+        root = torch.zeros(num_nodes, dtype=torch.bool)
+        root[0] = True
+        share = (index + 0.5) / len(self)
+        return Data(
+            x=x,
+            edge_index=self.edge_index,
+            y=y,
+            train_mask=root & (share < 0.8),
+            val_mask=root & (0.8 <= share < 0.9),
+            test_mask=root & (share >= 0.9),
+        )
+
+
+def _check(data: Any, name: str) -> None:
+    if not torch.isfinite(data.x).all():
+        bad = (~torch.isfinite(data.x)).any(dim=1).nonzero().flatten()
+        raise DataError(f"{name}: the features of {len(bad)} nodes are not finite, first {bad[0]}")
+    if data.edge_index.numel() and not 0 <= data.edge_index.min() <= data.edge_index.max() < len(
+        data.x
+    ):
+        raise DataError(f"{name}: an edge names a node outside 0 ... {len(data.x) - 1}")
+
+
+def _arxiv(root: Path) -> Any:
+    from ogb.nodeproppred import PygNodePropPredDataset  # slow to import, and only needed here
+
+    dataset: Any = PygNodePropPredDataset("ogbn-arxiv", str(root))
+    data = dataset[0]
+    data.y = data.y.flatten()
+    for key, part in (("train", "train"), ("val", "valid"), ("test", "test")):
+        mask = torch.zeros(data.num_nodes, dtype=torch.bool)
+        mask[dataset.get_idx_split()[part]] = True
+        data[f"{key}_mask"] = mask
+    return data

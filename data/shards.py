@@ -1,0 +1,142 @@
+"""Tar shards in WebDataset's layout, read at random.
+
+A split's folder holds `shard-00000.tar`, ... with the members `<key>.<extension>` (an image file,
+unchanged) and `<key>.cls` (its label in digits), beside each shard an `.npz` with the place of
+every image in it, and `index.json` with the class names and each shard's checksum. Because images
+are read by their place, an epoch has its exact length, follows the seed's order, and resumes
+anywhere, as with a folder; few large files take the place of a million small ones.
+"""
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import DataError, UnreadableImageError
+from data.images import EncodedPicture, Picture
+from data.rng import permutation
+from data.sources import FolderSource
+
+INDEX = "index.json"
+
+
+class ShardSource:
+    """The images of one split in shards, in the order in which they lie there.
+
+    Args:
+        path: the split's folder.
+
+    Raises:
+        DataError: if the folder has no index, or a shard is missing or has another size.
+    """
+
+    def __init__(self, path: Path):
+        if not (path / INDEX).is_file():
+            raise DataError(
+                f"no {INDEX} in {path}: make it from a folder with `python -m scripts.make_shards`"
+            )
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        self.classes = tuple(index["classes"])
+        self.shards = [str(path / shard["file"]) for shard in index["shards"]]
+        for shard in index["shards"]:
+            file = path / shard["file"]
+            found = file.stat().st_size if file.exists() else "missing"
+            if found != shard["bytes"]:
+                raise DataError(f"{file}: expected {shard['bytes']} bytes, found {found}")
+        places = [np.load(Path(shard).with_suffix(".npz")) for shard in self.shards]
+        self.shard = np.repeat(np.arange(len(places)), [len(place["labels"]) for place in places])
+        self.offsets, self.sizes, self.labels = (
+            np.concatenate([place[name] for place in places])
+            for name in ("offsets", "sizes", "labels")
+        )
+
+    def load(self, index: int) -> Picture:
+        """Read one image.
+
+        Raises:
+            UnreadableImageError: if the shard ends before the image does.
+        """
+        shard = self.shards[self.shard[index]]
+        offset, size = int(self.offsets[index]), int(self.sizes[index])
+        name = f"at byte {offset} of {shard}"
+        with open(shard, "rb", buffering=0) as file:
+            content = os.pread(file.fileno(), size, offset)
+        if len(content) != size:
+            raise UnreadableImageError(f"cannot read image {name}: the shard is truncated")
+        return EncodedPicture(content, name)
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard."""
+    return f"shard-{number:05d}.tar"
+
+
+def shard_members(source: FolderSource, images_per_shard: int, seed: int) -> list[np.ndarray]:
+    """Indices of the images of each shard: the source in a random order, so that classes mix."""
+    order = permutation(len(source.labels), "shards", seed)
+    return np.split(order, range(images_per_shard, len(order), images_per_shard))
+
+
+def write_shard(source: FolderSource, members: np.ndarray, path: Path) -> None:
+    """Write one shard and its places; the same images give the same bytes.
+
+    The tar file appears under its name when it is complete.
+    """
+    offsets, sizes = [], []
+    temporary = path.with_suffix(".part")
+    with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for index in members.tolist():
+            file = source.file(index)
+            content = Path(file).read_bytes()
+            key = f"{index:09d}"
+            offsets.append(tar.offset + tarfile.BLOCKSIZE)
+            sizes.append(len(content))
+            label = str(source.labels[index]).encode()
+            for extension, data in ((os.path.splitext(file)[1].lower(), content), (".cls", label)):
+                member = tarfile.TarInfo(key + extension)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    np.savez(
+        path.with_suffix(".npz"),
+        offsets=np.array(offsets, np.int64),
+        sizes=np.array(sizes, np.int64),
+        labels=source.labels[members].astype(np.int64),
+    )
+    os.replace(temporary, path)
+
+
+def write_index(source: FolderSource, path: Path, checksums: list[str]) -> None:
+    """Write `index.json`, which makes the folder a complete split."""
+    shards = [
+        {
+            "file": shard_name(number),
+            "bytes": (path / shard_name(number)).stat().st_size,
+            "sha256": checksum,
+        }
+        for number, checksum in enumerate(checksums)
+    ]
+    index = {"classes": source.classes, "images": len(source.labels), "shards": shards}
+    temporary = path / f"{INDEX}.part"
+    temporary.write_text(json.dumps(index, indent=1, ensure_ascii=False), encoding="utf-8")
+    os.replace(temporary, path / INDEX)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def damaged_shards(path: Path) -> Iterator[tuple[str, bool]]:
+    """Each shard's name, and whether its checksum differs from the index's."""
+    for shard in json.loads((path / INDEX).read_text(encoding="utf-8"))["shards"]:
+        file = path / shard["file"]
+        yield shard["file"], not file.exists() or checksum(file) != shard["sha256"]

@@ -1,0 +1,106 @@
+import math
+
+import pytest
+import torch
+
+from data import graphs
+from data.errors import DataError
+from data.graphs import TreeNeighborsMatch, load_graph, missing_nodes
+
+COUNTS = {  # nodes, edges, features, classes
+    "cora": (2708, 10556, 1433, 7),
+    "citeseer": (3327, 9104, 3703, 6),
+    "pubmed-partial": (19717, 88648, 500, 3),
+    "chameleon": (2277, 36101, 2325, 5),
+    "squirrel": (5201, 217073, 2089, 5),
+    "actor": (7600, 30019, 932, 5),
+}
+
+
+@pytest.mark.data
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", COUNTS)
+def test_real_graphs_have_their_published_sizes(datasets, name):
+    data = load_graph(name, datasets / "graphs", normalize_features=False)
+    counts = (data.num_nodes, data.num_edges, data.num_features, int(data.y.max()) + 1)
+    assert counts == COUNTS[name]
+    masks = torch.stack([data.train_mask, data.val_mask, data.test_mask])
+    assert masks.dim() == 2 and not (masks.sum(0) > 1).any()
+
+
+@pytest.mark.data
+def test_planetoid_split_is_the_public_one_and_rows_are_normalised(datasets):
+    data = load_graph("cora", datasets / "graphs")
+    sizes = [int(data[f"{split}_mask"].sum()) for split in ("train", "val", "test")]
+    assert sizes == [140, 500, 1000]
+    assert data.y[data.train_mask].bincount().tolist() == [20] * 7
+    torch.testing.assert_close(data.x.sum(1), torch.ones(2708))
+
+
+@pytest.mark.data
+def test_missing_features_spare_the_training_nodes_and_follow_the_seed(datasets):
+    data = load_graph("cora", datasets / "graphs", missing_rate=1.0)
+    assert (data.x.any(dim=1) == data.train_mask).all()
+    half = [
+        load_graph("cora", datasets / "graphs", missing_rate=0.5, missing_seed=seed).x
+        for seed in (0, 0, 1)
+    ]
+    torch.testing.assert_close(half[0], half[1])
+    assert not torch.equal(half[0], half[2])
+    assert (~half[0].any(dim=1)).sum() == round(0.5 * (2708 - 140))
+
+
+def test_missing_nodes_draws_the_stated_share():
+    train = torch.arange(13) < 4
+    missing = missing_nodes(train, 1 / 3, seed=0)
+    assert missing.sum() == 3 and not (missing & train).any()
+
+
+def test_absent_unknown_and_broken_graphs_raise_one_clear_error(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"cora is not in .*Cora/raw; set data.download=true"):
+        load_graph("cora", tmp_path)
+    with pytest.raises(DataError, match=r"data.name='coro' is not known; choose trees, cora"):
+        load_graph("coro", tmp_path)
+
+    def broken(root):
+        graph = TreeNeighborsMatch(2, 10)[0]
+        graph.x[1, 0] = math.nan
+        return graph
+
+    monkeypatch.setitem(graphs._SOURCES, "broken", ("", broken))
+    with pytest.raises(DataError, match="broken: the features of 1 nodes are not finite, first 1"):
+        load_graph("broken", tmp_path)
+
+
+@pytest.mark.data
+def test_a_split_that_is_not_there_raises(datasets):
+    with pytest.raises(DataError, match=r"data.split=10 is not there; texas has 10"):
+        load_graph("texas", datasets / "graphs", split=10)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 8])
+def test_trees_ask_for_the_value_of_the_leaf_with_the_root_key(depth):
+    trees = TreeNeighborsMatch(depth, 30, seed=1)
+    leaves = 2**depth
+    seen = set()
+    for index in range(len(trees)):
+        tree = trees[index]
+        keys, values = tree.x.split(leaves + 1, dim=1)
+        leaf_keys, leaf_values = keys[-leaves:].argmax(1), values[-leaves:].argmax(1)
+        assert sorted(leaf_values.tolist()) == list(range(leaves))
+        match = (leaf_keys == keys[0].argmax()).nonzero().item()
+        assert tree.y[0] == leaf_values[match]
+        masks = torch.stack([tree[f"{split}_mask"] for split in ("train", "val", "test")])
+        assert masks[:, 0].sum() == 1 and not masks[:, 1:].any()
+        seen.add(int(masks[:, 0].long().argmax()))
+    assert seen == {0, 1, 2}
+    # every leaf reaches the root in exactly `depth` steps along the edges
+    adjacency = torch.zeros(2 * leaves - 1, 2 * leaves - 1)
+    adjacency[trees.edge_index[1], trees.edge_index[0]] = 1
+    reach = torch.linalg.matrix_power(adjacency, depth)[0]
+    assert reach[-leaves:].tolist() == [1] * leaves and reach[:-leaves].sum() == 0
+
+
+def test_trees_are_the_same_for_the_same_seed():
+    first, same, other = (TreeNeighborsMatch(3, 20, seed).values for seed in (0, 0, 1))
+    assert torch.equal(first, same) and not torch.equal(first, other)

@@ -1,0 +1,65 @@
+import contextlib
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import data
+from data.rng import derive_seed, kept, permutation, seed_all
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
+
+
+def test_the_package_is_this_repositorys():
+    assert data.__file__ is not None
+    assert Path(data.__file__).resolve().parents[1] == Path(__file__).resolve().parents[2]
+
+
+def test_equal_keys_draw_equal_numbers_and_different_keys_different_ones():
+    draws = {}
+    for key in [("a", 1, 23), ("a", 12, 3), ("b", 1, 23)]:
+        with kept():
+            seed_all(*key)
+            draws[key] = draw()
+        with kept():
+            seed_all(*key)
+            assert draw() == draws[key]
+    assert len({tuple(values) for values in draws.values()}) == 3
+
+
+def test_global_states_are_left_as_found_even_after_an_error():
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)  # noqa: NPY002
+    expected = draw()
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)  # noqa: NPY002
+    with contextlib.suppress(ZeroDivisionError), kept():
+        seed_all("key", 7)
+        draw()
+        raise ZeroDivisionError
+    assert draw() == expected
+
+
+def test_seeds_and_orders_do_not_depend_on_the_process():
+    code = (
+        "from data.rng import derive_seed, permutation;"
+        "print(derive_seed('order', 3), *permutation(11, 'order', 3, 2))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert [int(word) for word in printed] == [
+        derive_seed("order", 3),
+        *permutation(11, "order", 3, 2),
+    ]
+
+
+def test_permutation_is_one_and_changes_with_the_epoch():
+    orders = [permutation(101, "order", 3, epoch) for epoch in range(3)]
+    for order in orders:
+        assert sorted(order) == list(range(101))
+    assert not (orders[0] == orders[1]).all()
+    assert not (orders[1] == orders[2]).all()

@@ -1,0 +1,164 @@
+"""Shards against the folder they were made from, and against tarfile."""
+
+import shutil
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from timm.data import ImageNetInfo
+
+from data import DataError, TrainBatches, UnreadableImageError, build_datasets
+from data.shards import ShardSource
+from data.sources import FolderSource
+from lipsformer.config import AugmentConfig, DataConfig
+from scripts.make_shards import main
+from tests.data.photos import encoded, photo
+from tests.data.trees import write_tree
+
+COUNTS = {"a": 11, "b é": 7, "10": 5}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(folder, shards) of 24 images, 5 per shard."""
+    root = tmp_path_factory.mktemp("shards")
+    write_tree(root / "folder" / "train", COUNTS)
+    (root / "folder" / "train" / "a" / "photo.JPG").write_bytes(encoded(photo(31, 29)))
+    shutil.copytree(root / "folder" / "train", root / "folder" / "val")
+    for split in ("train", "val"):
+        arguments = [str(root / "folder" / split), str(root / "shards" / split)]
+        assert main([*arguments, "--images-per-shard", "5"]) == 0
+    return root / "folder", root / "shards"
+
+
+def test_shards_hold_every_file_unchanged_in_webdatasets_layout(made):
+    folder, shards = made
+    source = FolderSource(folder / "train")
+    expected = Counter(
+        (Path(source.file(i)).read_bytes(), int(source.labels[i])) for i in range(24)
+    )
+    found = Counter()
+    tars = sorted((shards / "train").glob("*.tar"))
+    assert [tar.name for tar in tars] == [f"shard-0000{i}.tar" for i in range(5)]
+    for tar in tars:
+        with tarfile.open(tar) as opened:
+            members = opened.getmembers()
+            for image, label in zip(members[::2], members[1::2], strict=True):
+                assert image.name.split(".")[0] + ".cls" == label.name
+                content = [opened.extractfile(member).read() for member in (image, label)]
+                found[content[0], int(content[1])] += 1
+    assert found == expected
+
+
+def test_the_source_reads_what_the_folder_holds(made):
+    folder, shards = made
+    from_folder, from_shards = FolderSource(folder / "train"), ShardSource(shards / "train")
+    assert from_shards.classes == from_folder.classes == ("10", "a", "b é")
+
+    def contents(source):
+        return Counter(
+            (source.load(i).content, int(source.labels[i])) for i in range(len(source.labels))
+        )
+
+    assert contents(from_shards) == contents(from_folder)
+    assert from_shards.labels.tolist() != sorted(from_shards.labels.tolist())
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 2), (2, 1), (3, 4)])
+def test_epochs_are_the_multiset_and_resume_in_the_middle_of_a_shard(made, world_size, num_workers):
+    folder, shards = made
+    data = DataConfig(source="shards", root=str(shards), img_size=16)
+    train, val = build_datasets(data, AugmentConfig(auto_augment="rand-m9-inc1"), seed=3)
+    assert len(val) == 24
+    labels, whole, resumed = Counter(), [], []
+    for rank in range(world_size):
+        loader = TrainBatches(
+            train,
+            global_batch_size=6,
+            batch_size_per_device=2,
+            rank=rank,
+            world_size=world_size,
+            seed=3,
+            num_workers=num_workers,
+            drop_last=False,
+            pin_memory=False,
+        )
+        whole.append([batch for update in loader.epoch(1) for batch in update.micro_batches])
+        resumed.append([batch for update in loader.epoch(1, 2) for batch in update.micro_batches])
+        labels.update(int(label) for _, batch in whole[-1] for label in batch)
+    assert labels == Counter(FolderSource(folder / "train").labels.tolist())
+    for all_batches, rest in zip(whole, resumed, strict=True):
+        assert len(rest) == len(all_batches) // 2
+        for (image, label), (again, same) in zip(all_batches[-len(rest) :], rest, strict=True):
+            assert torch.equal(image, again)
+            assert torch.equal(label, same)
+
+
+def test_interrupted_making_goes_on_with_equal_bytes(made, tmp_path, capsys):
+    folder, shards = made
+    half = tmp_path / "half"
+    shutil.copytree(shards / "train", half)
+    kept = (half / "shard-00001.tar").stat().st_mtime_ns
+    for name in ("index.json", "shard-00003.tar", "shard-00004.tar", "shard-00004.npz"):
+        (half / name).unlink()
+    (half / "shard-00003.part").write_bytes(b"half a shard")
+    with pytest.raises(DataError, match=r"no index.json in .*half: make it"):
+        ShardSource(half)
+    arguments = [str(folder / "train"), str(half), "--images-per-shard"]
+    assert main([*arguments, "4"]) == 2
+    assert "is not empty and not a part of this" in capsys.readouterr().err
+    assert main([*arguments, "5"]) == 0
+    assert (half / "shard-00001.tar").stat().st_mtime_ns == kept
+    for file in (shards / "train").iterdir():
+        assert (half / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_damage_is_found(made, tmp_path, capsys):
+    _, shards = made
+    copy = tmp_path / "copy"
+    shutil.copytree(shards / "train", copy)
+    assert main(["--verify", str(copy)]) == 0
+    content = bytearray((copy / "shard-00002.tar").read_bytes())
+    content[700] ^= 1
+    (copy / "shard-00002.tar").write_bytes(content)
+    assert main(["--verify", str(copy)]) == 1
+    assert capsys.readouterr().out == "all shards are sound\ndamaged: shard-00002.tar\n"
+    source = ShardSource(copy)
+    with open(copy / "shard-00002.tar", "r+b") as file:
+        file.truncate(1000)
+    cut = int(np.flatnonzero(source.shard == 2)[-1])
+    with pytest.raises(UnreadableImageError, match=r"at byte \d+ of .*shard-00002.tar: .*trunc"):
+        source.load(cut)
+    with pytest.raises(DataError, match=r"shard-00002.tar: expected \d+ bytes, found 1000"):
+        ShardSource(copy)
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    assert main([str(tmp_path / "none"), str(tmp_path / "shards")]) == 2
+    assert "no data folder" in capsys.readouterr().err
+    assert main(["--verify", str(tmp_path)]) == 2
+    assert "holds no complete shards" in capsys.readouterr().err
+    assert not (tmp_path / "shards").exists()
+
+
+@pytest.mark.data
+def test_class_order_is_the_standard_imagenet_index(datasets, tmp_path):
+    folder = datasets / "imagenet-1k-sample" / "val"
+    info = ImageNetInfo("imagenet-1k")
+    expected = tuple(info.index_to_label_name(index) for index in range(1000))
+    source = FolderSource(folder)
+    assert source.classes == expected
+    assert source.labels.tolist() == list(range(1000))
+    assert main([str(folder), str(tmp_path / "val")]) == 0
+    shards = ShardSource(tmp_path / "val")
+    assert shards.classes == expected
+    assert np.array_equal(np.sort(shards.labels), np.arange(1000))
+    for index in range(0, 1000, 97):
+        wnid = expected[shards.labels[index]]
+        (file,) = (folder / wnid).iterdir()
+        picture = shards.load(index)
+        assert picture.content == file.read_bytes()

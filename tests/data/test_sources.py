@@ -1,0 +1,174 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import CIFAR10, FashionMNIST, ImageFolder
+
+from data import DataError, build_datasets, build_eval_dataset
+from data.sources import FolderSource, digits, torchvision_set
+from lipsformer.config import AugmentConfig, DataConfig
+from tests.data.trees import write_tree
+
+
+def folder_config(root, **settings) -> DataConfig:
+    return DataConfig(source="folder", root=str(root), img_size=16, **settings)
+
+
+def test_folder_equals_torchvisions_order(tmp_path):
+    write_tree(tmp_path, {"2": 2, "10": 3, "b é": 2, "B": 1})
+    nested = tmp_path / "10" / "deeper"
+    nested.mkdir()
+    Image.new("RGB", (5, 3)).save(nested / "a.JPG")
+    (tmp_path / "2" / "notes.txt").write_text("no image")
+    source, expected = FolderSource(tmp_path), ImageFolder(str(tmp_path))
+    assert source.classes == tuple(expected.classes) == ("10", "2", "B", "b é")
+    files = [(source.file(i), int(source.labels[i])) for i in range(len(source.labels))]
+    assert files == expected.samples
+
+
+def test_validation_labels_follow_the_training_classes_by_name(tmp_path):
+    write_tree(tmp_path / "train", {"1": 1, "10": 1, "2": 1, "x": 1})
+    write_tree(tmp_path / "val", {"10": 1, "x": 2})
+    with pytest.warns(UserWarning, match=r"2 of 4 classes have no images: 1, 2"):
+        train, val = build_datasets(folder_config(tmp_path), AugmentConfig(), seed=0)
+    assert train.classes == val.classes == ("1", "10", "2", "x")
+    assert [val[i][1] for i in range(3)] == [1, 3, 3]
+
+
+def test_evaluation_labels_follow_the_checkpoints_classes(tmp_path):
+    write_tree(tmp_path / "val", {"a": 1, "b": 1})
+    dataset = build_eval_dataset(folder_config(tmp_path), classes=["b", "a"])
+    assert dataset.classes == ("b", "a")
+    assert [label for _, label in (dataset[0], dataset[1])] == [1, 0]
+    with pytest.raises(DataError, match=r"1 unknown class\(es\) a: .* the 2 classes .* b, c$"):
+        build_eval_dataset(folder_config(tmp_path), classes=["b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: None, r"no data folder .*/set/train: expected .*/set/train/<class name>/"),
+        (lambda root: (root / "train").mkdir(parents=True), r"no class folders in .*/set/train"),
+        (
+            lambda root: (write_tree(root / "train", {"a": 1}) / "b").mkdir(),
+            r"class folder .*/train/b holds no images",
+        ),
+        (lambda root: write_tree(root / "train", {"a": 1}), r"no data folder .*/set/val"),
+        (
+            lambda root: (
+                write_tree(root / "train", {"a": 1}),
+                write_tree(root / "val", {"a": 1, "z": 1}),
+            ),
+            r"1 unknown class\(es\) z",
+        ),
+    ],
+)
+def test_a_wrong_tree_is_one_clear_error(tmp_path, make, message):
+    make(tmp_path / "set")
+    with pytest.raises(DataError, match=message) as caught:
+        build_datasets(folder_config(tmp_path, name="set"), AugmentConfig(), seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_the_skip_list_are_left_out_and_counted(tmp_path):
+    write_tree(tmp_path / "train", {"a": 3, "b": 2})
+    write_tree(tmp_path / "val", {"a": 1, "b": 2})
+    (tmp_path / "skip.txt").write_text("train/a/001.png\nval/b/000.png\ntrain/b/000.png\n")
+    config = folder_config(tmp_path, skip_list=str(tmp_path / "skip.txt"))
+    with pytest.warns(UserWarning, match=r"left out") as caught:
+        train, val = build_datasets(config, AugmentConfig(), seed=0)
+    assert [str(w.message).split(",")[0] for w in caught] == [
+        "2 images of train are left out",
+        "1 images of val are left out",
+    ]
+    files = [train.source.file(i)[len(str(tmp_path)) :] for i in range(len(train))]
+    assert files == ["/train/a/000.png", "/train/a/002.png", "/train/b/001.png"]
+    assert train.labels.tolist() == [0, 0, 1]
+    assert val.labels.tolist() == [0, 1]
+
+
+def test_a_skip_list_that_does_not_fit_is_one_clear_error(tmp_path):
+    write_tree(tmp_path / "val", {"a": 1, "b": 2})
+    (tmp_path / "skip.txt").write_text("val/c/001.png\n")
+    config = folder_config(tmp_path, skip_list=str(tmp_path / "skip.txt"))
+    with (
+        pytest.warns(UserWarning, match="left out"),
+        pytest.raises(DataError, match=r"1 files to skip are not in .*/val, such as c/001.png"),
+    ):
+        build_eval_dataset(config, classes=None)
+    (tmp_path / "skip.txt").write_text("val/a/000.png\n")
+    with (
+        pytest.warns(UserWarning, match="left out"),
+        pytest.raises(DataError, match=r"class folder .*/val/a holds no images"),
+    ):
+        build_eval_dataset(config, classes=None)
+    config = folder_config(tmp_path, skip_list=str(tmp_path / "no.txt"))
+    with pytest.raises(DataError, match=r"data.skip_list='.*no.txt' cannot be read"):
+        build_eval_dataset(config, classes=None)
+
+
+def test_the_root_defaults_to_the_environment(tmp_path, monkeypatch):
+    write_tree(tmp_path / "val", {"a": 1})
+    monkeypatch.setenv("LIPSFORMER_DATA", str(tmp_path))
+    assert len(build_eval_dataset(DataConfig(source="folder", img_size=16), classes=None)) == 1
+
+
+def test_digits_are_the_embedded_ones_split_by_class():
+    load_digits = pytest.importorskip("sklearn.datasets").load_digits
+    train, val = (digits(split, img_size=8, interpolation="bicubic") for split in ("train", "val"))
+    values, labels = load_digits(return_X_y=True)
+    expected = {(v.tobytes(), int(y)) for v, y in zip(values, labels, strict=True)}
+    given = [
+        ((np.asarray(s.load(i).pixels())[..., 0] / 255 * 16).ravel().tobytes(), int(s.labels[i]))
+        for s in (train, val)
+        for i in range(len(s.labels))
+    ]
+    rounded = {(np.frombuffer(v).round().tobytes(), y) for v, y in given}
+    assert len(given) == 1797
+    assert rounded == expected
+    fractions = np.bincount(val.labels) / np.bincount(labels)
+    np.testing.assert_allclose(fractions, 0.2, atol=0.006)
+
+
+def test_digits_are_enlarged_by_pillow():
+    pytest.importorskip("sklearn")
+    small = digits("val", img_size=8, interpolation="bicubic").load(7).pixels()
+    large = digits("val", img_size=29, interpolation="bicubic").load(7).pixels()
+    expected = Image.fromarray(small[..., 0]).resize((29, 29), Image.Resampling.BICUBIC)
+    assert np.array_equal(large, np.repeat(np.asarray(expected)[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize("source", ["cifar10", "cifar100", "fashion_mnist"])
+def test_an_absent_torchvision_set_is_one_clear_error(tmp_path, source):
+    with pytest.raises(DataError, match=r"is not in .* set data.download=true"):
+        torchvision_set(source, "train", root=tmp_path, download=False)
+
+
+def test_an_unknown_split_is_one_clear_error(tmp_path):
+    with pytest.raises(DataError, match="no split 'test' in this source: use 'train' or 'val'"):
+        torchvision_set("cifar10", "test", root=tmp_path, download=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "shape"),
+    [("cifar10", CIFAR10, (32, 32, 3)), ("fashion_mnist", FashionMNIST, (28, 28))],
+)
+def test_torchvision_sets_pass_through(tmp_path, monkeypatch, source, kind, shape):
+    rng = np.random.default_rng(0)
+
+    def loaded(self, root, *, train, download):
+        assert (root, download) == (str(tmp_path), True)
+        count = 7 if train else 3
+        pixels = rng.integers(0, 256, (count, *shape), dtype=np.uint8)
+        self.data = torch.from_numpy(pixels) if kind is FashionMNIST else pixels
+        self.targets = list(range(count))
+        self.classes = [f"class {i}" for i in range(10)]
+
+    monkeypatch.setattr(kind, "__init__", loaded)
+    train = torchvision_set(source, "train", root=tmp_path, download=True)
+    val = torchvision_set(source, "val", root=tmp_path, download=True)
+    assert (len(train.labels), len(val.labels)) == (7, 3)
+    assert list(train.labels) == list(range(7))
+    expected = train.images[5] if len(shape) == 3 else np.stack([train.images[5]] * 3, -1)
+    assert np.array_equal(train.load(5).pixels(), expected)
+    assert np.array_equal(np.asarray(train.load(5).image()), expected)
