@@ -1,0 +1,155 @@
+"""Figures of graph studies: accuracy over depth, and profiles over layers and over training."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure  # without pyplot, which would choose a backend for the user
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+__all__ = ["plot_epochs", "plot_layers", "plot_sweep", "plot_training"]
+
+
+def plot_sweep(
+    rows: Sequence[Mapping[str, Any]],
+    x: str,
+    path: Path,
+    *,
+    metrics: Sequence[str] = ("test_acc", "last_test_acc"),
+    log_x: bool = False,
+    title: str = "",
+) -> None:
+    """Plot accuracy over one setting, a line for every combination of the others.
+
+    Args:
+        rows: Summaries with a ``cell`` of settings, as ``scripts.graph_sweep`` writes them.
+        x: The setting on the x axis.
+        path: PNG file to write.
+        metrics: One panel each: ``test_acc`` is at the best validation epoch.
+        log_x: Logarithmic x axis.
+        title: Title of the figure.
+    """
+    names = {"test_acc": "best validation epoch", "last_test_acc": "last epoch"}
+    figure = Figure(figsize=(5.2 * len(metrics), 4.2))
+    axes = figure.subplots(1, len(metrics), sharey=True, squeeze=False)
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        label = ", ".join(value for key, value in row["cell"].items() if key != x and value)
+        lines.setdefault(label or "all", []).append(row)
+    for axis, metric in zip(axes[0], metrics, strict=True):
+        for label, points in lines.items():
+            points = sorted(points, key=lambda row: float(row["cell"][x]))
+            values = [float(row["cell"][x]) for row in points]
+            spread = [row[f"{metric}_std"] or 0.0 for row in points]
+            means = [row[metric] for row in points]
+            axis.errorbar(values, means, spread, marker="o", markersize=4, capsize=2, label=label)
+        if log_x:
+            axis.set_xscale("log")
+        axis.set_xticks(sorted({float(row["cell"][x]) for row in rows}))
+        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.set_xlabel(x.rpartition(".")[2].replace("_", " "))
+        axis.set_title(names[metric], fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("test accuracy in %")
+    axes[0][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
+    _save(figure, path, title)
+
+
+def plot_layers(
+    profiles: Mapping[str, Mapping[str, Sequence[float]]],
+    keys: Sequence[str],
+    path: Path,
+    *,
+    title: str = "",
+) -> None:
+    """Plot measures over the layers, one panel per measure and one line per network.
+
+    Args:
+        profiles: Results of ``layer_profile`` by name of the network.
+        keys: Measures, such as ``gradient_mu``.
+        path: PNG file to write.
+        title: Title of the figure.
+    """
+    figure = Figure(figsize=(5.2 * len(keys), 4.2))
+    axes = figure.subplots(1, len(keys), squeeze=False)
+    for axis, key in zip(axes[0], keys, strict=True):
+        for label, profile in profiles.items():
+            axis.plot([_positive(value) for value in profile[key]], label=label)
+        axis.set_yscale("log")
+        axis.set_xlabel("layer")
+        axis.set_ylabel(key.replace("_", " "))
+        axis.grid(alpha=0.3)
+    axes[0][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
+    _save(figure, path, title)
+
+
+def plot_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> None:
+    """Plot the gradient norms of all layers over training, a line per layer.
+
+    Args:
+        records: Records of ``fit``; those with a ``profile`` count.
+        path: PNG file to write.
+        title: Title of the figure.
+    """
+    keys = ["training_gradient_norm", "gradient_norm"]
+    names = ["in training, with dropout", "in evaluation"]
+    records = [record for record in records if "profile" in record]
+    epochs = [record["epoch"] for record in records]
+    num_layers = len(records[0]["profile"][keys[0]])
+    colors = colormaps["viridis"]
+    figure = Figure(figsize=(10.4, 4.2))
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, key, name in zip(axes, keys, names, strict=True):
+        for layer in range(num_layers):
+            values = [_positive(record["profile"][key][layer]) for record in records]
+            color = colors(layer / max(1, num_layers - 1))
+            ends = layer in (0, num_layers - 1)
+            axis.plot(epochs, values, color=color, label=f"layer {layer + 1}" if ends else None)
+        axis.set_yscale("log")
+        axis.set_xlabel("epoch")
+        axis.set_title(name, fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("gradient norm")
+    axes[1].legend(fontsize=8)
+    _save(figure, path, title)
+
+
+def plot_epochs(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], keys: Sequence[str], path: Path
+) -> None:
+    """Plot values over training, a panel per value and a line per run.
+
+    Args:
+        runs: Records of ``fit`` by name of the run.
+        keys: Numbers of a record, such as ``gradient_norm`` (of all parameters) or ``test_acc``.
+        path: PNG file to write.
+    """
+    figure = Figure(figsize=(5.2 * len(keys), 4.2))
+    axes = figure.subplots(1, len(keys), squeeze=False)
+    for axis, key in zip(axes[0], keys, strict=True):
+        for label, records in runs.items():
+            values = [_positive(record[key]) for record in records]
+            axis.plot([record["epoch"] for record in records], values, label=label)
+        if not key.endswith("acc"):
+            axis.set_yscale("log")
+        axis.set_xlabel("epoch")
+        axis.set_ylabel(key.replace("_", " "))
+        axis.grid(alpha=0.3)
+    axes[0][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
+    _save(figure, path, "")
+
+
+def _positive(value: float) -> float:
+    """What a logarithmic axis can show; anything else leaves a gap."""
+    return value if value > 0 and math.isfinite(value) else math.nan
+
+
+def _save(figure: Figure, path: Path, title: str) -> None:
+    if title:
+        figure.suptitle(title, fontsize=11)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, bbox_inches="tight")

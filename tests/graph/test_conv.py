@@ -1,0 +1,288 @@
+import math
+
+import pytest
+import torch
+from torch_geometric.data import Data
+from torch_geometric.loader import NeighborLoader
+from torch_geometric.nn import GATConv, TransformerConv
+from torch_geometric.utils import k_hop_subgraph, to_torch_csr_tensor
+
+from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
+
+NODES, TARGETS, EDGES, FEATURES, EDGE_DIM, CHANNELS, HEADS = 11, 7, 37, 5, 2, 4, 3
+
+
+@pytest.fixture
+def graph():
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(NODES, (2, EDGES), generator=generator)
+    x = torch.randn(NODES, FEATURES, generator=generator, dtype=torch.double)
+    edge_attr = torch.randn(EDGES, EDGE_DIM, generator=generator, dtype=torch.double)
+    return x, edge_index, edge_attr
+
+
+def make(layer, in_channels=FEATURES, **kwargs):
+    torch.manual_seed(1)
+    return layer(in_channels, CHANNELS, HEADS, **kwargs).double()
+
+
+def loop_gat(conv, x, edge_index):
+    """Paper's formula, one head and one target at a time, in plain numbers."""
+    loops = [(i, i) for i in range(len(x))]
+    edges = [(j, i) for j, i in edge_index.T.tolist() if i != j] + loops
+    out = torch.zeros(len(x), HEADS, CHANNELS, dtype=x.dtype)
+    h = (x @ conv.lin.weight.T).view(len(x), HEADS, CHANNELS)
+    for head in range(HEADS):
+        left, right = conv.att_src[0, head], conv.att_dst[0, head]
+        a_norm = torch.cat([left, right]).norm()
+        for i in range(len(x)):
+            sources = [j for j, target in edges if target == i]
+            largest = max(h[j, head].norm() for j in sources)
+            root = (largest**2 + h[i, head].norm() ** 2).sqrt()
+            scores = []
+            for j in sources:
+                e = (left @ h[j, head] + right @ h[i, head]) / (4 * a_norm * root)
+                scores.append(e if e > 0 else 0.2 * e)
+            attn = torch.stack(scores).softmax(0)
+            out[i, head] = sum(p * h[j, head] for p, j in zip(attn, sources, strict=True))
+    return out.flatten(1) + conv.bias
+
+
+def loop_transformer(conv, x, edge_index, edge_attr):
+    q, k, v = (
+        lin(x).view(len(x), HEADS, CHANNELS)
+        for lin in (conv.lin_query, conv.lin_key, conv.lin_value)
+    )
+    extra = (edge_attr @ conv.lin_edge.weight.T).view(-1, HEADS, CHANNELS)
+    incoming = [(edge_index[1] == i).nonzero().flatten().tolist() for i in range(len(x))]
+    out = torch.zeros(len(x), HEADS, CHANNELS, dtype=x.dtype)
+    for head in range(HEADS):
+        u = torch.stack([q[i, head] for i in range(len(x)) if incoming[i]]).norm()
+        for i, edges in enumerate(incoming):
+            if not edges:
+                continue
+            keys = torch.stack([k[edge_index[0, e], head] + extra[e, head] for e in edges])
+            values = torch.stack([v[edge_index[0, e], head] + extra[e, head] for e in edges])
+            a, b = keys.norm(dim=1).max(), values.norm(dim=1).max()
+            scores = keys @ q[i, head] / math.sqrt(CHANNELS) / max(u * a, u * b, a * b)
+            out[i, head] = scores.softmax(0) @ values
+    return out.flatten(1) + conv.lin_skip(x)
+
+
+def test_gat_paper_mode_equals_a_loop_over_heads(graph):
+    x, edge_index, _ = graph
+    conv = make(LipschitzGATConv)
+    torch.testing.assert_close(conv(x, edge_index), loop_gat(conv, x, edge_index))
+
+
+def test_transformer_paper_mode_equals_a_loop_over_heads(graph):
+    conv = make(LipschitzTransformerConv, edge_dim=EDGE_DIM)
+    torch.testing.assert_close(conv(*graph), loop_transformer(conv, *graph))
+
+
+def test_all_heads_at_once_equal_one_head_at_a_time(graph):
+    x, edge_index, _ = graph
+    conv = make(LipschitzGATConv, bias=False)
+    out = conv(x, edge_index).view(NODES, HEADS, CHANNELS)
+    released = make(LipschitzGATConv, bias=False, released_code=True)(x, edge_index)
+    for head in range(HEADS):
+        single = LipschitzGATConv(FEATURES, CHANNELS, 1, bias=False).double()
+        single.lin.weight.data = conv.lin.weight.view(HEADS, CHANNELS, FEATURES)[head].clone()
+        single.att_src.data = conv.att_src[:, head : head + 1].clone()
+        single.att_dst.data = conv.att_dst[:, head : head + 1].clone()
+        torch.testing.assert_close(out[:, head], single(x, edge_index))
+    assert not torch.allclose(released, out.flatten(1), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(LipschitzGATConv, GATConv), (LipschitzTransformerConv, TransformerConv)]
+)
+@pytest.mark.parametrize("kwargs", [{}, {"concat": False}, {"bias": False}, {"edge_dim": EDGE_DIM}])
+@pytest.mark.parametrize("bipartite", [False, True])
+def test_without_norm_equals_pyg_in_value_and_gradient(graph, ours, theirs, kwargs, bipartite):
+    x, edge_index, edge_attr = graph
+    args = (edge_attr,) if "edge_dim" in kwargs else ()
+    in_channels = FEATURES
+    if bipartite:
+        edge_index = torch.stack([edge_index[0], edge_index[1] % TARGETS])
+        in_channels = (FEATURES, 3)
+    results = []
+    for layer, extra in ((ours, {"score_norm": None}), (theirs, {})):
+        conv = make(layer, in_channels, **kwargs, **extra)
+        source = x.clone().requires_grad_()
+        nodes = (source, x[:TARGETS, :3]) if bipartite else source
+        out, (_, attn) = conv(nodes, edge_index, *args, return_attention_weights=True)
+        out.square().sum().backward()
+        grads = {name: p.grad for name, p in conv.named_parameters()}
+        results.append((out, attn, source.grad, grads))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layer", [LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv])
+def test_sparse_adjacency_gives_the_same(graph, layer):
+    x, edge_index, _ = graph
+    edge_index = edge_index.unique(dim=1)  # a matrix cannot hold an edge twice
+    conv = make(layer)
+    adj_t = to_torch_csr_tensor(edge_index, size=(NODES, NODES)).t().to_sparse_csr()
+    torch.testing.assert_close(conv(x, adj_t), conv(x, edge_index))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_adjacency_returns_what_pyg_returns(graph):
+    x, edge_index, _ = graph
+    adj_t = to_torch_csr_tensor(edge_index.unique(dim=1), size=(NODES, NODES)).to_sparse_coo().t()
+    adj_t = adj_t.coalesce()
+    expected, (adj, attn) = make(GATConv)(x, adj_t, return_attention_weights=True)
+    conv = make(LipschitzGATConv, score_norm=None)
+    out, (own_adj, own_attn) = conv(x, adj_t, return_attention_weights=True)
+    torch.testing.assert_close((out, own_attn), (expected, attn))
+    torch.testing.assert_close(own_adj.to_dense(), adj.to_dense())
+    torch.testing.assert_close(conv(x, adj_t, return_attention_weights=False), expected)
+
+
+@pytest.mark.parametrize("layer", [LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv])
+def test_permuting_nodes_permutes_the_output(graph, layer):
+    x, edge_index, _ = graph
+    conv = make(layer)
+    order = torch.randperm(NODES)
+    moved = conv(x[order], order.argsort()[edge_index])
+    torch.testing.assert_close(moved, conv(x, edge_index)[order])
+
+
+def test_bipartite_with_norm_equals_the_square_graph_restricted(graph):
+    x, edge_index, _ = graph
+    edge_index = torch.stack([edge_index[0], edge_index[1] % TARGETS])
+    for layer in (LipschitzGATConv, LipschitzTransformerConv):
+        kwargs = {"add_self_loops": False} if layer is LipschitzGATConv else {}
+        conv = make(layer, **kwargs)
+        expected = conv(x, edge_index)[:TARGETS]
+        torch.testing.assert_close(conv((x, x[:TARGETS]), edge_index), expected)
+
+
+def test_reversed_flow_equals_reversed_edges(graph):
+    x, edge_index, _ = graph
+    for layer in (LipschitzGATConv, LipschitzTransformerConv):
+        conv, reverse = make(layer), make(layer, flow="target_to_source")
+        if layer is LipschitzGATConv:  # which end PyG gives which weight is not our business
+            reverse.att_src = reverse.att_dst = conv.att_dst = conv.att_src
+        expected = conv(x, edge_index)
+        torch.testing.assert_close(reverse(x, edge_index.flip(0)), expected)
+
+
+def test_neighbourhood_subgraphs_give_the_full_result(graph):
+    x, edge_index, _ = graph
+    conv = make(LipschitzGATConv)
+    expected = conv(x, edge_index)
+    for node in range(NODES):
+        nodes, edges, position, _ = k_hop_subgraph(node, 1, edge_index, relabel_nodes=True)
+        torch.testing.assert_close(conv(x[nodes], edges)[position], expected[[node]])
+
+
+def test_neighbor_loader_batches_give_the_full_result(graph):
+    pytest.importorskip("pyg_lib", reason="NeighborLoader samples with pyg-lib")
+    x, edge_index, _ = graph
+    edge_index = edge_index.unique(dim=1)
+    conv = make(LipschitzGATConv)
+    expected = conv(x, edge_index)
+    for batch in NeighborLoader(Data(x=x, edge_index=edge_index), [-1], batch_size=3):
+        out = conv(batch.x, batch.edge_index)[: batch.batch_size]
+        torch.testing.assert_close(out, expected[batch.n_id[: batch.batch_size]])
+
+
+@pytest.mark.parametrize("released_code", [False, True])
+def test_edge_features_enter_scores_and_norms(graph, released_code):
+    conv = make(LipschitzGATConv, edge_dim=EDGE_DIM, released_code=released_code)
+    x, edge_index, edge_attr = graph
+    _, (_, attn) = conv(x, edge_index, edge_attr, return_attention_weights=True)
+    _, (_, scaled) = conv(10 * x, edge_index, 10 * edge_attr, return_attention_weights=True)
+    torch.testing.assert_close(attn, scaled)  # scores are homogeneous of degree 0
+    _, (_, other) = conv(x, edge_index, 10 * edge_attr, return_attention_weights=True)
+    assert not torch.allclose(attn, other)
+
+
+def test_no_edges_with_edge_features_leave_the_bias(graph):
+    x, edge_index, edge_attr = graph
+    conv = make(LipschitzGATConv, edge_dim=EDGE_DIM, add_self_loops=False)
+    out = conv(x, edge_index[:, :0], edge_attr[:0])
+    torch.testing.assert_close(out, conv.bias.expand(NODES, -1))
+    single = make(LipschitzGATConv, edge_dim=1)
+    flat, column = edge_attr[:, 0], edge_attr[:, :1]
+    torch.testing.assert_close(single(x, edge_index, flat), single(x, edge_index, column))
+
+
+@pytest.mark.parametrize("layer", [LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv])
+class TestOddGraphs:
+    def test_isolated_node_changes_nothing_else(self, graph, layer):
+        x, edge_index, _ = graph
+        conv = make(layer)
+        out = conv(torch.cat([x, torch.ones(1, FEATURES)]), edge_index)
+        torch.testing.assert_close(out[:NODES], conv(x, edge_index))
+        assert out[NODES].isfinite().all()
+
+    def test_no_edges_equals_every_node_alone(self, graph, layer):
+        x, edge_index, _ = graph
+        conv = make(layer)
+        together = conv(x, edge_index[:, :0])
+        alone = torch.cat([conv(row[None], edge_index[:, :0]) for row in x])
+        torch.testing.assert_close(together, alone)
+
+    def test_zero_features_have_finite_gradients(self, graph, layer):
+        x, edge_index, _ = graph
+        conv = make(layer)
+        x = torch.zeros_like(x).requires_grad_()
+        conv(x, edge_index).sum().backward()
+        assert x.grad.isfinite().all()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in conv.parameters())
+
+    def test_nan_stays_where_messages_carry_it(self, graph, layer):
+        if layer is LipschitzTransformerConv:
+            pytest.skip("the norm of all queries spreads a NaN to every node")
+        x, edge_index, _ = graph
+        conv = make(layer)
+        expected = conv(x, edge_index)
+        reached = set(edge_index[1, edge_index[0] == 0].tolist()) | {0}
+        x = x.clone()
+        x[0, 0] = math.nan
+        out = conv(x, edge_index)
+        clean = [i for i in range(NODES) if i not in reached]
+        assert out[sorted(reached)].isnan().any(dim=1).all()
+        torch.testing.assert_close(out[clean], expected[clean])
+
+
+def test_duplicate_edges_count_twice_and_given_self_loops_once(graph):
+    x, edge_index, _ = graph
+    conv = make(LipschitzGATConv)
+    doubled = torch.cat([edge_index, edge_index[:, :1]], dim=1)
+    torch.testing.assert_close(conv(x, doubled), loop_gat(conv, x, doubled))
+    loops = torch.arange(NODES).expand(2, -1)
+    with_loops = conv(x, torch.cat([edge_index, loops], dim=1))
+    torch.testing.assert_close(with_loops, conv(x, edge_index))
+
+
+def test_scaled_cosine_conv_equals_dense_attention_on_a_complete_graph():
+    torch.manual_seed(2)
+    conv = ScaledCosineConv(FEATURES, CHANNELS, HEADS).double()
+    x = torch.randn(NODES, FEATURES, dtype=torch.double)
+    edge_index = torch.ones(NODES, NODES).nonzero().T
+    q, k, v = conv.lin(x).view(1, NODES, 3, HEADS, CHANNELS).permute(2, 0, 3, 1, 4)
+    expected = conv.attention(q, k, v)[0].transpose(0, 1).flatten(1)
+    torch.testing.assert_close(conv(x, edge_index), expected)
+    for weight in conv.lin.weight.split(HEADS * CHANNELS):
+        sigma = torch.linalg.matrix_norm(weight, 2)
+        torch.testing.assert_close(sigma, torch.ones_like(sigma))
+
+
+@pytest.mark.parametrize("layer", [LipschitzGATConv, LipschitzTransformerConv])
+def test_wrong_settings_raise(layer):
+    with pytest.raises(ValueError, match="'maxnorm' is not known; choose 'lipschitznorm' or None"):
+        layer(3, 2, score_norm="maxnorm")
+    with pytest.raises(ValueError, match="no effect without score_norm"):
+        layer(3, 2, score_norm=None, released_code=True)
+
+
+def test_inputs_of_a_wrong_shape_raise(graph):
+    x, edge_index, _ = graph
+    with pytest.raises(ValueError, match=r"must be \[rows, channels\], got shape \(2, 11, 5\)"):
+        make(LipschitzGATConv)(torch.stack([x, x]), edge_index)

@@ -1,0 +1,100 @@
+import math
+
+import pytest
+import torch
+from torch_geometric.utils import to_undirected
+
+from lipsformer.graph import LipschitzGATConv, create_model
+from lipsformer.graph.diagnostics import (
+    attention_statistics,
+    dirichlet_energy,
+    gat_attention_bound,
+    gradient_norms,
+    layer_profile,
+    mean_cosine,
+    mu,
+)
+
+NODES = 7
+
+
+@pytest.fixture
+def graph():
+    torch.manual_seed(0)
+    x = torch.randn(NODES, 5, dtype=torch.double)
+    return x, to_undirected(torch.randint(NODES, (2, 9)))
+
+
+def test_mu_is_the_part_beside_the_mean(graph):
+    x, _ = graph
+    mean = torch.full((NODES, NODES), 1 / NODES, dtype=torch.double) @ x
+    torch.testing.assert_close(x.norm() ** 2, mean.norm() ** 2 + mu(x) ** 2)
+    assert mu(torch.ones(NODES, 3)) == 0
+
+
+def test_mean_cosine_equals_the_mean_over_pairs(graph):
+    x, _ = graph
+    pairs = [torch.cosine_similarity(a, b, dim=0) for a in x for b in x]
+    torch.testing.assert_close(mean_cosine(x), torch.stack(pairs).mean())
+
+
+def test_dirichlet_energy_equals_a_loop_over_edges(graph):
+    x, edge_index = graph
+    counts = [1 + (edge_index[1] == i).sum().item() for i in range(NODES)]
+    total = 0.0
+    for j, i in edge_index.T.tolist():
+        total += (x[i] / math.sqrt(counts[i]) - x[j] / math.sqrt(counts[j])).norm().item() ** 2
+    assert dirichlet_energy(x, edge_index).item() == pytest.approx(total / 2)
+
+
+def test_attention_statistics_in_closed_form():
+    target = torch.tensor([0, 0, 0, 1])  # node 1 has one neighbour, which says nothing
+    attn = torch.tensor([[0.5, 1 / 3], [0.25, 1 / 3], [0.25, 1 / 3], [1.0, 1.0]])
+    entropy, spread = attention_statistics(attn, target, 3)
+    assert entropy == pytest.approx((1.5 * math.log(2) / math.log(3) + 1) / 2)
+    assert spread == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("att_norm", [1.0, 4.0])
+def test_gat_attention_never_exceeds_its_proved_bound(graph, att_norm):
+    _, edge_index = graph
+    conv = LipschitzGATConv(5, 5, bias=False, att_norm=att_norm).double()
+    conv.lin.weight.data = torch.eye(5, dtype=torch.double)  # the attention's own map, h -> P(h) h
+    bound = gat_attention_bound(conv, edge_index, NODES)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.randn(NODES, 5, dtype=torch.double) * 10 ** (seed - 2)
+        for _ in range(8):  # climb the exact constant
+            x.requires_grad_()
+            jacobian = torch.autograd.functional.jacobian(
+                lambda v: conv(v, edge_index), x, create_graph=True
+            )
+            sigma = torch.linalg.matrix_norm(jacobian.reshape(NODES * 5, -1), 2)
+            assert sigma.item() <= bound
+            (grad,) = torch.autograd.grad(sigma, x)
+            x = (x + 0.1 * x.norm() * grad / grad.norm()).detach()
+    conv.score_norm = None
+    assert gat_attention_bound(conv, edge_index, NODES) == math.inf
+
+
+def test_layer_profile_gradients_equal_autograd(graph):
+    x, edge_index = graph
+    torch.manual_seed(1)
+    model = create_model("deep_gat", 5, 4, 3, 3, norm="lipschitznorm").double()
+    y, mask = torch.randint(3, (NODES,)), torch.arange(NODES) < 4
+    profile = layer_profile(model, x, edge_index, y, mask)
+    assert model.training
+
+    model.eval()
+    state = model.encoder(x).detach().requires_grad_()
+    out = state
+    for layer in model.layers:
+        out = layer(out, edge_index)
+    torch.nn.functional.cross_entropy(model.head(out)[mask], y[mask]).backward()
+    assert profile["gradient_mu"][0] == pytest.approx(mu(state.grad).item())
+    for layer, norm in zip(model.layers, profile["gradient_norm"], strict=True):
+        expected = torch.cat([p.grad.flatten() for p in layer.parameters()]).norm().item()
+        assert norm == pytest.approx(expected)
+    assert gradient_norms(model) == pytest.approx(profile["gradient_norm"])
+    assert profile["mu"][0] == pytest.approx(mu(state).item())
+    assert all(spread <= 2 / 4 for spread in profile["score_spread"])  # |scores| <= 1 / att_norm

@@ -1,0 +1,167 @@
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lipsformer.graph import ResidualGCN, create_model
+from lipsformer.graph.models import SpectralScale, default_bound
+
+NAMES = [
+    "gcn",
+    "ggnn",
+    "deep_gat",
+    "deep_graph_transformer",
+    "residual_gcn",
+    "residual_gat",
+    "lips_gat",
+    "lips_graph_transformer",
+]
+NODES, FEATURES, CLASSES, LAYERS = 11, 7, 3, 5
+
+
+def make(name, num_layers=LAYERS, **kwargs):
+    torch.manual_seed(0)
+    return create_model(name, FEATURES, 8, CLASSES, num_layers, **kwargs).double()
+
+
+@pytest.fixture
+def graph():
+    torch.manual_seed(1)
+    return torch.randn(NODES, FEATURES, dtype=torch.double), torch.randint(NODES, (2, 31))
+
+
+def gradients(model, x, edge_index):
+    torch.manual_seed(2)
+    model(x, edge_index).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_gets_a_gradient(graph, name):
+    missing = [key for key, grad in gradients(make(name).eval(), *graph).items() if grad is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ggnn"])
+def test_gradient_checkpointing_changes_nothing(graph, name):
+    plain = gradients(make(name).train(), *graph)
+    saved = gradients(make(name, grad_checkpointing=True).train(), *graph)
+    torch.testing.assert_close(saved, plain)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_last_intermediate_state_gives_the_logits(graph, name):
+    model = make(name).eval()
+    logits, states = model.forward_intermediates(*graph)
+    torch.testing.assert_close(model.head(states[-1]), logits)
+    assert len(states) == len(model.layers) + 1
+
+
+def dense_adjacency(edge_index, dtype):
+    """D^-1/2 (A + I) D^-1/2 by node pairs, duplicate edges added up."""
+    adjacency = torch.zeros(NODES, NODES, dtype=dtype)
+    for source, target in edge_index.T.tolist():
+        adjacency[target, source] += 1
+    loops = adjacency.diagonal()
+    adjacency += torch.diag((loops == 0).to(dtype))
+    scale = adjacency.sum(1).rsqrt()
+    return scale[:, None] * adjacency * scale[None]
+
+
+def test_residual_gcn_equals_its_formula(graph):
+    x, edge_index = graph
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    model = make("residual_gcn", bound=0.3).eval()
+    adjacency = dense_adjacency(edge_index, x.dtype)
+    state = model.encoder(x)
+    for layer in model.layers:
+        raw = layer.conv.lin.parametrizations.weight.original
+        weight = 0.3 * raw / torch.linalg.matrix_norm(raw, 2)
+        state = state + (adjacency @ state @ weight.T + layer.conv.bias).relu()
+    torch.testing.assert_close(model(x, edge_index), model.head(state))
+
+
+@pytest.mark.parametrize("name", ["residual_gcn", "residual_gat"])
+def test_weight_norm_holds_the_bound_through_training(graph, name):
+    model = make(name, bound=0.2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(*graph).square().sum().backward()
+        optimizer.step()
+    for layer in model.layers:
+        sigma = torch.linalg.matrix_norm(layer.conv.lin.weight, 2).item()
+        assert sigma == pytest.approx(0.2, rel=1e-9)
+
+
+def test_spectral_scale_has_the_gradient_of_its_formula():
+    torch.manual_seed(3)
+    weight = torch.randn(5, 7, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(SpectralScale(0.5), (weight,))
+    expected = 0.5 * weight / torch.linalg.matrix_norm(weight, 2)
+    torch.testing.assert_close(SpectralScale(0.5)(weight), expected)
+
+
+def test_residual_gcn_layer_is_lipschitz_with_one_plus_c(graph):
+    _, edge_index = graph
+    edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)  # symmetric: |A|_2 <= 1
+    layer = make("residual_gcn", bound=0.5).layers[0].eval()
+    x = torch.randn(NODES, 8, dtype=torch.double)
+    jacobian = torch.autograd.functional.jacobian(lambda v: layer(v, edge_index), x)
+    assert torch.linalg.matrix_norm(jacobian.reshape(NODES * 8, -1), 2) <= 1.5
+
+
+def test_deep_residual_networks_stay_finite_where_plain_ones_explode(graph):
+    x, edge_index = graph
+    edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
+    bounded = make("residual_gcn", num_layers=256).eval()
+    state = bounded.forward_intermediates(x, edge_index)[1]
+    assert state[-1].norm() <= math.exp(4) * state[0].norm()
+    plain = make("residual_gcn", num_layers=256, weight_norm="none").eval()
+    assert plain.forward_intermediates(x, edge_index)[1][-1].norm() > 1e6 * state[-1].norm()
+
+
+def test_default_bound_keeps_the_product_below_e_to_the_four():
+    assert default_bound(2) == 1.0
+    for num_layers in (8, 64, 1024):
+        assert (1 + default_bound(num_layers)) ** num_layers < math.exp(4)
+
+
+def test_lips_models_start_with_unit_singular_values_and_small_residuals():
+    model = make("lips_graph_transformer")
+    for layer in model.layers:
+        torch.testing.assert_close(
+            layer.residual.residual_scale, torch.full((32,), 0.1, dtype=torch.double)
+        )
+        for linear in (layer.proj, layer.mlp[1], layer.mlp[3]):
+            assert torch.linalg.matrix_norm(linear.weight, 2).item() == pytest.approx(1, rel=1e-5)
+
+
+def test_wrong_names_and_settings_raise():
+    with pytest.raises(ValueError, match="'gatt' is not known; choose one of gcn, ggnn, deep_gat"):
+        make("gatt")
+    with pytest.raises(ValueError, match="gcn has no argument 'heads'; it takes norm, dropout"):
+        make("gcn", heads=2)
+    with pytest.raises(ValueError, match="'maxnorm' is not known"):
+        make("deep_gat", norm="maxnorm")
+    with pytest.raises(ValueError, match="not for GCN, which has no scores"):
+        make("gcn", norm="lipschitznorm")
+    with pytest.raises(ValueError, match=r"bound=0.1 has no effect"):
+        ResidualGCN(3, 4, 5, 2, weight_norm="none", bound=0.1)
+    with pytest.raises(ValueError, match="num_layers=0 must be at least 1"):
+        make("gcn", num_layers=0)
+
+
+def test_import_without_pyg_names_the_extra():
+    code = (
+        "import sys; sys.modules['torch_geometric'] = None\n"
+        "import lipsformer, lipsformer.layers\n"
+        "import lipsformer.graph"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: lipsformer.graph needs PyTorch Geometric; "
+        "install it with pip install 'lipsformer[graph]'"
+    )

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from lipsformer.graph.norm import NeighborNorm, NodeNorm, parse_norm
+
+
+def test_neighbor_norm_equals_a_loop_over_nodes():
+    torch.manual_seed(0)
+    x = torch.randn(7, 5, dtype=torch.double) + 100
+    edge_index = torch.randint(7, (2, 19))
+    out = NeighborNorm(eps=1e-5)(x, edge_index)
+    for i in range(7):
+        rows = torch.stack([x[i], *(x[j] for j, target in edge_index.T.tolist() if target == i)])
+        spread = (rows - rows.mean(0)).square().sum(1).mean()
+        torch.testing.assert_close(out[i], (x[i] - rows.mean(0)) / (spread + 1e-5).sqrt())
+
+
+def test_pair_norm_centres_the_graph_and_sets_its_mean_square_length():
+    torch.manual_seed(1)
+    out = NodeNorm("pairnorm", 5)(torch.randn(11, 5, dtype=torch.double) + 3, None)
+    torch.testing.assert_close(out.mean(0), torch.zeros(5, dtype=torch.double))
+    one = torch.ones((), dtype=torch.double)
+    torch.testing.assert_close(out.square().sum(1).mean(), one, rtol=1e-4, atol=0)
+
+
+def test_layer_norm_is_per_node():
+    torch.manual_seed(2)
+    norm, x = NodeNorm("layernorm", 5), torch.randn(7, 5)
+    changed = torch.cat([x[:1], 10 * x[1:]])
+    torch.testing.assert_close(norm(x, None)[0], norm(changed, None)[0])
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [
+        ("none", (None, "none")),
+        ("lipschitznorm", ("lipschitznorm", "none")),
+        ("neighbornorm", (None, "neighbornorm")),
+        ("lipschitznorm+pairnorm", ("lipschitznorm", "pairnorm")),
+    ],
+)
+def test_parse_norm(norm, expected):
+    assert parse_norm(norm) == expected
+
+
+@pytest.mark.parametrize("norm", ["maxnorm", "pairnorm+lipschitznorm", "lipschitznorm+", ""])
+def test_unknown_norms_raise(norm):
+    with pytest.raises(ValueError, match="is not known; choose none, lipschitznorm, pairnorm"):
+        parse_norm(norm)

@@ -1,0 +1,257 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from lipsformer.config import ConfigError, read_config
+from lipsformer.graph import create_model
+from lipsformer.graph.config import GraphConfig, SweepConfig, TrainConfig
+from lipsformer.graph.training import evaluate, fit
+from scripts import graph_sweep, train_graph
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs" / "graph").glob("*.yaml"))
+SETTINGS = TrainConfig(lr=0.01, epochs=12, patience=12, seeds=(0, 1))
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """Two noisy communities."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(40) % 2
+    x = torch.randn(40, 5, generator=generator) + y[:, None]
+    edges = torch.randint(40, (2, 160), generator=generator)
+    part = torch.arange(40) % 4
+    return Data(
+        x=x,
+        edge_index=edges[:, y[edges[0]] == y[edges[1]]],
+        y=y,
+        train_mask=part < 2,
+        val_mask=part == 2,
+        test_mask=part == 3,
+    )
+
+
+def build():
+    return create_model("deep_gat", 5, 4, 2, 2, norm="lipschitznorm")
+
+
+def without_time(result):
+    return {key: value for key, value in result.items() if key != "seconds"}
+
+
+def test_fit_learns_and_reports_the_best_validation_epoch(graph, tmp_path):
+    settings = replace(SETTINGS, epochs=60, patience=60)
+    result = fit(build, [graph], [graph], settings, 0, folder=tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "seed0.jsonl").read_text().splitlines()]
+    best = max(records, key=lambda r: (r["val_acc"], -r["val_loss"]))
+    assert result["best_epoch"] == best["epoch"]
+    assert result["test_acc"] == best["test_acc"]
+    assert result["last_test_acc"] == records[-1]["test_acc"]
+    assert records[-1]["loss"] < 0.7 * records[0]["loss"]
+
+
+def test_early_stopping_waits_patience_epochs_for_validation(graph):
+    settings = replace(SETTINGS, lr=1e-12, epochs=100, patience=5)
+    assert fit(build, [graph], [graph], settings, 0)["epochs"] < 20
+
+
+def test_evaluate_counts_over_batches_as_over_the_whole(graph):
+    model = build().eval()
+    nodes = torch.arange(40)
+    halves = [graph.subgraph(nodes < 20), graph.subgraph(nodes >= 20)]
+    joined = torch.cat([model(h.x, h.edge_index) for h in halves])
+    record = evaluate(model, halves, "cpu")
+    mask = graph.val_mask
+    hits = (joined.argmax(1) == graph.y)[mask].float().mean().item()
+    loss = torch.nn.functional.cross_entropy(joined[mask], graph.y[mask]).item()
+    assert record["val_acc"] == pytest.approx(hits)
+    assert record["val_loss"] == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("plateau_patience", [None, 1])
+def test_resumed_run_equals_the_uninterrupted_one(graph, tmp_path, plateau_patience):
+    settings = replace(SETTINGS, plateau_patience=plateau_patience)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    whole = fit(build, [graph], [graph], settings, 3, folder=tmp_path / "whole")
+
+    def interrupt(record):
+        if record["epoch"] == 8:
+            raise KeyboardInterrupt
+
+    cut = {"folder": tmp_path / "cut", "checkpoint_every": 5}
+    with pytest.raises(KeyboardInterrupt):
+        fit(build, [graph], [graph], settings, 3, on_epoch=interrupt, **cut)
+    resumed = fit(build, [graph], [graph], settings, 3, **cut)
+    assert without_time(resumed) == without_time(whole)
+    log = "seed3.jsonl"
+    assert (tmp_path / "cut" / log).read_text() == (tmp_path / "whole" / log).read_text()
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == [log]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_reported(graph):
+    huge = graph.clone()
+    huge.x = huge.x * 1e38
+    result = fit(
+        lambda: create_model("residual_gcn", 5, 4, 2, 8, weight_norm="none"),
+        [huge],
+        [huge],
+        SETTINGS,
+        0,
+    )
+    assert result["diverged"] and result["epochs"] == 1
+    assert result["best_epoch"] == -1 and result["val_acc"] == result["test_acc"] == 0
+
+
+def write_config(folder, graph, monkeypatch, **train):
+    monkeypatch.setattr(train_graph, "load_graph", lambda *args, **kwargs: graph.clone())
+    train = {"lr": 0.01, "epochs": 4, "patience": 4, **train}
+    content = {
+        "model": {"name": "deep_gat", "hidden_channels": 4, "kwargs": {"heads": 2}},
+        "data": {"name": "cora"},
+        "train": train,
+        "run": {"output_dir": str(folder / "out")},
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_train_graph_adds_seeds_to_finished_ones(graph, tmp_path, monkeypatch, capsys):
+    path = write_config(tmp_path, graph, monkeypatch)
+    assert train_graph.main(["--config", str(path), "train.seeds=[0]"]) == 0
+    first = (tmp_path / "out" / "results.jsonl").read_text()
+    assert train_graph.main(["--config", str(path), "train.seeds=[0,1]"]) == 0
+    text = (tmp_path / "out" / "results.jsonl").read_text()
+    assert text.startswith(first)
+    results = [json.loads(line) for line in text.splitlines()]
+    accuracies = torch.tensor([100 * r["test_acc"] for r in results], dtype=torch.double)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["test_acc"] == pytest.approx(accuracies.mean().item(), abs=0.005)
+    assert summary["test_acc_std"] == pytest.approx(accuracies.std().item(), abs=0.005)
+    capsys.readouterr()
+    assert train_graph.main(["--config", str(path), "train.lr=0.02"]) == 2
+    assert "holds a run of another config" in capsys.readouterr().err
+
+
+def test_profiles_hold_the_gradients_of_the_epoch_and_are_plotted(graph, tmp_path, monkeypatch):
+    path = write_config(tmp_path, graph, monkeypatch, profile_every=2, weight_decay=0.0)
+    assert train_graph.main(["--config", str(path)]) == 0
+    lines = (tmp_path / "out" / "seed0.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert ["profile" in record for record in records] == [True, False, True, False]
+    layers = records[2]["profile"]["training_gradient_norm"]
+    # the encoder and the head have the rest of the gradient
+    assert 0 < math.hypot(*layers) < records[2]["gradient_norm"]
+    assert (tmp_path / "out" / "gradients-seed0.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.name=gatt", "model 'gatt' is not known; choose one of gcn"),
+        ("model.kwargs.head=2", "deep_gat has no argument 'head'; it takes heads"),
+        ("train.patince=3", "did you mean train.patience?"),
+        ("data.missing_rate=2", "data.missing_rate=2.0 is not possible: must be in [0, 1]"),
+        ("train.seeds=[1,1]", "train.seeds=(1, 1) is not possible: each only once"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_code_two(
+    graph, tmp_path, monkeypatch, capsys, override, message
+):
+    path = write_config(tmp_path, graph, monkeypatch)
+    assert train_graph.main(["--config", str(path), override]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_partition_training_covers_every_node_once(graph, tmp_path, monkeypatch):
+    path = write_config(tmp_path, graph, monkeypatch)
+    overrides = ["data.loader=partition", "data.num_parts=3"]
+    config = read_config(GraphConfig, path, overrides)
+    batches, _, _, _ = train_graph.load_batches(config.data)
+    parts = list(batches)
+    assert len(parts) == 3
+    rows = torch.cat([part.x for part in parts])
+    torch.testing.assert_close(rows.sort(dim=0).values, graph.x.sort(dim=0).values)
+    assert math.isfinite(train_graph.train_seed(config, 0)["last_loss"])
+
+
+def test_trees_are_trained_on_their_training_share_only(tmp_path):
+    config = read_config(GraphConfig, ROOT / "configs/graph/trees.yaml", ["data.num_trees=50"])
+    train, evaluation, features, classes = train_graph.load_batches(config.data)
+    masks = [batch.train_mask.sum().item() for batch in train]
+    assert sum(masks) == 40 and features == 2 * (classes + 1)
+    assert sum(batch.num_graphs for batch in evaluation) == 50
+
+
+def test_cells_are_the_product_of_cases_and_grid():
+    config = SweepConfig(
+        config="x.yaml",
+        cases={"a": "model.name=gcn", "b": "model.name=ggnn data.name=actor"},
+        grid=("model.num_layers=2,5", "train.lr=0.1"),
+        output_dir="out",
+    )
+    grid = graph_sweep.cells(config)
+    assert [cell["model.num_layers"] for cell, _ in grid] == ["2", "5", "2", "5"]
+    cell, settings = grid[3]
+    assert cell == {"case": "b", "model.num_layers": "5", "train.lr": "0.1"}
+    assert settings == ["model.name=ggnn", "data.name=actor", "model.num_layers=5", "train.lr=0.1"]
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_sweep_runs_in_processes_and_only_what_is_missing(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.yaml").write_text(
+        json.dumps(
+            {
+                "model": {"name": "gcn", "hidden_channels": 4},
+                "data": {"name": "trees", "tree_depth": 2, "num_trees": 30},
+                "train": {"epochs": 2},
+                "run": {"output_dir": "unused"},
+            }
+        )
+    )
+    path = tmp_path / "sweep.yaml"
+    content = {"config": "run.yaml", "grid": ["model.num_layers=2,3"], "seeds": [0]}
+    content |= {"output_dir": str(tmp_path / "out"), "x": "model.num_layers"}
+    path.write_text(json.dumps(content))
+    assert graph_sweep.main(["--config", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert table.count("\n") == 4 and (tmp_path / "out" / "plot.png").stat().st_size > 0
+    results = (tmp_path / "out" / "results.jsonl").read_text()
+    assert len(results.splitlines()) == 2
+
+    def no_more_training(*args):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(graph_sweep, "_train", no_more_training)
+    assert graph_sweep.main(["--config", str(path)]) == 0
+    assert capsys.readouterr().out == table
+    assert (tmp_path / "out" / "results.jsonl").read_text() == results
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_and_its_models_can_be_built(path):
+    if "model:" in path.read_text():
+        jobs = [read_config(GraphConfig, path)]
+    else:
+        sweep = read_config(SweepConfig, path)
+        base = path.parent / sweep.config
+        jobs = [
+            read_config(GraphConfig, base, settings) for _, settings in graph_sweep.cells(sweep)
+        ]
+    for job in jobs:
+        model = job.model
+        num_layers = min(model.num_layers, 3)
+        create_model(model.name, 5, model.hidden_channels, 3, num_layers, **model.kwargs)
+
+
+def test_a_wrong_axis_raises():
+    with pytest.raises(ConfigError, match=r"x='model.name' is not possible: must be a key of grid"):
+        SweepConfig(config="x", output_dir="y", grid=("a.b=1",), x="model.name")
