@@ -1,0 +1,1 @@
+"""Instruments: Lipschitz bounds, estimates, their monitor and control, and cost profiles."""

@@ -1,0 +1,78 @@
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.func import jacrev
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lipsformer  # noqa: F401  (registers the models)
+from lipsformer.analysis.bounds import lipschitz_bound
+from lipsformer.analysis.estimate import (
+    adversarial_lipschitz,
+    estimate_submodules,
+    local_lipschitz,
+)
+from lipsformer.analysis.lipschitz import flatten_bound, image_domain
+
+
+def exact_constants(function, x):
+    with sdpa_kernel(SDPBackend.MATH):
+        jacobians = torch.stack([jacrev(function)(sample[None]) for sample in x])
+    return torch.linalg.svdvals(jacobians.reshape(len(x), -1, x[0].numel()))[:, 0]
+
+
+@pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano"])
+def test_estimates_of_a_model_and_its_parts_equal_the_exact_jacobians(name):
+    torch.manual_seed(0)
+    model = timm.create_model(
+        name, img_size=8, embed_dim=4, depths=(1, 1), num_heads=(2, 2), num_classes=5
+    ).eval()
+    x = torch.randn(3, 3, 8, 8)
+    for function in (model, model.patch_embed):
+        sigma, _ = local_lipschitz(function, x, num_iters=500, rtol=1e-8)
+        torch.testing.assert_close(sigma, exact_constants(function, x), rtol=1e-4, atol=0)
+    tokens = torch.randn(3, 2, 4, 4)
+    block = model.stages[0].blocks[0]
+    for function in (block, block.attn, block.mlp, block.conv1):
+        sigma, _ = local_lipschitz(function, tokens, num_iters=2000, rtol=1e-8)
+        torch.testing.assert_close(sigma, exact_constants(function, tokens), rtol=1e-4, atol=0)
+
+
+def test_samples_of_a_batch_do_not_mix():
+    scales = torch.tensor([0.5, 3.0, 1e-6, 7e4])
+
+    def function(x):
+        return torch.tanh(scales[:, None] * x)
+
+    sigma, _ = local_lipschitz(function, torch.zeros(4, 5))
+    torch.testing.assert_close(sigma, scales)
+
+
+def test_ascent_finds_the_supremum_of_a_curved_function():
+    # |gelu'| peaks at sqrt(2); the layer's constant is 1.12890 there and 0.5 at the start
+    best, where = adversarial_lipschitz(nn.GELU(), torch.full((1, 1), 0.01), steps=100)
+    assert best.item() == pytest.approx(1.128904, abs=1e-4)
+    assert where.item() == pytest.approx(2**0.5, abs=0.05)
+
+
+def test_ascent_never_ends_below_its_start():
+    torch.manual_seed(0)
+    function = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+    x = torch.randn(11, 5)
+    start, _ = local_lipschitz(function, x, num_iters=500, rtol=1e-8)
+    best, where = adversarial_lipschitz(function, x, steps=10)
+    assert (best >= start * (1 - 1e-3)).all()
+    torch.testing.assert_close(best, exact_constants(function, where), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano"])
+def test_bounds_exceed_estimates_for_every_part_and_the_mode_is_kept(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, drop_path_rate=0.5).train()
+    mean, std = model.default_cfg["mean"], model.default_cfg["std"]
+    parts = dict(flatten_bound(lipschitz_bound(model, image_domain((32, 32), mean, std))))
+    estimates = estimate_submodules(model, parts, torch.randn(2, 3, 32, 32), num_iters=3)
+    assert model.training
+    assert estimates.keys() == parts.keys()
+    for part, estimate in estimates.items():
+        assert 0.0 < estimate <= parts[part].value * (1 + 1e-5), part

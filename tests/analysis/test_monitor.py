@@ -1,0 +1,286 @@
+import math
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import lipsformer  # noqa: F401  (registers the models)
+from lipsformer.analysis.bounds import Domain, lipschitz_bound
+from lipsformer.analysis.control import SpectralCap, UpdateLimit
+from lipsformer.analysis.monitor import Monitor
+from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma, operators
+from lipsformer.layers import DepthwiseConv2d
+from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
+
+
+def small_model(**kwargs) -> nn.Module:
+    return timm.create_model(
+        "lipsformer_swin_nano",
+        img_size=8,
+        embed_dim=6,
+        depths=(1, 2),
+        num_heads=(2, 3),
+        window_size=3,
+        num_classes=5,
+        **kwargs,
+    )
+
+
+def svd_sigma(weight: Tensor) -> float:
+    return torch.linalg.svdvals(weight.detach().double().flatten(1))[0].item()
+
+
+def matrices_of(model: nn.Module) -> dict[str, Tensor]:
+    return {op.name: op.weight for op in operators(model) if op.is_matrix}
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(7, 3, 8, 8, generator=generator)
+    labels = torch.randint(5, (7,), generator=generator)
+    model.zero_grad()
+    nn.functional.cross_entropy(model(images), labels).backward()
+
+
+@pytest.mark.parametrize("shape", [(3, 257), (257, 3), (131, 389), (389, 131), (127, 127)])
+def test_krylov_sigma_agrees_with_svdvals_from_below(shape):
+    matrices = torch.randn(2, *shape)
+    sigma, vectors = krylov_sigma(matrices, torch.randn(2, shape[1]), 64)
+    exact = torch.linalg.svdvals(matrices.double())[:, 0]
+    assert (sigma <= exact * (1 + 1e-5)).all()
+    torch.testing.assert_close(sigma.double(), exact, rtol=1e-3, atol=0)
+    reached = (matrices @ vectors.unsqueeze(2)).norm(dim=(1, 2))
+    torch.testing.assert_close(reached, sigma, rtol=1e-4, atol=0)
+
+
+def test_tracker_follows_moving_weights():
+    torch.manual_seed(0)
+    model = small_model()
+    tracker = SigmaTracker(operators(model))
+    names = {name for name, p in model.named_parameters() if p.ndim == 4 or name.endswith("weight")}
+    names = {name for name in names if model.get_parameter(name).ndim > 1}
+    for _ in range(5):
+        sigmas = tracker.measure({op.name: op.weight.detach() for op in operators(model)})
+        assert sigmas.keys() == names
+        for name, weight in matrices_of(model).items():
+            assert sigmas[name].item() == pytest.approx(svd_sigma(weight), rel=1e-3)
+        for name, module in model.named_modules():
+            if isinstance(module, DepthwiseConv2d):
+                expected = conv_sigma_bound(module.weight, groups=module.dim).max()
+                assert sigmas[f"{name}.weight"] == expected
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * parameter.abs().mean() * torch.randn_like(parameter))
+
+
+def test_record_agrees_with_what_it_measures():
+    torch.manual_seed(0)
+    model = small_model(official_compat=True).train()
+    records = []
+    probe = torch.randn(2, 3, 8, 8)
+    domain = Domain(size=(8, 8), radius=3.0)
+    monitor = Monitor(
+        model,
+        lambda update, values: records.append((update, values)),
+        every=3,
+        probe=probe,
+        domain=domain,
+        bound_every=2,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    attention = model.stages[1].blocks[0].attn
+    for update in range(7):
+        backward(model, update)
+        before = {name: w.detach().clone() for name, w in matrices_of(model).items()}
+        monitor.before_step(update)
+        optimizer.step()
+        monitor.after_step(update)
+        if update % 3 != 0:
+            continue
+        made, record = records[-1]
+        assert made == update + 1
+        assert model.training
+        for name, weight in matrices_of(model).items():
+            assert record[f"sigma/{name}"] == pytest.approx(svd_sigma(weight), rel=1e-3)
+            ratio = svd_sigma(weight.detach() - before[name]) / svd_sigma(before[name])
+            assert record[f"update_ratio/{name}"] == pytest.approx(ratio, rel=1e-2)
+        head = model.head.fc
+        norm = math.hypot(head.weight.grad.norm().item(), head.bias.grad.norm().item())
+        assert record["grad_norm/head.fc"] == pytest.approx(norm, rel=1e-5)
+        scale = model.stages[1].blocks[1].residual_mlp.residual_scale.detach()
+        name = "residual_scale/stages.1.blocks.1.residual_mlp"
+        assert record[name] == pytest.approx(scale.abs().max().item())
+        assert record["gain/norm"] == pytest.approx(model.norm.weight.detach().abs().max().item())
+        entropy, largest = naive_statistics(model, attention, probe)
+        name = "stages.1.blocks.0.attn.attention"
+        assert record[f"attn_entropy/{name}"] == pytest.approx(entropy, rel=1e-4)
+        assert record[f"max_score/{name}"] == pytest.approx(largest, rel=1e-4)
+        assert ("bound_log10" in record) == (update in (0, 6))
+        assert record["seconds"] > 0.0
+    assert [made for made, _ in records] == [1, 4, 7]
+    assert records[-1][1]["bound_log10"] == lipschitz_bound(model, domain).log10
+
+
+def naive_statistics(model, attention, probe) -> tuple[float, float]:
+    """Entropy and largest score of a window attention, row by row."""
+    caught = {}
+    handle = attention.attention.register_forward_pre_hook(
+        lambda _, args: caught.update(q=args[0], k=args[1], bias=args[3])
+    )
+    model.eval()
+    with torch.no_grad():
+        model(probe)
+    model.train()
+    handle.remove()
+    q, k, bias = (caught[name].detach().double() for name in ("q", "k", "bias"))
+    eps = attention.attention.eps
+    entropies, scores = [], []
+    for window in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            for i in range(q.shape[2]):
+                row = []
+                for j in range(k.shape[2]):
+                    a, b = q[window, head, i], k[window, head, j]
+                    lengths = ((a @ a + eps) * (b @ b + eps)).sqrt()
+                    row.append(10.0 * a @ b / lengths + bias[0, head, i, j])
+                p = torch.stack(row).softmax(0)
+                entropies.append(-(p * p.log()).sum())
+                scores.extend(row)
+    return torch.stack(entropies).mean().item(), max(scores).item()
+
+
+@pytest.mark.parametrize("shape", [(5, 11), (11, 5), (7, 3, 2, 2)])
+def test_clipping_is_the_nearest_weight_below_the_cap(shape):
+    weight = torch.randn(shape, dtype=torch.float64)
+    u, s, vh = torch.linalg.svd(weight.flatten(1), full_matrices=False)
+    cap = s[1].item() * 0.9
+    expected = (u * s.clamp(max=cap)) @ vh
+    torch.testing.assert_close(clip_singular_values(weight, cap), expected.reshape(shape))
+    inside = 2.0 * s[0].item()
+    torch.testing.assert_close(clip_singular_values(weight, inside), weight)
+
+
+@pytest.mark.parametrize("steps", [1, 12])
+def test_projection_holds_the_cap_during_training(steps):
+    torch.manual_seed(0)
+    model = small_model().train()
+    cap = SpectralCap(model, 0.8, residual_scale=0.05, gain=0.9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    for update in range(steps):
+        backward(model, update)
+        cap.before_step(update)
+        optimizer.step()
+        cap.after_step(update)
+        for name, weight in matrices_of(model).items():
+            assert svd_sigma(weight) <= 0.8 + 1e-3, name
+    for module in model.modules():
+        if isinstance(module, DepthwiseConv2d):
+            assert conv_sigma_bound(module.weight, groups=module.dim).max() <= 0.8 + 1e-5
+    assert model.stages[0].blocks[0].residual_attn.residual_scale.abs().max() <= 0.05
+    assert model.norm.weight.abs().max() <= 0.9
+
+
+def test_projection_leaves_weights_below_the_cap_alone():
+    model = small_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    SpectralCap(model, 4.0, residual_scale=1.0, gain=1.0).after_step(0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+
+
+def test_soft_cap_takes_back_a_share_and_enforce_the_rest():
+    torch.manual_seed(0)
+    model = small_model()
+    with torch.no_grad():
+        model.head.fc.weight.mul_(3.0)
+    SpectralCap(model, 1.0, mode="soft", strength=0.25).after_step(0)
+    assert svd_sigma(model.head.fc.weight) == pytest.approx(3.0 - 0.25 * 2.0, rel=1e-3)
+    SpectralCap(model, 1.0, mode="soft", strength=0.25).enforce()
+    for name, weight in matrices_of(model).items():
+        assert svd_sigma(weight) <= 1.0 + 1e-5, name
+
+
+def test_update_limit_shortens_large_updates_only():
+    torch.manual_seed(0)
+    model = small_model()
+    with torch.no_grad():
+        model.head.fc.weight.zero_()
+    before = {op.name: op.weight.detach().clone() for op in operators(model)}
+    steps = {
+        op.name: (1e-4 if "mlp" in op.name else 0.3) * torch.randn_like(op.weight)
+        for op in operators(model)
+    }
+    limit = UpdateLimit(model, 0.05)
+    limit.before_step(0)
+    with torch.no_grad():
+        for op in operators(model):
+            op.weight.add_(steps[op.name])
+    limit.after_step(0)
+    for op in operators(model):
+        moved = op.weight.detach() - before[op.name]
+        if "mlp" in op.name or op.name == "head.fc.weight":
+            torch.testing.assert_close(moved, steps[op.name], rtol=1e-3, atol=1e-6)
+        elif op.is_matrix:
+            ratio = svd_sigma(moved) / svd_sigma(before[op.name])
+            assert ratio == pytest.approx(0.05, rel=5e-3), op.name
+        else:
+            allowed = 0.05 * conv_sigma_bound(before[op.name], groups=op.groups).max()
+            reached = conv_sigma_bound(moved, groups=op.groups).max()
+            torch.testing.assert_close(reached, allowed, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: SpectralCap(model, 0.0), "sigma"),
+        (lambda model: SpectralCap(model, 1.0, mode="hard"), "mode"),
+        (lambda model: SpectralCap(model, 1.0, strength=0.0), "strength"),
+        (lambda model: UpdateLimit(model, -1.0), "share"),
+        (lambda model: Monitor(model, lambda *_: None, every=0), "every"),
+    ],
+)
+def test_arguments_out_of_range_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(nn.Linear(3, 5))
+
+
+@pytest.mark.dist
+def test_sharded_weights_are_measured_and_capped_whole():
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain, sharded = small_model(), small_model()
+    sharded.load_state_dict(plain.state_dict())
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for stage in sharded.stages:
+            fully_shard(stage, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        results = []
+        for model in (plain, sharded):
+            backward(model, 0)
+            records = []
+            monitor = Monitor(model, lambda _, values, to=records: to.append(values))
+            limit = UpdateLimit(model, 0.03)
+            cap = SpectralCap(model, 0.9, residual_scale=0.2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+            for instrument in (limit, cap, monitor):
+                instrument.before_step(0)
+            optimizer.step()
+            for instrument in (limit, cap, monitor):
+                instrument.after_step(0)
+            cap.enforce()
+            results.append(records[0])
+            records[0].pop("seconds")
+        assert results[0].keys() == results[1].keys()
+        for name, value in results[0].items():
+            assert results[1][name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
+        for op in operators(sharded):
+            if op.is_matrix:
+                assert svd_sigma(op.weight.full_tensor()) <= 0.9 + 1e-5
+    finally:
+        destroy_process_group()
