@@ -1,0 +1,42 @@
+"""Training loss and validation accuracy of several runs in one picture.
+
+python -m benchmarks.curves docs/images/imagenette_lr.png outputs/lr_1x outputs/lr_3x ...
+"""
+
+import argparse
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from lipsformer.config import load_config
+from lipsformer.engine.tracking import METRICS, read_metrics
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path, help="PNG file to write")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs")
+    options = parser.parse_args()
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    curves = ((loss, "train", "loss", ""), (accuracy, "raw", "top1", "o"))
+    for run in options.runs:
+        label = f"lr {load_config(run / 'config.yaml').optim.lr:g}"
+        records = read_metrics(run / METRICS)
+        for axes, kind, key, marker in curves:
+            points = [(r["update"], r[key]) for r in records if r["kind"] == kind]
+            axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=label)
+    loss.set(xlabel="update", ylabel="training loss", yscale="log")
+    accuracy.set(xlabel="update", ylabel="validation top-1 (%)")
+    for axes in (loss, accuracy):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.output, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Images per second and core of the data loader beside timm's, and where the time goes.
+
+    python -m benchmarks.loader --root datasets --output benchmarks/results/loader.json
+
+Both loaders run in this process, on one thread, from the file to the uint8 batch that goes to the
+device, with equal settings and on the same files; they take turns in random order, and the least
+CPU time counts, so that a busy machine favours neither. Normalisation, erasing and mixing follow on
+the device in both.
+
+Three sets: the ImageNet sample as stored (short side 256), the same enlarged to the sizes that the
+index gives for the originals (JPEG quality 90), and the untouched originals among the odd files.
+"""
+
+import argparse
+import csv
+import json
+import os
+import platform
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import PIL
+import simplejpeg
+import timm
+import torch
+import torchvision
+from PIL import Image
+from timm.data import ImageDataset, auto_augment, create_loader
+
+from data import TrainBatches, build_datasets, eval_loader
+from data.images import EncodedPicture, read_picture
+from data.rng import kept, seed_all
+from data.transforms import TrainTransform
+from lipsformer.config import AugmentConfig, DataConfig
+
+BATCH_SIZE = 64
+RECIPE = AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25)
+
+
+def timms_loader(folder: Path, *, train: bool) -> Iterable:
+    """timm's loader up to the batch that it sends to the device."""
+    settings: dict[str, Any] = {}
+    if train:
+        settings = {"auto_augment": RECIPE.auto_augment, "re_prob": RECIPE.reprob}
+    loader = create_loader(
+        ImageDataset(str(folder)),
+        input_size=(3, 224, 224),
+        batch_size=BATCH_SIZE,
+        is_training=train,
+        interpolation="bicubic",
+        crop_pct=0.875,
+        num_workers=0,
+        persistent_workers=False,
+        pin_memory=False,
+        device=torch.device("cpu"),
+        **settings,
+    )
+    if train:
+        for transform in loader.dataset.transform.transforms:
+            for op in getattr(transform, "ops", ()):
+                if op.aug_fn is auto_augment.posterize:
+                    op.aug_fn = _posterize
+    return loader.loader  # without the part that works on the device
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **_: object) -> Image.Image:
+    """timm 1.0.31 asks for 0 bits, which Pillow 13 refuses."""
+    return auto_augment.posterize(image, max(bits_to_keep, 1))
+
+
+def our_loader(folder: Path, *, train: bool, exact_eval: bool = True) -> Iterable:
+    """This repository's loader up to the batch that it sends to the device."""
+    data = DataConfig(
+        source="folder",
+        root=str(folder.parent),
+        train_split=folder.name,
+        val_split=folder.name,
+        exact_eval=exact_eval,
+    )
+    train_set, val_set = build_datasets(data, RECIPE, seed=0)
+    if not train:
+        return eval_loader(val_set, batch_size=BATCH_SIZE, rank=0, world_size=1, num_workers=0)
+    batches = TrainBatches(
+        train_set,
+        global_batch_size=BATCH_SIZE,
+        batch_size_per_device=BATCH_SIZE,
+        rank=0,
+        world_size=1,
+        seed=0,
+        num_workers=0,
+        drop_last=False,
+        pin_memory=False,
+    )
+    return (batch for update in batches.epoch(0) for batch in update.micro_batches)
+
+
+def cpu_seconds_per_image(batches: Iterable) -> float:
+    """CPU time of one pass, per image."""
+    started, images = time.process_time(), 0
+    for batch in batches:
+        images += len(batch[0])
+    return (time.process_time() - started) / images
+
+
+def compare(folder: Path, rounds: int) -> dict[str, Any]:
+    """Images per CPU second of each loader, of the best round: others only slow it down."""
+    makers: dict[str, Callable[[], Iterable]] = {
+        "train_timm": lambda: timms_loader(folder, train=True),
+        "train_ours": lambda: our_loader(folder, train=True),
+        "eval_timm": lambda: timms_loader(folder, train=False),
+        "eval_ours_exact": lambda: our_loader(folder, train=False),
+        "eval_ours_fast": lambda: our_loader(folder, train=False, exact_eval=False),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in makers}
+    for _ in range(rounds):
+        for name in random.sample(list(makers), len(makers)):
+            seconds[name].append(cpu_seconds_per_image(makers[name]()))
+    rates = {name: 1 / min(times) for name, times in seconds.items()}
+    return {
+        "images_per_s_per_core": {name: round(rate, 1) for name, rate in rates.items()},
+        "times_timm": {
+            name: round(rate / rates[name.split("_")[0] + "_timm"], 2)
+            for name, rate in rates.items()
+            if "ours" in name
+        },
+        "seconds_per_image": seconds,
+    }
+
+
+def stages(folder: Path) -> dict[str, float]:
+    """CPU milliseconds per image in each stage of training, one stage after the other."""
+    files = [str(path) for path in sorted(folder.rglob("*.JPEG"))]
+    transform = TrainTransform(DataConfig(source="folder"), RECIPE)
+    spent: dict[str, float] = {}
+
+    def timed(stage: str, items: Iterable, function: Callable) -> list:
+        started = time.process_time()
+        results = [function(index, item) for index, item in enumerate(items)]
+        spent[stage] = (time.process_time() - started) * 1e3 / len(results)
+        return results
+
+    def seeded_crop(index: int, picture: EncodedPicture):
+        seed_all(index)
+        return transform.crop(picture)
+
+    def seeded_colour(index: int, img):
+        seed_all(index)
+        for stage in transform.colour:
+            img = stage(img)
+        return torch.from_numpy(img)
+
+    with kept():
+        timed("seeds", files, lambda index, _: seed_all(index))
+        pictures = timed("read", files, lambda _, file: read_picture(file))
+        timed("header", pictures, lambda _, picture: picture.size)
+        timed("decode", pictures, lambda _, picture: picture.pixels())
+        crops = timed("decode, crop and resize", pictures, seeded_crop)
+        images = timed("RandAugment", crops, seeded_colour)
+        batches = [images[i : i + BATCH_SIZE] for i in range(0, len(images), BATCH_SIZE)]
+        started = time.process_time()
+        for batch in batches:
+            torch.stack(batch)
+        spent["collate"] = (time.process_time() - started) * 1e3 / len(files)
+    return {stage: round(milliseconds, 4) for stage, milliseconds in spent.items()}
+
+
+def decoders(folder: Path) -> dict[str, float]:
+    """CPU milliseconds per image of the decoders that were compared; all give the same pixels."""
+    contents = [path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))]
+    ways: dict[str, Callable[[bytes], object]] = {
+        "Pillow": lambda content: EncodedPicture(content, "").image(),
+        "torchvision": lambda content: torchvision.io.decode_jpeg(
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        ),
+        "simplejpeg": lambda content: simplejpeg.decode_jpeg(content),
+        "OpenCV": lambda content: cv2.imdecode(
+            torch.frombuffer(bytearray(content), dtype=torch.uint8).numpy(), cv2.IMREAD_COLOR_RGB
+        ),
+    }
+    spent = {}
+    for name, decode in ways.items():
+        started = time.process_time()
+        for content in contents:
+            decode(content)
+        spent[name] = round((time.process_time() - started) * 1e3 / len(contents), 4)
+    return spent
+
+
+def make_sets(root: Path, scratch: Path, limit: int) -> dict[str, Path]:
+    """The three sets as ImageFolder trees, at most `limit` images each."""
+    sample = root / "imagenet-1k-sample"
+    sets = {name: scratch / name for name in ("short side 256", "original sizes", "originals")}
+    with open(sample / "index.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows[:: max(1, len(rows) // limit)]:
+        source = sample / row["file"]
+        for name in ("short side 256", "original sizes"):
+            (sets[name] / row["wnid"]).mkdir(parents=True)
+        shutil.copy(source, sets["short side 256"] / row["wnid"] / source.name)
+        size = int(row["orig_w"]), int(row["orig_h"])
+        with Image.open(source) as image:
+            image.resize(size, Image.Resampling.BICUBIC).save(
+                sets["original sizes"] / row["wnid"] / source.name, quality=90
+            )
+    for copy in range(max(1, limit // 23)):  # timm drops what is left of a last batch
+        shutil.copytree(root / "imagenet-1k-odd" / "original", sets["originals"] / f"copy {copy}")
+    return sets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--root", type=Path, required=True, help="folder of the unpacked sets")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--rounds", type=int, default=5, help="passes of each loader")
+    parser.add_argument("--images", type=int, default=250, help="images per set")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    record: dict[str, Any] = {
+        "what": "CPU time of one core, file to uint8 batch; recipe rand-m9-mstd0.5-inc1 at 224 px",
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "versions": {
+            module.__name__: module.__version__
+            for module in (torch, torchvision, timm, PIL, cv2, simplejpeg)
+        },
+        "rounds": arguments.rounds,
+        "sets": {},
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, folder in make_sets(arguments.root, Path(scratch), arguments.images).items():
+            result = compare(folder, arguments.rounds)
+            result |= {"ms_per_image": stages(folder), "decoders_ms_per_image": decoders(folder)}
+            record["sets"][name] = result
+            shown = {key: value for key, value in result.items() if key != "seconds_per_image"}
+            print(name, json.dumps(shown, indent=2))
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Command lines, run from the repository root as `python -m scripts.<name>`."""

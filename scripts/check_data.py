@@ -1,0 +1,71 @@
+"""Reads every image below a folder, in parallel, and reports what cannot be used.
+
+    python -m scripts.check_data datasets/imagenette-160 --list unreadable.txt
+
+The list holds one path per line, below the folder; as `data.skip_list` it makes training and
+evaluation leave these files out. Exit codes: 0 all images can be read; 1 some cannot; 2 there is
+nothing to check.
+"""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data.check import Finding, check_files, image_files
+
+
+def report(findings: list[Finding]) -> str:
+    """The findings in words, the unreadable files one by one."""
+    good = [finding for finding in findings if finding.error is None]
+    bad = [finding for finding in findings if finding.error is not None]
+    lines = [f"unreadable: {finding.file}: {finding.error}" for finding in bad]
+    lines.append(f"{len(findings)} images, {len(bad)} unreadable")
+    for kind, count in Counter(finding.kind for finding in good).most_common():
+        lines.append(f"{count:9d} {kind}")
+    for count, what in (
+        (sum(f.turned for f in good), "with an EXIF orientation, which is not applied"),
+        (sum(f.animated for f in good), "animated, of which the first frame is used"),
+        (sum(f.misnamed for f in good), "named as another format than their content"),
+    ):
+        if count:
+            lines.append(f"{count:9d} {what}")
+    if good:
+        by_area = sorted(good, key=lambda finding: finding.size[0] * finding.size[1])
+        for word, finding in (("smallest", by_area[0]), ("largest", by_area[-1])):
+            lines.append(f"{word}: {finding.size[0]}x{finding.size[1]} {finding.file}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="checked at any depth")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--list", type=Path, help="write the unreadable files' paths here")
+    options = parser.parse_args(arguments)
+    files = image_files(options.folder)
+    if not files:
+        print(f"no image files in {options.folder}", file=sys.stderr)
+        return 2
+    findings = list(
+        tqdm(
+            check_files(options.folder, files, options.workers),
+            total=len(files),
+            unit="image",
+            disable=not sys.stderr.isatty(),
+        )
+    )
+    print(report(findings))
+    unreadable = [finding.file for finding in findings if finding.error is not None]
+    if options.list is not None:
+        options.list.write_text("".join(f"{file}\n" for file in unreadable), encoding="utf-8")
+    return 1 if unreadable else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Train a grid of graph networks in parallel processes, and tabulate and plot the outcome.
+
+    python -m scripts.graph_sweep --config configs/graph/sweep_depth.yaml num_workers=4
+
+Every finished run is one line of `results.jsonl`; the same command runs only what is missing there.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from data.errors import DataError
+from lipsformer.config import ConfigError, dump_config, read_config
+from lipsformer.graph.config import GraphConfig, SweepConfig
+from lipsformer.graph.plots import plot_sweep
+from lipsformer.graph.training import read_lines
+from scripts.train_graph import load_batches, summarize, train_seed
+
+Cell = dict[str, str]
+
+
+def cells(config: SweepConfig) -> list[tuple[Cell, list[str]]]:
+    """All cells of the grid: what names each, and its overrides."""
+    axes = []
+    for entry in config.grid:
+        key, _, values = entry.partition("=")
+        axes.append([(key, value.strip()) for value in values.split(",")])
+    cases = config.cases or {"": ""}
+    result = []
+    for (case, overrides), point in itertools.product(cases.items(), itertools.product(*axes)):
+        cell = {"case": case, **dict(point)} if config.cases else dict(point)
+        assignments = [f"{key}={value}" for key, value in point]
+        result.append((cell, [*config.overrides, *overrides.split(), *assignments]))
+    return result
+
+
+def _train(path: Path, overrides: list[str], seed: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return train_seed(read_config(GraphConfig, path, overrides), seed)
+
+
+def sweep(path: Path, overrides: list[str], progress: bool) -> str:
+    """Run what is missing and return the table of all results."""
+    config = read_config(SweepConfig, path, overrides)
+    base = path.parent / config.config
+    folder = Path(config.output_dir)
+    grid = cells(config)
+    # every cell is read before the first one is trained, and each graph is processed only once
+    configs = [read_config(GraphConfig, base, settings) for _, settings in grid]
+    for data in {repr(item.data): item.data for item in configs}.values():
+        load_batches(data)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sweep.yaml").write_text(dump_config(config))
+    log = folder / "results.jsonl"
+    results = {_key(line["overrides"], line["seed"]): line for line in read_lines(log)}
+    jobs = [
+        (cell, settings, seed)
+        for seed in config.seeds
+        for cell, settings in grid
+        if _key(settings, seed) not in results
+    ]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(config.num_workers, mp_context=spawn) as pool:
+        futures = {
+            pool.submit(_train, base, settings, seed): (cell, settings)
+            for cell, settings, seed in jobs
+        }
+        for future in tqdm(as_completed(futures), total=len(futures), disable=not progress):
+            cell, settings = futures[future]
+            line = {"cell": cell, "overrides": settings, **future.result()}
+            results[_key(settings, line["seed"])] = line
+            with log.open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+
+    rows = []
+    for cell, settings in grid:
+        runs = [results[_key(settings, seed)] for seed in config.seeds]
+        rows.append({"cell": cell, **summarize(runs)})
+    (folder / "summary.json").write_text(json.dumps(rows, indent=2) + "\n")
+    text = table(rows)
+    (folder / "table.md").write_text(text)
+    if config.x is not None:
+        plot_sweep(rows, config.x, folder / "plot.png", log_x=config.log_x)
+    return text
+
+
+def _key(settings: list[str], seed: int) -> str:
+    return json.dumps([settings, seed])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown table of summaries: one row per cell, accuracies in percent."""
+    names = list(rows[0]["cell"])
+    header = [*names, "best-validation test", "last-epoch test", "diverged", "seeds"]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for row in rows:
+        accuracies = [_with_std(row, key) for key in ("test_acc", "last_test_acc")]
+        values = [*(row["cell"][name] for name in names), *accuracies]
+        values += [str(row["diverged"]), str(row["seeds"])]
+        lines.append("| " + " | ".join(values) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _with_std(row: dict[str, Any], key: str) -> str:
+    std = row[f"{key}_std"]
+    return f"{row[key]:.1f}" if std is None else f"{row[key]:.1f} ± {std:.1f}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; 2 is a mistake in what was given."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, type=Path, help="YAML file of a SweepConfig")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    args = parser.parse_args(argv)
+    try:
+        text = sweep(args.config, args.overrides, progress=sys.stderr.isatty())
+    except (ConfigError, DataError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

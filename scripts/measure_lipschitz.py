@@ -1,0 +1,175 @@
+"""Tabulate proved Lipschitz bounds and measured local constants of a model.
+
+    python -m scripts.measure_lipschitz lipsformer_nano
+    python -m scripts.measure_lipschitz outputs/demo --data source=digits --json report.json
+
+MODEL is a timm name (initial weights) or a run, a checkpoint or a folder with config.json. All are
+2-norm constants over one whole input in evaluation mode, as log10. Bounds hold for images with
+pixel values in [0, 1]. Estimates are lower bounds, at images of --data or else at random ones.
+Exit code 2 for a mistake.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import lipsformer  # noqa: F401  (registers the models)
+from data import DataError, Normalize, build_eval_dataset
+from lipsformer.analysis.bounds import UnknownModuleError, lipschitz_bound
+from lipsformer.analysis.estimate import adversarial_lipschitz, estimate_submodules
+from lipsformer.analysis.lipschitz import flatten_bound, image_domain
+from lipsformer.analysis.plots import plot_bounds
+from lipsformer.config import ConfigError, DataConfig, make_config
+from lipsformer.engine.checkpoint import CheckpointError, locate, read_weights
+from lipsformer.engine.runtime import EXIT_USER_ERROR
+from lipsformer.engine.snapshot import load_weights
+
+
+def load_model(name: str) -> nn.Module:
+    """A timm model with initial weights, or that of a checkpoint."""
+    if not Path(name).exists():
+        if not timm.is_model(name):
+            raise ConfigError(f"{name!r} is neither a timm model nor a file or folder")
+        return timm.create_model(name)
+    path = locate(Path(name))
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"{folder} has no config.json, which says what model the weights are of")
+    model = timm.create_model(f"local-dir:{folder}", pretrained=False)
+    load_weights(model, read_weights(path), str(path))
+    return model
+
+
+def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tensor:
+    """Validation images of a data set, normalised; random ones without settings."""
+    known: Any = model.pretrained_cfg
+    channels, height, width = known["input_size"]
+    if not settings:
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.rand(number, channels, height, width, generator=generator)
+        mean, std = (torch.tensor(known[key])[:, None, None] for key in ("mean", "std"))
+        return (pixels - mean) / std
+    preset = {"img_size": height, **{key: known[key] for key in ("mean", "std", "interpolation")}}
+    data = make_config(DataConfig, [preset], settings, origin="--data")
+    images = build_eval_dataset(data, classes=None)
+    step = max(1, len(images) // number)
+    picked = [torch.as_tensor(images[i][0]) for i in range(0, step * number, step)]
+    return Normalize(data)(torch.stack(picked))
+
+
+def measure(
+    name: str, settings: Sequence[str], *, images: int, iters: int, ascent: int
+) -> dict[str, Any]:
+    """One record: the model's total and a row per module."""
+    model = load_model(name).eval()
+    known: Any = model.pretrained_cfg
+    domain = image_domain(known["input_size"][1:], known["mean"], known["std"])
+    parts = dict(flatten_bound(lipschitz_bound(model, domain)))
+    x = load_images(model, settings, images)
+    estimates = estimate_submodules(model, parts, x, num_iters=iters)
+    if ascent > 0:
+        raised, _ = adversarial_lipschitz(model, x, steps=ascent)
+        estimates[""] = max(estimates[""], raised.max().item())
+    rows = []
+    for part, bound in parts.items():
+        estimate = math.log10(estimates[part])
+        rows.append(
+            {
+                "name": part,
+                "kind": bound.kind,
+                "bound": bound.log10,
+                "paper_bound": bound.paper_log10,
+                "estimate": estimate,
+                "slack": bound.log10 - estimate,
+            }
+        )
+    return {
+        "model": name,
+        "input_size": list(known["input_size"]),
+        "images": images,
+        "data": list(settings) or "random images",
+        "radius": domain.radius,
+        "norm": "2-norm over one input, log10",
+        "rows": rows,
+    }
+
+
+def table(record: dict[str, Any], depth: int) -> str:
+    """The record as text, modules down to a depth of the tree."""
+    header = f"{'module':44} {'type':18} {'bound':>9} {'paper':>9} {'estimate':>9} {'slack':>9}"
+    lines = [f"{record['model']}, {record['norm']}; estimates on {record['data']}", header]
+    for row in record["rows"]:
+        if row["name"].count(".") >= depth:
+            continue
+        figures = " ".join(
+            f"{row[key]:9.3f}" for key in ("bound", "paper_bound", "estimate", "slack")
+        )
+        lines.append(f"{row['name'] or 'whole model':44} {row['kind']:18} {figures}")
+    return "\n".join(lines)
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Blocks, what lies between them, and the total."""
+    whole, *rows = (
+        (row["name"], row["bound"], row["paper_bound"], row["estimate"], row["kind"])
+        for row in record["rows"]
+    )
+    shown = []
+    for name, *figures, kind in rows:
+        ends = name.rpartition(".")[2] in ("patch_embed", "downsample", "head")
+        if kind.endswith("Block") or (ends and kind != "Identity"):
+            shown.append((name.replace("stages.", "").replace(".blocks", ""), *figures))
+    title = f"{record['model']}: Lipschitz constants, 2-norm over one input"
+    plot_bounds(path, title, shown, ("whole model", *whole[1:4]))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL", help="timm name, run, checkpoint or folder")
+    parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="source=digits")
+    parser.add_argument("--images", type=int, default=4, help="how many to estimate at")
+    parser.add_argument("--iters", type=int, default=20, help="power iterations of an estimate")
+    parser.add_argument("--ascent", type=int, default=0, help="steps of adversarial ascent")
+    parser.add_argument("--depth", type=int, default=5, help="levels of modules in the table")
+    parser.add_argument("--plot", metavar="FILE", help="draw the blocks into a PNG")
+    parser.add_argument("--json", metavar="FILE", help="also write the record there; - for stdout")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        if options.images < 1 or options.iters < 1:
+            raise ConfigError("--images and --iters must be at least 1")
+        record = measure(
+            options.model,
+            options.data,
+            images=options.images,
+            iters=options.iters,
+            ascent=options.ascent,
+        )
+    except (ConfigError, DataError, CheckpointError, UnknownModuleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    print(table(record, options.depth), file=sys.stderr if options.json == "-" else sys.stdout)
+    if options.json == "-":
+        print(json.dumps(record))
+    elif options.json:
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+    if options.plot:
+        plot(record, Path(options.plot))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Unpacks ImageNet-1K from its own archives into train/ and val/ folders, and checks the result.
+
+    python -m scripts.prepare_imagenet datasets/imagenet
+
+The folder holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
+ILSVRC2012_devkit_t12.tar.gz, whose MD5 sums are verified (the devkit, which needs SciPy, has the
+validation labels). Splits that are there already are only checked: the class folders must be the
+1,000 of the standard index, whose order is that of `data.source=folder`, with the published numbers
+of images. Exit codes: 0 all is well; 2 something is missing or wrong.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from timm.data import ImageNetInfo
+from torchvision.datasets import imagenet
+
+from data.errors import DataError
+from data.sources import FolderSource
+
+IMAGES = {"train": 1_281_167, "val": 50_000}
+
+
+def unpack(folder: Path, split: str) -> None:
+    """Unpack a split's archive into folder/split, which appears when it is complete.
+
+    Raises:
+        DataError: if an archive is missing or damaged.
+    """
+    parse: dict[str, Callable] = {
+        "train": imagenet.parse_train_archive,
+        "val": imagenet.parse_val_archive,
+    }
+    part = f"{split}.part"
+    shutil.rmtree(folder / part, ignore_errors=True)
+    try:
+        if split == "val":
+            imagenet.parse_devkit_archive(str(folder))
+        parse[split](str(folder), folder=part)
+    except (RuntimeError, ImportError) as error:  # not present, corrupted, no SciPy
+        raise DataError(" ".join(str(error).split())) from error
+    (folder / part).rename(folder / split)
+
+
+def check(folder: Path, split: str) -> str:
+    """What the split holds, in words.
+
+    Raises:
+        DataError: if its classes or their numbers of images are not ImageNet-1K's.
+    """
+    source = FolderSource(folder / split)
+    info = ImageNetInfo("imagenet-1k")
+    standard = tuple(info.index_to_label_name(index) for index in range(info.num_classes()))
+    if source.classes != standard:
+        odd = sorted(set(source.classes) ^ set(standard))
+        raise DataError(f"{folder / split}: {len(odd)} class folders too many or few, as {odd[0]}")
+    per_class = np.bincount(source.labels)
+    if len(source.labels) != IMAGES[split] or (split == "val" and len(set(per_class)) != 1):
+        raise DataError(
+            f"{folder / split}: {len(source.labels)} images, {per_class.min()} to "
+            f"{per_class.max()} per class; expected {IMAGES[split]}: remove it and start again"
+        )
+    return f"{folder / split}: {len(source.labels)} images in the standard order of 1,000 classes"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="holds the archives")
+    folder = parser.parse_args(arguments).folder
+    try:
+        for split in ("val", "train"):
+            if not (folder / split).exists():
+                unpack(folder, split)
+            print(check(folder, split))
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Tabulate what timm models cost: parameters, GMACs, activations, memory and images per second.
+
+    python -m scripts.profile_model lipsformer_swin_tiny swin_tiny_patch4_window7_224 --train
+
+GMACs and activations are those of one image in evaluation; memory and speed those of the batch.
+`--precision bf16` and `fp16` are autocast, as in training; every model runs in its own process.
+"""
+
+import argparse
+import difflib
+import json
+import multiprocessing
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+import lipsformer  # noqa: F401  (registers the models)
+from lipsformer.analysis.profile import (
+    PartCost,
+    PeakMemory,
+    count_parameters,
+    median_seconds,
+    part_costs,
+)
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def profile_model(
+    name: str,
+    *,
+    img_size: int | None,
+    batch_size: int,
+    precision: str,
+    device: str,
+    train: bool,
+    repeats: int,
+) -> dict[str, Any]:
+    """One record for one model."""
+    target = torch.device(device)
+    with PeakMemory(target) as memory:
+        model = timm.create_model(name, device=device)
+        size = model.pretrained_cfg["input_size"]
+        if img_size is not None:
+            size = (size[0], img_size, img_size)
+            if hasattr(model, "set_input_size"):
+                model.set_input_size(img_size=img_size)
+        images = torch.randn(batch_size, *size, device=target)
+        parts = part_costs(model, images[:1])
+        step = _training_step if train else _inference_step
+        seconds = median_seconds(
+            step(model, images, PRECISIONS[precision]), target, repeats=repeats
+        )
+    return {
+        "model": name,
+        "input_size": list(size),
+        "parameters": count_parameters(model),
+        "gmacs": sum(part.macs for part in parts) / 1e9,
+        "activations": sum(part.activations for part in parts),
+        "parts": [vars(part) for part in parts],
+        "mode": "train" if train else "inference",
+        "batch_size": batch_size,
+        "precision": precision,
+        "images_per_second": batch_size / seconds,
+        "peak_memory_bytes": memory.peak,
+        "device": torch.cuda.get_device_name(target) if target.type == "cuda" else _processor(),
+        "torch": torch.__version__,
+    }
+
+
+def _inference_step(
+    model: nn.Module, images: torch.Tensor, dtype: torch.dtype
+) -> Callable[[], None]:
+    model.eval()
+
+    def step() -> None:
+        with torch.inference_mode(), _autocast(images, dtype):
+            model(images)
+
+    return step
+
+
+def _training_step(
+    model: nn.Module, images: torch.Tensor, dtype: torch.dtype
+) -> Callable[[], None]:
+    """Forward and backward pass and AdamW's update."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with _autocast(images, dtype):
+            loss = nn.functional.cross_entropy(model(images).float(), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _autocast(images: torch.Tensor, dtype: torch.dtype) -> torch.autocast:
+    return torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32)
+
+
+def _processor() -> str:
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record as text: one line per part, then the totals."""
+    channels, height, width = record["input_size"]
+    lines = [
+        f"{record['model']}  {channels}x{height}x{width}",
+        f"  {'part':<16} {'parameters':>12} {'GMACs':>9} {'activations':>12}  output",
+    ]
+    total = PartCost(
+        name="total",
+        parameters=record["parameters"],
+        macs=round(record["gmacs"] * 1e9),
+        activations=record["activations"],
+        output=None,
+    )
+    for part in [*(PartCost(**part) for part in record["parts"]), total]:
+        output = "x".join(map(str, part.output or ()))
+        lines.append(
+            f"  {part.name:<16} {part.parameters:>12,} {part.macs / 1e9:>9.4f} "
+            f"{part.activations:>12,}  {output}".rstrip()
+        )
+    memory = record["peak_memory_bytes"]
+    lines.append(
+        f"  {record['mode']}, {record['precision']}, batch {record['batch_size']}: "
+        f"{record['images_per_second']:.1f} images/s, peak memory "
+        + ("not measured" if memory is None else f"{memory / 2**20:.0f} MiB")
+    )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="+", metavar="NAME", help="any timm model")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--img-size", type=int, help="side in pixels; default: the model's own")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--train", action="store_true", help="time training steps")
+    parser.add_argument("--repeats", type=int, default=10, help="timed steps")
+    args = parser.parse_args(argv)
+    for name in args.names:
+        if ":" not in name and not timm.is_model(name):
+            close = difflib.get_close_matches(name, timm.list_models(), 1)
+            hint = f", did you mean {close[0]!r}" if close else ""
+            parser.error(f"{name!r} is no timm model{hint}; timm.list_models() lists all")
+    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    options = {k: v for k, v in vars(args).items() if k not in ("names", "json")}
+    # a fresh process each, or the memory that one model leaves behind would hide the next one's
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        results = [pool.apply_async(profile_model, (name,), options) for name in args.names]
+        for result in results:
+            record = result.get()
+            print(json.dumps(record) if args.json else table(record), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Train a graph network for one or several seeds.
+
+    python -m scripts.train_graph --config configs/graph/cora_gat.yaml train.seeds=[0,1,2]
+
+Finished seeds are in `results.jsonl`, every epoch in `seed<n>.jsonl`, mean and standard deviation
+in `summary.json`. The same command continues an interrupted run.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader, NeighborLoader, RandomNodeLoader
+from tqdm import tqdm
+
+from data.errors import DataError
+from data.graphs import TreeNeighborsMatch, graph_root, load_graph
+from lipsformer.config import ConfigError, dump_config, read_config
+from lipsformer.graph import create_model
+from lipsformer.graph.config import DataConfig, GraphConfig
+from lipsformer.graph.plots import plot_training
+from lipsformer.graph.training import fit, read_lines
+
+
+def load_batches(config: DataConfig) -> tuple[Iterable[Data], Iterable[Data], int, int]:
+    """Training batches, evaluation batches, number of features and of classes."""
+    if config.name == "trees":
+        trees = TreeNeighborsMatch(config.tree_depth, config.num_trees, config.tree_seed)
+        num_train = sum(bool(trees[i].train_mask[0]) for i in range(len(trees)))
+        train = torch.utils.data.Subset(trees, range(num_train))
+        batches = DataLoader(train, config.batch_size, shuffle=True)  # pyright: ignore
+        evaluation = DataLoader(trees, config.batch_size)  # pyright: ignore[reportArgumentType]
+        return batches, evaluation, trees[0].num_features, trees.num_leaves
+    data = load_graph(
+        config.name,
+        graph_root(config.root),
+        split=config.split,
+        normalize_features=config.normalize_features,
+        undirected=config.undirected,
+        missing_rate=config.missing_rate,
+        missing_seed=config.missing_seed,
+        download=config.download,
+    )
+    batches: Iterable[Data] = [data]
+    if config.loader == "neighbor":
+        batches = NeighborLoader(
+            data,
+            list(config.num_neighbors),
+            input_nodes=data.train_mask,
+            batch_size=config.batch_size,
+            shuffle=True,
+            transform=_only_seed_nodes,
+        )
+    elif config.loader == "partition":
+        batches = RandomNodeLoader(data, config.num_parts, shuffle=True)
+    return batches, [data], data.num_features, int(data.y.max()) + 1
+
+
+def _only_seed_nodes(batch: Data) -> Data:
+    batch.train_mask[batch.batch_size :] = False
+    return batch
+
+
+def train_seed(
+    config: GraphConfig, seed: int, folder: Path | None = None, progress: bool = False
+) -> dict[str, Any]:
+    """Train one seed of a config; see `fit`."""
+    train_batches, eval_batches, num_features, num_classes = load_batches(config.data)
+
+    def build_model() -> torch.nn.Module:
+        model = config.model
+        return create_model(
+            model.name,
+            num_features,
+            model.hidden_channels,
+            num_classes,
+            model.num_layers,
+            **model.kwargs,
+        )
+
+    writer = None
+    if config.run.tensorboard and folder is not None:
+        from torch.utils.tensorboard import SummaryWriter  # an optional dependency
+
+        writer = SummaryWriter(str(folder / f"tensorboard-seed{seed}"))
+    with tqdm(total=config.train.epochs, desc=f"seed {seed}", disable=not progress) as bar:
+
+        def on_epoch(record: dict[str, Any]) -> None:
+            bar.update(record["epoch"] + 1 - bar.n)
+            bar.set_postfix(loss=f"{record['loss']:.3f}", val=f"{record['val_acc']:.3f}")
+            if writer is not None:
+                for name, value in record.items():
+                    if isinstance(value, float):
+                        writer.add_scalar(name, value, record["epoch"])
+
+        result = fit(
+            build_model,  # pyright: ignore[reportArgumentType]
+            train_batches,
+            eval_batches,
+            config.train,
+            seed,
+            device=config.run.device,
+            folder=folder,
+            checkpoint_every=config.run.checkpoint_every,
+            on_epoch=on_epoch,
+        )
+    if writer is not None:
+        writer.close()
+    return result
+
+
+def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and sample standard deviation over seeds, in percent."""
+    summary: dict[str, Any] = {
+        "seeds": len(results),
+        "diverged": sum(result["diverged"] for result in results),
+    }
+    for key in ("test_acc", "last_test_acc", "val_acc"):
+        values = [100 * result[key] for result in results]
+        summary[key] = round(statistics.mean(values), 2)
+        summary[f"{key}_std"] = round(statistics.stdev(values), 2) if len(values) > 1 else None
+    summary["seconds"] = round(sum(result["seconds"] for result in results), 1)
+    return summary
+
+
+def run(config: GraphConfig, progress: bool) -> dict[str, Any]:
+    """Train all seeds that are not yet in the output folder, and summarize all."""
+    folder = Path(config.run.output_dir)
+    stored = folder / "config.yaml"
+    if stored.exists() and _identity(read_config(GraphConfig, stored)) != _identity(config):
+        raise ConfigError(
+            f"{folder} holds a run of another config; choose another run.output_dir, or delete it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    stored.write_text(dump_config(config))
+    log = folder / "results.jsonl"
+    done = {result["seed"]: result for result in read_lines(log)}
+    for seed in config.train.seeds:
+        if seed in done:
+            continue
+        done[seed] = train_seed(config, seed, folder, progress)
+        with log.open("a") as stream:
+            stream.write(json.dumps(done[seed]) + "\n")
+        if config.train.profile_every:
+            records = list(read_lines(folder / f"seed{seed}.jsonl"))
+            plot_training(records, folder / f"gradients-seed{seed}.png", title=f"seed {seed}")
+    summary = summarize([done[seed] for seed in config.train.seeds])
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _identity(config: GraphConfig) -> tuple[object, ...]:
+    """What decides a seed's result: which seeds there are and how runs are reported does not."""
+    return config.model, config.data, replace(config.train, seeds=(0,)), config.run.device
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; 2 is a mistake in what was given."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, help="YAML file of a GraphConfig")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    args = parser.parse_args(argv)
+    try:
+        config = read_config(GraphConfig, args.config, args.overrides)
+        summary = run(config, progress=sys.stderr.isatty())
+    except (ConfigError, DataError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

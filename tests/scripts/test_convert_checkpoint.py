@@ -1,0 +1,248 @@
+"""Released checkpoints become timm models; nothing in them is executed."""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from yacs.config import CfgNode
+
+from scripts.convert_checkpoint import (
+    CheckpointError,
+    build_model,
+    convert,
+    main,
+    read_checkpoint,
+)
+from tests.models.test_official import oracle
+
+CSWIN = {"num_heads": [2, 4, 8, 16], "split_sizes": [1, 2, 7]}
+
+
+def released(weights, path, **kwargs):
+    """Save the way the released code does."""
+    config = CfgNode({"MODEL": {"TYPE": "swin", "SWIN": {"DEPTHS": [2, 2, 6, 2]}}, "EPOCHS": 300})
+    config.freeze()
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    content = {
+        "model": weights,
+        "optimizer": optimizer.state_dict(),
+        "lr_scheduler": {"base_values": [0.001], "t_initial": 300},
+        "max_accuracy": 82.7,
+        "epoch": 299,
+        "config": config,
+    }
+    torch.save(content, path, **kwargs)
+    return path
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("body", ["swin", "cswin"])
+def test_converted_checkpoint_gives_the_official_logits(oracles, tmp_path, body, legacy):
+    _, weights, tensors = oracle(oracles, body)
+    source = released(weights, tmp_path / "released.pth", _use_new_zipfile_serialization=not legacy)
+    out = tmp_path / "out"
+    message = convert(source, out, **(CSWIN if body == "cswin" else {}))
+    assert "no registered model" in message
+    model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+    with torch.no_grad():
+        logits = model(tensors["input"])
+    torch.testing.assert_close(logits, tensors["logits"], rtol=0, atol=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "released.pth"]
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.data
+def test_plain_state_dicts_and_safetensors_give_the_same(oracles, tmp_path):
+    _, weights, _ = oracle(oracles, "swin")
+    expected = build_model(weights)[0].state_dict()
+    torch.save(weights, tmp_path / "plain.pth")
+    save_file(weights, tmp_path / "weights.safetensors")
+    for name in ("plain.pth", "weights.safetensors"):
+        actual = build_model(read_checkpoint(tmp_path / name))[0].state_dict()
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            assert torch.equal(actual[key], expected[key]), key
+
+
+def to_official(model):
+    """This project's parameters of a Swin body under the released names."""
+    names = {
+        "stages.": "layers.",
+        "conv1.depthwise": "dwconv_layers.0",
+        "conv2.depthwise": "dwconv_layers.1",
+        "conv1.pointwise": "nin",
+        "residual_conv1.residual_scale": "scale_layers.0.scale",
+        "residual_conv2.residual_scale": "scale_layers.1.scale",
+        "residual_attn.residual_scale": "alpha1.scale",
+        "residual_mlp.residual_scale": "alpha2.scale",
+        "head.fc": "head",
+    }
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        if ".downsample." in name:
+            _, stage, rest = name.split(".", 2)
+            name = f"layers.{int(stage) - 1}.{rest}"
+        weights[name] = tensor[:, :, None, None] if name.endswith("nin.weight") else tensor
+    return weights
+
+
+@pytest.mark.parametrize("name", ["lipsformer_swin_nano", "lipsformer_swin_tiny"])
+def test_registered_architectures_are_recognised(tmp_path, name):
+    model = timm.create_model(name, official_compat=True, num_classes=11, in_chans=2).eval()
+    out = tmp_path / "out"
+    message = convert(released(to_official(model), tmp_path / "released.pth"), out)
+    assert f"it is {name}" in message
+    config = json.loads((out / "config.json").read_text())
+    assert config["architecture"] == name
+    assert config["num_classes"] == 11
+    assert config["model_args"]["official_compat"] is True
+    loaded = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+    images = torch.randn(1, 2, 64, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=0)
+    # and by the registered name, from the file
+    again = timm.create_model(
+        name,
+        official_compat=True,
+        num_classes=11,
+        in_chans=2,
+        pretrained=True,
+        pretrained_cfg_overlay={
+            "file": str(out / "model.safetensors"),
+            "num_classes": 11,
+            "input_size": (2, 224, 224),
+        },
+    )
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
+
+
+class Call:
+    """Pickled as a call of a function."""
+
+    def __init__(self, function, *args):
+        self.function, self.args = function, args
+
+    def __reduce__(self):
+        return self.function, self.args
+
+
+def find(path):
+    module, _, name = path.rpartition(".")
+    __import__(module)
+    return getattr(sys.modules[module], name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("where", ["config", "model"])
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        ("os.system", ("touch {marker}",)),
+        ("builtins.eval", ("open('{marker}', 'w')",)),
+        ("builtins.exec", ("open('{marker}', 'w')",)),
+        ("builtins.getattr", (Path, "home")),
+        ("subprocess.check_call", (["touch", "{marker}"],)),
+        ("shutil.rmtree", ("{marker}",)),
+        ("importlib.import_module", ("antigravity",)),
+        ("torch.load", ("{marker}",)),
+        ("torch.hub.load", ("{marker}", "x")),
+        ("torch.serialization.load", ("{marker}",)),
+        ("torch.jit.load", ("{marker}",)),
+        ("torch.utils.collect_env.run", ("touch {marker}",)),
+        ("timm.create_model", ("resnet18",)),
+        ("yacs.config.load_cfg", ("A: 1",)),
+    ],
+)
+def test_a_malicious_file_is_refused(tmp_path, function, args, where):
+    marker = tmp_path / "executed"
+    args = tuple(a.format(marker=marker) if isinstance(a, str) else a for a in args)
+    args = tuple([p.format(marker=marker) for p in a] if isinstance(a, list) else a for a in args)
+    content = {"model": {"head.weight": torch.ones(2, 3)}, "epoch": 1}
+    content[where] = {"head.weight": Call(find(function), *args)}
+    torch.save(content, tmp_path / "evil.pth")
+    with pytest.raises(CheckpointError, match="refused, nothing was executed"):
+        convert(tmp_path / "evil.pth", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["evil.pth"]
+
+
+def test_a_malicious_plain_pickle_is_refused(tmp_path):
+    marker = tmp_path / "executed"
+    content = pickle.dumps(Call(find("os.system"), f"touch {marker}"), protocol=2)
+    (tmp_path / "evil.pth").write_bytes(content)
+    with pytest.raises(CheckpointError, match="refused, nothing was executed"):
+        read_checkpoint(tmp_path / "evil.pth")
+    assert not marker.exists()
+
+
+def test_the_released_file_is_what_pytorch_itself_refuses(tmp_path):
+    path = released({"head.weight": torch.ones(2, 3)}, tmp_path / "released.pth")
+    with pytest.raises(pickle.UnpicklingError, match=r"yacs.config.CfgNode"):
+        torch.load(path, weights_only=True)
+    assert read_checkpoint(path).keys() == {"head.weight"}
+    with pytest.raises(pickle.UnpicklingError, match=r"yacs.config.CfgNode"):
+        torch.load(path, weights_only=True)  # reading left no permission behind
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("norm.weight"), "do not fit: .*norm.weight"),
+        (lambda w: w.update({"norm.weight": torch.ones(5)}), "do not fit: .*norm.weight"),
+        (lambda w: w.update({"extra.weight": torch.ones(5)}), "do not fit: .*extra.weight"),
+        (lambda w: w.clear(), "neither a Swin nor a CSwin body"),
+    ],
+)
+def test_weights_that_do_not_fit_leave_nothing_behind(oracles, tmp_path, change, message):
+    _, weights, _ = oracle(oracles, "swin")
+    change(weights)
+    torch.save(weights, tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        convert(tmp_path / "weights.pth", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.pth"]
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("body", "options", "message"),
+    [
+        ("cswin", {}, "give both --num-heads and --split-sizes"),
+        ("cswin", {"num_heads": [2, 4], "split_sizes": [1, 2, 7]}, "2 numbers of heads and 3"),
+        ("swin", CSWIN, "for CSwin bodies alone"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(oracles, body, options, message):
+    _, weights, _ = oracle(oracles, body)
+    with pytest.raises(CheckpointError, match=message):
+        build_model(weights, **options)
+
+
+def test_command_line_refuses_an_existing_folder(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    assert main([str(tmp_path / "x.pth"), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'out'} exists")
+    assert main([str(tmp_path / "x.pth"), str(tmp_path / "new")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    (tmp_path / "x.pth").write_bytes(b"no checkpoint")
+    assert main([str(tmp_path / "x.pth"), str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "new").exists()
+
+
+def test_released_file_is_read_where_yacs_is_not_installed(tmp_path, monkeypatch):
+    path = released({"head.weight": torch.ones(2, 3)}, tmp_path / "released.pth")
+    monkeypatch.setitem(sys.modules, "yacs", None)
+    monkeypatch.setitem(sys.modules, "yacs.config", None)
+    assert read_checkpoint(path).keys() == {"head.weight"}

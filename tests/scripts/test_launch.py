@@ -1,0 +1,111 @@
+"""The launch files are valid, name files that exist, and pass on what makes a stop a pause."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lipsformer.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "scripts" / "launch"
+
+
+def document(name: str) -> dict[str, Any]:
+    return yaml.safe_load((LAUNCH / name).read_text())
+
+
+def shell_check(script: str) -> None:
+    result = subprocess.run(
+        ["bash", "-n"], input=script, text=True, capture_output=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("path", sorted(LAUNCH.iterdir()), ids=lambda path: path.name)
+def test_every_config_and_script_that_is_named_exists(path: Path) -> None:
+    text = path.read_text()
+    configs = set(re.findall(r"configs/\S+\.yaml", text))
+    assert configs
+    for config in configs:
+        load_config(ROOT / config)
+    assert "train.py --config" in text
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in text
+
+
+def test_skypilot_task() -> None:
+    task = document("skypilot.yaml")
+    assert set(task) <= {
+        "name", "resources", "num_nodes", "workdir", "envs", "file_mounts", "setup", "run",
+    }  # fmt: skip
+    shell_check(task["setup"])
+    shell_check(task["run"])
+
+
+def test_kubernetes_job() -> None:
+    job = document("kubernetes.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never", "podFailurePolicy demands it"
+    (container,) = pod["containers"]
+    shell_check(container["args"][0])
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """A SLURM of three shell scripts: srun runs its command here, scontrol writes down calls."""
+    scripts = {
+        "srun": 'exec "$@"',
+        "scontrol": f'echo "$@" >> {tmp_path}/calls; [ "$1" != show ] || echo node1',
+        "torchrun": f'echo "$@" > {tmp_path}/arguments; trap "exit 1" TERM\n'
+        f"touch {tmp_path}/started; [ -z $FAKE_STATUS ] || exit $FAKE_STATUS\n"
+        "while true; do sleep 0.05; done",
+    }
+    for name, body in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "12",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
+
+
+def submit(cluster: dict[str, str], **more: str) -> subprocess.Popen:
+    command = ["bash", str(LAUNCH / "slurm.sbatch"), "configs/demo.yaml", "optim.lr=1e-3"]
+    return subprocess.Popen(command, env={**cluster, **more})
+
+
+def test_slurm_job_goes_back_into_the_queue_when_signalled(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    job = submit(cluster)
+    while not (tmp_path / "started").exists():
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait() == 0
+    assert "requeue 17" in (tmp_path / "calls").read_text()
+    called = (tmp_path / "arguments").read_text()
+    assert "--nnodes 2 --nproc_per_node 4" in called
+    assert "--rdzv_endpoint node1:29500" in called
+    assert called.endswith("train.py --config configs/demo.yaml optim.lr=1e-3\n")
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_slurm_job_ends_with_its_own_status(
+    tmp_path: Path, cluster: dict[str, str], status: int
+) -> None:
+    assert submit(cluster, FAKE_STATUS=str(status)).wait() == status
+    assert "requeue" not in (tmp_path / "calls").read_text()

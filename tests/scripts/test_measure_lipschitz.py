@@ -1,0 +1,63 @@
+import json
+import math
+
+import pytest
+import timm
+import torch
+
+from lipsformer.analysis.bounds import lipschitz_bound
+from lipsformer.analysis.lipschitz import image_domain
+from scripts.measure_lipschitz import load_model, main
+
+
+def test_record_table_and_plot_of_a_model(tmp_path, capsys):
+    torch.manual_seed(0)
+    options = ["--data", "source=digits", "--images", "2", "--iters", "3", "--ascent", "1"]
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png")]
+    assert main(["lipsformer_swin_nano", *options, *files]) == 0
+    record = json.loads((tmp_path / "r.json").read_text())
+    total = record["rows"][0]
+    assert total["name"] == "" and total["kind"] == "LipsFormerSwin"
+    model = timm.create_model("lipsformer_swin_nano")
+    parts = [row for row in record["rows"] if row["kind"] == "LipsFormerBlock"]
+    assert len(parts) == sum(len(stage.blocks) for stage in model.stages)
+    for row in record["rows"]:
+        assert row["estimate"] <= row["bound"] + 1e-5 and row["bound"] <= row["paper_bound"] + 1e-9
+        assert row["slack"] == row["bound"] - row["estimate"]
+    chained = [row for row in record["rows"] if row["name"] in ("patch_embed", "stages", "head")]
+    norm = next(row for row in record["rows"] if row["name"] == "norm")
+    product = sum(row["bound"] for row in [*chained, norm])
+    assert math.isclose(total["bound"], product, rel_tol=1e-9)
+    assert f"{total['bound']:9.3f}" in capsys.readouterr().out
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_weights_of_a_checkpoint_are_the_ones_measured(tmp_path):
+    from safetensors.torch import save_file
+    from timm.models._hub import save_config_for_hf
+
+    model = timm.create_model("lipsformer_nano", num_classes=3)
+    with torch.no_grad():
+        model.head.fc.weight.mul_(100.0)
+    save_config_for_hf(model, str(tmp_path / "config.json"))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    domain = image_domain((32, 32), (0.5,), (0.5,))
+    loaded = load_model(str(tmp_path))
+    assert lipschitz_bound(loaded, domain).log10 == lipschitz_bound(model, domain).log10
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["lipsformer_nana"], "lipsformer_nana"),
+        (["resnet18", "--images", "1"], "ResNet"),
+        (["lipsformer_nano", "--images", "0"], "--images"),
+        (["lipsformer_nano", "--data", "source=folder", "root=/nowhere"], "/nowhere"),
+        (["lipsformer_nano", "--data", "surce=digits"], "surce"),
+    ],
+)
+def test_mistakes_end_in_one_line(argv, message, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

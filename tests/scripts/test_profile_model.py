@@ -1,0 +1,67 @@
+"""The command line of the profiles: figures, text and mistakes."""
+
+import json
+
+import pytest
+import torch
+
+from scripts.profile_model import main, profile_model, table
+
+OPTIONS = {
+    "img_size": None,
+    "batch_size": 2,
+    "precision": "fp32",
+    "device": "cpu",
+    "train": False,
+    "repeats": 1,
+}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_precision_and_mode_change_nothing_that_is_counted(precision, train):
+    options = {**OPTIONS, "precision": precision, "train": train}
+    record = profile_model("lipsformer_swin_nano", **options)
+    assert record["parameters"] == 2_367_906
+    assert record["gmacs"] == pytest.approx(0.032493568)
+    assert sum(part["macs"] for part in record["parts"]) == round(record["gmacs"] * 1e9)
+    assert record["images_per_second"] > 0
+    assert record["mode"] == ("train" if train else "inference")
+
+
+def test_image_size_reaches_models_with_and_without_a_fixed_one():
+    options = {**OPTIONS, "img_size": 64}
+    vit = profile_model("vit_tiny_patch16_224", **options)
+    assert {part["name"]: part["output"] for part in vit["parts"]}["patch_embed"] == (16, 192)
+    swin = profile_model("lipsformer_swin_nano", **options)
+    assert {part["name"]: part["output"] for part in swin["parts"]}["stages.3"] == (4, 4, 256)
+
+
+def test_table_holds_the_totals():
+    text = table(profile_model("lipsformer_nano", **OPTIONS)).splitlines()
+    assert text[0] == "lipsformer_nano  3x32x32"
+    assert text[-2].split() == ["total", "2,371,528", "0.0327", "399,592"]
+    assert text[-1].startswith("  inference, fp32, batch 2: ")
+
+
+def test_command_line_prints_one_json_object_per_model(capfd):
+    names = ["lipsformer_swin_nano", "lipsformer_nano"]
+    assert main([*names, "--json", "--batch-size", "1", "--repeats", "1"]) == 0
+    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [record["model"] for record in records] == names
+    assert [record["parameters"] for record in records] == [2_367_906, 2_371_528]
+    assert all(record["torch"] == torch.__version__ for record in records)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["lipsformer_tny"], "'lipsformer_tny' is no timm model, did you mean 'lipsformer_tiny'"),
+        (["lipsformer_nano", "--precision", "fp8"], "invalid choice: 'fp8'"),
+        (["lipsformer_nano", "--image-size", "32"], "unrecognized arguments"),
+    ],
+)
+def test_mistakes_are_named(capsys, argv, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert message in capsys.readouterr().err

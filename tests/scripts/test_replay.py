@@ -1,0 +1,44 @@
+"""A run that diverges stops with its numbers, and the replay names where it began."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import train
+from lipsformer.engine.runtime import EXIT_NONFINITE
+from scripts import replay
+from tests.engine.conftest import fresh_process  # noqa: F401
+from tests.runs import DIGITS, write_config
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_divergence_is_stopped_and_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture, saved: bool
+) -> None:
+    """Weights of 1e36 after the first update make the second one overflow."""
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    arguments = ["--config", str(config), "optim.lr=1e36", "optim.weight_decay=0"]
+    if saved:
+        arguments.append("run.save_every_updates=1")
+    assert train.main(arguments) == EXIT_NONFINITE
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "not finite at update 1 (lr 9.97e+35, loss nan" in error
+    assert "last finite update 0: lr 1e+36, loss 2.299, gradient norm 1.088" in error
+    kept = sorted(path.name for path in (tmp_path / "out").glob("checkpoints/*"))
+    assert kept == (["update-000000001"] if saved else [])
+
+    assert replay.main([str(tmp_path / "out")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["update"] == 1
+    assert len(set(found["samples"])) == 96
+    assert found["loss"] == "nan"
+    assert found["inputs"] == found["weights"] == []
+    assert found["outputs"][0] == "patch_embed.proj (Conv2d)"
+    assert "head.weight" in found["gradients"]
+
+
+def test_a_healthy_run_has_nothing_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert replay.main([str(tmp_path)]) == 2
+    assert "has no replay.json" in capsys.readouterr().err
