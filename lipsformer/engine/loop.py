@@ -91,7 +91,7 @@ class Learner:
                 labels.to(accelerator.device, non_blocking=True),
                 **at,
             )
-            seed_micro_step(self.seed, **at)
+            seed_micro_step(accelerator.device, self.seed, **at)
             last = micro_step == len(micro_batches) - 1
             with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
                 logits = self.model(images).float()

@@ -116,9 +116,17 @@ def micro_batches(train: TrainConfig, world_size: int) -> tuple[int, int]:
     return samples, share // samples
 
 
-def seed_micro_step(seed: int, update: int, micro_step: int, rank: int) -> None:
-    """Makes drop path and dropout of a micro-step a function of these four numbers."""
-    torch.manual_seed(random.Random(f"{seed}/{update}/{micro_step}/{rank}").getrandbits(63))
+def seed_micro_step(
+    device: torch.device, seed: int, update: int, micro_step: int, rank: int
+) -> None:
+    """Makes drop path and dropout of a micro-step a function of these four numbers.
+
+    `torch.manual_seed` would do, but it also prepares the seeds of all devices that are not in use.
+    """
+    value = random.Random(f"{seed}/{update}/{micro_step}/{rank}").getrandbits(63)
+    torch.default_generator.manual_seed(value)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(value)
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
