@@ -24,9 +24,13 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 2 * 5, 11), nn.GELU(), nn.Linear(11, CLASSES))
 
 
-def make_learner(model: nn.Module, ema_decay: float | None = None) -> Learner:
+def make_learner(
+    model: nn.Module, ema_decay: float | None = None, compiled: bool = False
+) -> Learner:
     accelerator = Accelerator()
     ema = None if ema_decay is None else ModelEmaV3(model, ema_decay)
+    if compiled:
+        model.compile(backend="eager")
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, OPTIM))
     return Learner(
         accelerator=accelerator,
@@ -119,8 +123,9 @@ def test_drop_path_and_dropout_depend_on_update_and_micro_step_alone() -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
 
 
-def test_ema_is_the_running_average_of_the_weights_after_each_update() -> None:
-    learner = make_learner(make_model(), ema_decay=0.8)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_ema_is_the_running_average_of_the_weights_after_each_update(compiled: bool) -> None:
+    learner = make_learner(make_model(), ema_decay=0.8, compiled=compiled)
     samples = make_samples(5)
     average = None
     for update in range(4):
