@@ -4,8 +4,9 @@
 
 The bare loop does what any training must: forward, cross entropy, backward, clipping, fused AdamW.
 The engine's loop does that and all that makes a run trustworthy: seeds of every micro-step,
-exact means, skipping of non-finite updates, statistics, log records, stop flag. The two take
-turns on batches held in memory; CPU time counts, so that a busy machine slows neither.
+exact means, skipping of non-finite updates, statistics, log records, stop flag. A third is the
+engine's with `train.deterministic`. They take turns on batches held in memory; CPU time counts, so
+that a busy machine slows none.
 """
 
 import argparse
@@ -111,11 +112,32 @@ def engine_loop(name: str, batches: list, output_dir: Path) -> Callable[[], None
     return turn
 
 
+def deterministic(turn: Callable[[], None]) -> Callable[[], None]:
+    def inside() -> None:
+        torch.use_deterministic_algorithms(True)
+        turn()
+        torch.use_deterministic_algorithms(False)
+
+    return inside
+
+
 def measure(turn: Callable[[], None]) -> tuple[float, float]:
     """CPU and wall seconds."""
     cpu, wall = time.process_time(), time.perf_counter()
     turn()
     return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def overhead(loop: list[tuple[float, float]], base: list[tuple[float, float]]) -> dict[str, Any]:
+    """Medians over the turns, in percent of the other loop's seconds in the same turn."""
+    cpu, wall = (
+        [100 * (a[kind] / b[kind] - 1) for a, b in zip(loop, base, strict=True)] for kind in (0, 1)
+    )
+    return {
+        "cpu": statistics.median(cpu),
+        "cpu_quartiles": statistics.quantiles(cpu),
+        "wall": statistics.median(wall),
+    }
 
 
 def main() -> None:
@@ -130,9 +152,11 @@ def main() -> None:
     batches = make_batches(options.updates, options.batch_size, options.img_size)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
+        engine = engine_loop(options.model, batches, Path(folder))
         loops = {
             "bare": bare_loop(options.model, batches),
-            "engine": engine_loop(options.model, batches, Path(folder)),
+            "engine": engine,
+            "deterministic": deterministic(engine),
         }
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
         for number in range(options.turns + 1):
@@ -141,11 +165,6 @@ def main() -> None:
                 spent = measure(loops[name])
                 if number > 0:  # the first turn warms up
                     seconds[name].append(spent)
-    ratios = [
-        [engine / bare for engine, bare in zip(e, b, strict=True)]
-        for e, b in zip(seconds["engine"], seconds["bare"], strict=True)
-    ]
-    cpu = [ratio[0] for ratio in ratios]
     result: dict[str, Any] = {
         "model": options.model,
         "img_size": options.img_size,
@@ -156,9 +175,8 @@ def main() -> None:
             name: 1000 * statistics.median(cpu for cpu, _ in turns) / options.updates
             for name, turns in seconds.items()
         },
-        "overhead_cpu_percent": 100 * (statistics.median(cpu) - 1),
-        "overhead_cpu_percent_quartiles": [100 * (q - 1) for q in statistics.quantiles(cpu)],
-        "overhead_wall_percent": 100 * (statistics.median(r[1] for r in ratios) - 1),
+        "engine_over_bare_percent": overhead(seconds["engine"], seconds["bare"]),
+        "deterministic_over_engine_percent": overhead(seconds["deterministic"], seconds["engine"]),
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
