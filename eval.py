@@ -31,6 +31,8 @@ from train import build_model
 
 def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One record for each set of weights: raw, and EMA if there is one."""
+    if options.batch_size is not None and options.batch_size < 1:
+        raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
     path = locate(Path(options.checkpoint))
     folder = path if path.is_dir() else path.parent
     overrides = [f"data.{override}" for override in options.data]

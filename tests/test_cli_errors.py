@@ -99,6 +99,8 @@ def test_wrong_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert "no such file or folder" in error
     error = refused(capsys, "--checkpoint", str(tmp_path), program=evaluation.main)
     assert "neither a run, nor a checkpoint" in error
+    arguments = ("--checkpoint", str(tmp_path), "--batch-size", "0")
+    assert "--batch-size=0" in refused(capsys, *arguments, program=evaluation.main)
 
 
 def test_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
