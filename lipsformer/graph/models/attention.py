@@ -1,0 +1,139 @@
+"""Graph attention networks of any depth, with a choice of normalisations."""
+
+from torch import nn
+
+from lipsformer.graph.conv import LipschitzGATConv, LipschitzTransformerConv
+from lipsformer.graph.norm import NodeNorm, parse_norm
+
+from .stack import ConvLayer, GraphNet
+
+__all__ = ["DeepGAT", "DeepGraphTransformer"]
+
+
+class DeepGAT(GraphNet):
+    """Graph attention network of any depth, with a choice of normalisations.
+
+    With ``linear_ends`` a linear map to ``hidden_channels``, ``num_layers`` layers of dropout,
+    attention with concatenated heads and ELU (none after the last), and a linear head; node
+    normalisations follow the ELU. Without, the first and the last attention layer map features and
+    logits themselves, as in the original GAT.
+
+    Reference:
+        Veličković et al. 2018 (GAT); Dasoulas et al. 2021 for the deep form.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int,
+        *,
+        heads: int = 4,
+        norm: str = "none",
+        dropout: float = 0.6,
+        attn_dropout: float = 0.3,
+        linear_ends: bool = True,
+        scale_individually: bool = True,
+        released_code: bool = False,
+        grad_checkpointing: bool = False,
+    ) -> None:
+        """Create the network.
+
+        Args:
+            in_channels: Number of features.
+            hidden_channels: Channels per head.
+            out_channels: Number of classes.
+            num_layers: Number of attention layers.
+            heads: Number of heads.
+            norm: See ``parse_norm``.
+            dropout: Dropout probability before every convolution.
+            attn_dropout: Dropout probability of the attention weights.
+            linear_ends: Linear maps before and after the attention layers.
+            scale_individually: See ``LipschitzGATConv``.
+            released_code: See ``LipschitzGATConv``.
+            grad_checkpointing: See ``GraphNet``.
+        """
+        score_norm, node_norm = parse_norm(norm)
+        width = heads * hidden_channels
+        channels = hidden_channels if linear_ends else in_channels
+        layers = []
+        for index in range(num_layers):
+            last = index == num_layers - 1
+            to_logits = last and not linear_ends
+            conv = LipschitzGATConv(
+                channels if index == 0 else width,
+                out_channels if to_logits else hidden_channels,
+                heads=1 if to_logits else heads,
+                dropout=attn_dropout,
+                score_norm=score_norm,
+                scale_individually=scale_individually,
+                released_code=released_code,
+            )
+            activation = nn.Identity() if last else nn.ELU()
+            node = NodeNorm("none" if last else node_norm, width)
+            layers.append(ConvLayer(conv, dropout, activation, node))
+        encoder = nn.Linear(in_channels, hidden_channels) if linear_ends else nn.Identity()
+        head = nn.Linear(width, out_channels) if linear_ends else nn.Identity()
+        super().__init__(encoder, layers, head, grad_checkpointing)
+
+
+class DeepGraphTransformer(GraphNet):
+    """Graph Transformer of any depth: dropout, attention with skip, normalisation, ELU.
+
+    Reference:
+        Shi et al. 2021 (TransformerConv); Dasoulas et al. 2021 for the deep form.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int,
+        *,
+        heads: int = 4,
+        norm: str = "none",
+        dropout: float = 0.5,
+        attn_dropout: float = 0.0,
+        beta: bool = False,
+        released_code: bool = False,
+        grad_checkpointing: bool = False,
+    ) -> None:
+        """Create the network.
+
+        Args:
+            in_channels: Number of features.
+            hidden_channels: Channels per head.
+            out_channels: Number of classes.
+            num_layers: Number of attention layers.
+            heads: Number of heads.
+            norm: See ``parse_norm``.
+            dropout: Dropout probability before every convolution.
+            attn_dropout: Dropout probability of the attention weights.
+            beta: Gate the skip connection.
+            released_code: See ``LipschitzTransformerConv``.
+            grad_checkpointing: See ``GraphNet``.
+        """
+        score_norm, node_norm = parse_norm(norm)
+        width = heads * hidden_channels
+        layers = [
+            ConvLayer(
+                LipschitzTransformerConv(
+                    hidden_channels if index == 0 else width,
+                    hidden_channels,
+                    heads,
+                    beta=beta,
+                    dropout=attn_dropout,
+                    score_norm=score_norm,
+                    released_code=released_code,
+                ),
+                dropout,
+                nn.ELU(),
+                NodeNorm(node_norm, width),
+                norm_first=True,
+            )
+            for index in range(num_layers)
+        ]
+        encoder, head = nn.Linear(in_channels, hidden_channels), nn.Linear(width, out_channels)
+        super().__init__(encoder, layers, head, grad_checkpointing)

@@ -1,0 +1,88 @@
+"""Networks to compare with: GCN and the gated graph network."""
+
+from torch import nn
+from torch_geometric.nn import GatedGraphConv, GCNConv
+
+from lipsformer.graph.norm import NodeNorm, parse_norm
+
+from .stack import ConvLayer, GraphNet
+
+__all__ = ["GCN", "GGNN"]
+
+
+class GCN(GraphNet):
+    """Graph convolutional network: dropout, convolution, ReLU and a node normalisation.
+
+    Reference:
+        Kipf and Welling 2017.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int,
+        *,
+        norm: str = "none",
+        dropout: float = 0.5,
+        grad_checkpointing: bool = False,
+    ) -> None:
+        """Create the network.
+
+        Args:
+            in_channels: Number of features.
+            hidden_channels: Width of the layers.
+            out_channels: Number of classes.
+            num_layers: Number of convolutions, the one to the logits included.
+            norm: 'none' or one of ``NODE_NORMS``; there are no scores to normalise.
+            dropout: Dropout probability before every convolution.
+            grad_checkpointing: See ``GraphNet``.
+
+        Raises:
+            ValueError: If ``norm`` is unknown or normalises scores.
+        """
+        score_norm, node_norm = parse_norm(norm)
+        if score_norm is not None:
+            raise ValueError(f"norm={norm!r} is not for GCN, which has no scores")
+        widths = [in_channels, *[hidden_channels] * (num_layers - 1), out_channels]
+        layers = []
+        for index in range(num_layers):
+            last = index == num_layers - 1
+            conv = GCNConv(widths[index], widths[index + 1])
+            activation = nn.Identity() if last else nn.ReLU()
+            node = NodeNorm("none" if last else node_norm, widths[index + 1])
+            layers.append(ConvLayer(conv, dropout, activation, node))
+        super().__init__(nn.Identity(), layers, nn.Identity(), grad_checkpointing)
+
+
+class GGNN(GraphNet):
+    """Gated graph network: linear map, ``num_layers`` gated propagations with one GRU, linear head.
+
+    Reference:
+        Li et al. 2016.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int,
+        *,
+        dropout: float = 0.5,
+    ) -> None:
+        """Create the network.
+
+        Args:
+            in_channels: Number of features.
+            hidden_channels: Width of the state.
+            out_channels: Number of classes.
+            num_layers: Number of propagation steps.
+            dropout: Dropout probability of the features and of the last state.
+        """
+        encoder = nn.Sequential(nn.Dropout(dropout), nn.Linear(in_channels, hidden_channels))
+        head = nn.Sequential(
+            nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden_channels, out_channels)
+        )
+        super().__init__(encoder, [GatedGraphConv(hidden_channels, num_layers)], head)

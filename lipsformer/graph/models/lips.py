@@ -1,0 +1,140 @@
+"""Graph Transformers built wholly of LipsFormer's parts."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lipsformer.graph.conv import ScaledCosineConv
+from lipsformer.layers.norm import CenterNorm
+from lipsformer.layers.residual import WeightedResidual
+from lipsformer.layers.spectral import spectral_init_
+
+from .stack import GraphNet
+
+__all__ = ["LipsGAT", "LipsGraphTransformer"]
+
+
+class LipsLayer(nn.Module):
+    """CenterNorm, attention and projection, then CenterNorm and MLP; weighted residuals."""
+
+    def __init__(
+        self,
+        conv: ScaledCosineConv,
+        width: int,
+        mlp_ratio: float,
+        residual_scale: float,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.norm = CenterNorm(width)
+        self.conv = conv
+        self.proj = _spectral_linear(width, width)
+        self.residual = WeightedResidual(width, residual_scale)
+        self.dropout = nn.Dropout(dropout)
+        self.mlp: nn.Module | None = None
+        if mlp_ratio > 0:
+            hidden = int(mlp_ratio * width)
+            self.mlp = nn.Sequential(
+                CenterNorm(width),
+                _spectral_linear(width, hidden),
+                nn.GELU(),
+                _spectral_linear(hidden, width),
+            )
+            self.mlp_residual = WeightedResidual(width, residual_scale)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        branch = self.proj(self.conv(self.norm(x), edge_index))
+        x = self.residual(x, self.dropout(branch))
+        if self.mlp is not None:
+            x = self.mlp_residual(x, self.dropout(self.mlp(x)))
+        return x
+
+
+class LipsGraphTransformer(GraphNet):
+    """Graph Transformer built wholly of LipsFormer's parts.
+
+    Each layer is CenterNorm, scaled cosine attention over the neighbours and a projection, then
+    CenterNorm and an MLP, both as weighted residuals; every weight starts at largest singular
+    value 1.
+
+    Reference:
+        Qi et al. 2023 (LipsFormer), carried over to graphs here.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int,
+        *,
+        heads: int = 4,
+        mlp_ratio: float = 2.0,
+        share_projection: bool = False,
+        logit_scale: float = 10.0,
+        value_scale: float | None = None,
+        residual_scale: float | None = None,
+        dropout: float = 0.5,
+        attn_dropout: float = 0.3,
+        input_dropout: float = 0.6,
+        grad_checkpointing: bool = False,
+    ) -> None:
+        """Create the network.
+
+        Args:
+            in_channels: Number of features.
+            hidden_channels: Channels per head.
+            out_channels: Number of classes.
+            num_layers: Number of layers.
+            heads: Number of heads.
+            mlp_ratio: Width of the MLP over that of the layer; 0 for none.
+            share_projection: See ``ScaledCosineConv``.
+            logit_scale: See ``ScaledCosineConv``.
+            value_scale: See ``ScaledCosineConv``; None keeps the lengths of the values.
+            residual_scale: Initial weight of every branch; None for 1 / (number of branches).
+            dropout: Dropout probability of the branches.
+            attn_dropout: Dropout probability of the attention weights.
+            input_dropout: Dropout probability of the features and of the last representations.
+            grad_checkpointing: See ``GraphNet``.
+        """
+        width = heads * hidden_channels
+        if residual_scale is None:
+            residual_scale = 1 / (num_layers * (2 if mlp_ratio > 0 else 1))
+        layers = []
+        for _ in range(num_layers):
+            conv = ScaledCosineConv(
+                width,
+                hidden_channels,
+                heads,
+                share_projection=share_projection,
+                logit_scale=logit_scale,
+                value_scale=value_scale,
+                dropout=attn_dropout,
+            )
+            layers.append(LipsLayer(conv, width, mlp_ratio, residual_scale, dropout))
+        encoder = nn.Sequential(nn.Dropout(input_dropout), _spectral_linear(in_channels, width))
+        head = nn.Sequential(nn.Dropout(input_dropout), _spectral_linear(width, out_channels))
+        super().__init__(encoder, layers, head, grad_checkpointing)
+
+
+class LipsGAT(LipsGraphTransformer):
+    """Graph attention built wholly of LipsFormer's parts: no MLP, one projection for q, k and v."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int,
+        **kwargs: Any,
+    ) -> None:
+        """Create the network; the arguments are those of ``LipsGraphTransformer``."""
+        kwargs = {"mlp_ratio": 0.0, "share_projection": True, **kwargs}
+        super().__init__(in_channels, hidden_channels, out_channels, num_layers, **kwargs)
+
+
+def _spectral_linear(in_channels: int, out_channels: int) -> nn.Linear:
+    linear = nn.Linear(in_channels, out_channels)
+    spectral_init_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear

@@ -1,0 +1,200 @@
+"""Residual networks of hundreds of layers, each layer's weight held at a Lipschitz bound."""
+
+import typing
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch_geometric.nn import GATConv, GCNConv
+
+from lipsformer.graph.conv import LipschitzGATConv
+from lipsformer.graph.norm import parse_norm
+
+from .stack import GraphNet
+
+__all__ = ["ResidualGAT", "ResidualGCN", "SpectralScale", "default_bound"]
+
+
+def default_bound(num_layers: int) -> float:
+    """Bound c for each of ``num_layers`` residual layers: 4 / num_layers, at most 1.
+
+    (1 + c)^L then stays below e^4, the same law as LipsFormer's residual scale 1 / L.
+    """
+    return min(1.0, 4.0 / num_layers)
+
+
+class SpectralScale(nn.Module):
+    r"""Parametrisation :math:`W \leftarrow c\, W / \sigma_{max}(W)`, exact at every step.
+
+    Reference:
+        Park and Kim 2024.
+    """
+
+    def __init__(self, bound: float) -> None:
+        """Take c, the largest singular value that the weight shall have, > 0."""
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Scale ``weight`` ([out, in]); the derivative of sigma is u v^T, its singular vectors."""
+        with torch.no_grad():
+            _, vectors = torch.linalg.eigh(weight.T @ weight)
+            right = vectors[:, -1]
+            left = F.normalize(weight @ right, dim=0)
+        return weight * (self.bound / (left @ weight @ right).clamp_min(1e-12))
+
+
+class ResidualLayer(nn.Module):
+    """X + ReLU(A X W), with A the normalised adjacency or the attention."""
+
+    def __init__(
+        self, conv: GCNConv | GATConv, bound: float | None, residual: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        self.conv = conv
+        self.residual = residual
+        self.dropout = nn.Dropout(dropout)
+        if bound is not None:
+            linear = typing.cast(nn.Module, conv.lin)
+            parametrize.register_parametrization(linear, "weight", SpectralScale(bound))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        update = F.relu(self.conv(self.dropout(x), edge_index))
+        return x + update if self.residual else update
+
+
+def _residual_layers(
+    convs: Sequence[GCNConv] | Sequence[LipschitzGATConv],
+    weight_norm: str,
+    bound: float | None,
+    residual: bool,
+    dropout: float,
+) -> list[ResidualLayer]:
+    if weight_norm not in ("spectral", "none"):
+        raise ValueError(f"weight_norm={weight_norm!r} is not known; choose spectral or none")
+    if bound is not None and weight_norm == "none":
+        raise ValueError(f"bound={bound} has no effect with weight_norm='none'")
+    if bound is not None and bound <= 0:
+        raise ValueError(f"bound={bound} must be > 0")
+    if weight_norm == "spectral" and bound is None:
+        bound = default_bound(len(convs))
+    return [ResidualLayer(conv, bound, residual, dropout) for conv in convs]
+
+
+def _dropout_linear(dropout: float, in_channels: int, out_channels: int) -> nn.Sequential:
+    return nn.Sequential(nn.Dropout(dropout), nn.Linear(in_channels, out_channels))
+
+
+class ResidualGCN(GraphNet):
+    r"""Residual GCN whose weights keep their largest singular value at c.
+
+    .. math:: X^{(l+1)} = X^{(l)} + \mathrm{ReLU}(\hat A X^{(l)} W^{(l)}),
+        \quad W^{(l)} = c\, V^{(l)} / \sigma_{max}(V^{(l)})
+
+    As :math:`|\hat A|_2 \le 1`, each layer's Frobenius Lipschitz constant is at most 1 + c.
+
+    Reference:
+        Park and Kim 2024.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int,
+        *,
+        weight_norm: str = "spectral",
+        bound: float | None = None,
+        residual: bool = True,
+        dropout: float = 0.0,
+        input_dropout: float = 0.5,
+        grad_checkpointing: bool = False,
+    ) -> None:
+        """Create the network.
+
+        Args:
+            in_channels: Number of features.
+            hidden_channels: Width of the layers.
+            out_channels: Number of classes.
+            num_layers: Number of residual layers.
+            weight_norm: 'spectral' or 'none'.
+            bound: c > 0; None for ``default_bound(num_layers)``.
+            residual: Without it, the plain deep GCN for comparison.
+            dropout: Dropout probability inside the layers.
+            input_dropout: Dropout probability of the features and of the last representations.
+            grad_checkpointing: See ``GraphNet``.
+
+        Raises:
+            ValueError: If ``weight_norm`` is unknown, or ``bound`` is not above 0 or has no effect.
+        """
+        convs = [GCNConv(hidden_channels, hidden_channels) for _ in range(num_layers)]
+        layers = _residual_layers(convs, weight_norm, bound, residual, dropout)
+        encoder = _dropout_linear(input_dropout, in_channels, hidden_channels)
+        head = _dropout_linear(input_dropout, hidden_channels, out_channels)
+        super().__init__(encoder, layers, head, grad_checkpointing)
+
+
+class ResidualGAT(GraphNet):
+    r"""Residual GAT whose weights keep their largest singular value at c; see ``ResidualGCN``.
+
+    c bounds W alone: the layer's Lipschitz constant depends on the attention too, which
+    ``norm='lipschitznorm'`` bounds.
+
+    Reference:
+        Park and Kim 2024.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int,
+        *,
+        heads: int = 1,
+        norm: str = "none",
+        weight_norm: str = "spectral",
+        bound: float | None = None,
+        residual: bool = True,
+        dropout: float = 0.0,
+        attn_dropout: float = 0.0,
+        input_dropout: float = 0.5,
+        grad_checkpointing: bool = False,
+    ) -> None:
+        """Create the network.
+
+        Args:
+            in_channels: Number of features.
+            hidden_channels: Channels per head.
+            out_channels: Number of classes.
+            num_layers: Number of residual layers.
+            heads: Number of heads.
+            norm: 'none' or 'lipschitznorm'.
+            weight_norm: 'spectral' or 'none'.
+            bound: c > 0; None for ``default_bound(num_layers)``.
+            residual: Without it, the plain deep GAT for comparison.
+            dropout: Dropout probability inside the layers.
+            attn_dropout: Dropout probability of the attention weights.
+            input_dropout: Dropout probability of the features and of the last representations.
+            grad_checkpointing: See ``GraphNet``.
+
+        Raises:
+            ValueError: If a name is unknown, or ``bound`` is not above 0 or has no effect.
+        """
+        score_norm, node_norm = parse_norm(norm)
+        if node_norm != "none":
+            raise ValueError(f"norm={norm!r} is not for ResidualGAT; choose none or lipschitznorm")
+        width = heads * hidden_channels
+        convs = [
+            LipschitzGATConv(
+                width, hidden_channels, heads, dropout=attn_dropout, score_norm=score_norm
+            )
+            for _ in range(num_layers)
+        ]
+        layers = _residual_layers(convs, weight_norm, bound, residual, dropout)
+        encoder = _dropout_linear(input_dropout, in_channels, width)
+        head = _dropout_linear(input_dropout, width, out_channels)
+        super().__init__(encoder, layers, head, grad_checkpointing)
