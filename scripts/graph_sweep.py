@@ -26,6 +26,8 @@ from scripts.train_graph import load_batches, summarize, train_seed
 
 Cell = dict[str, str]
 
+_SHOWN = ("test_acc", "last_test_acc", "highest_train_acc")
+
 
 def cells(config: SweepConfig) -> list[tuple[Cell, list[str]]]:
     """All cells of the grid: what names each, and its overrides."""
@@ -100,10 +102,11 @@ def _key(settings: list[str], seed: int) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown table of summaries: one row per cell, accuracies in percent."""
     names = list(rows[0]["cell"])
-    header = [*names, "best-validation test", "last-epoch test", "diverged", "seeds"]
+    header = [*names, "best-validation test", "last-epoch test", "highest train"]
+    header += ["diverged", "seeds"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
-        accuracies = [_with_std(row, key) for key in ("test_acc", "last_test_acc")]
+        accuracies = [_with_std(row, key) for key in _SHOWN]
         values = [*(row["cell"][name] for name in names), *accuracies]
         values += [str(row["diverged"]), str(row["seeds"])]
         lines.append("| " + " | ".join(values) + " |")

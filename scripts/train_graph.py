@@ -122,7 +122,7 @@ def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
         "seeds": len(results),
         "diverged": sum(result["diverged"] for result in results),
     }
-    for key in ("test_acc", "last_test_acc", "val_acc"):
+    for key in ("test_acc", "last_test_acc", "val_acc", "highest_train_acc"):
         values = [100 * result[key] for result in results]
         summary[key] = round(statistics.mean(values), 2)
         summary[f"{key}_std"] = round(statistics.stdev(values), 2) if len(values) > 1 else None

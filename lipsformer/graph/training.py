@@ -74,6 +74,7 @@ class _Best:
     epoch: int = -1
     val_acc: float = -1.0
     test_acc: float = 0.0
+    highest_train_acc: float = 0.0  # of any epoch
     val_loss: float = math.inf  # of that epoch, which decides between equal accuracies
     lowest_loss: float = math.inf
     last_gain: int = 0
@@ -83,6 +84,7 @@ class _Best:
         if val_acc > self.val_acc or val_loss < self.lowest_loss:
             self.last_gain = epoch
         self.lowest_loss = min(self.lowest_loss, val_loss)
+        self.highest_train_acc = max(self.highest_train_acc, record["train_acc"])
         if (val_acc, -val_loss) > (self.val_acc, -self.val_loss):
             self.epoch, self.val_acc, self.val_loss = epoch, val_acc, val_loss
             self.test_acc = record["test_acc"]
@@ -115,8 +117,9 @@ def fit(
         on_epoch: Called with every epoch's record.
 
     Returns:
-        Best epoch, its validation and test accuracy, the last epoch's test accuracy, whether the
-        loss stopped being finite (which ends the run), and the time taken.
+        Best epoch, its validation and test accuracy, the last epoch's test accuracy, the highest
+        training accuracy of any epoch, whether the loss stopped being finite (which ends the run),
+        and the time taken.
     """
     start = time.perf_counter()
     seed_everything(seed)
@@ -186,6 +189,7 @@ def fit(
         "val_acc": max(0.0, best.val_acc),
         "test_acc": best.test_acc,
         "last_test_acc": record.get("test_acc", 0.0),
+        "highest_train_acc": best.highest_train_acc,
         "last_loss": record.get("loss"),
         "epochs": epoch,
         "diverged": diverged,

@@ -52,6 +52,7 @@ def test_fit_learns_and_reports_the_best_validation_epoch(graph, tmp_path):
     assert result["best_epoch"] == best["epoch"]
     assert result["test_acc"] == best["test_acc"]
     assert result["last_test_acc"] == records[-1]["test_acc"]
+    assert result["highest_train_acc"] == max(r["train_acc"] for r in records)
     assert records[-1]["loss"] < 0.7 * records[0]["loss"]
 
 

@@ -1,0 +1,87 @@
+"""Gather the runs of scripts.train_graph and scripts.graph_sweep, and tabulate them.
+
+    python -m benchmarks.graph_results outputs/graph \
+        --output benchmarks/results/graph/runs.json
+
+Writes every seed's outcome with the settings that made it, and prints one Markdown line per
+setting: test accuracy in % at the best validation epoch / at the last epoch, mean ± sample standard
+deviation.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lipsformer.graph.training import read_lines
+
+_PERCENT = ("test_acc", "last_test_acc", "highest_train_acc")
+
+
+def gather(folder: Path) -> list[dict[str, Any]]:
+    """One row per setting of a run's or a sweep's folder, its seeds in order."""
+    if (folder / "sweep.yaml").exists():
+        settings = {
+            "config": Path(yaml.safe_load((folder / "sweep.yaml").read_text())["config"]).name
+        }
+    else:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        model, train = config["model"], config["train"]
+        settings = {
+            "model": {**model.pop("kwargs"), **model},
+            "normalize_features": config["data"]["normalize_features"],
+            "missing_rate": config["data"]["missing_rate"],
+            "train": {key: train[key] for key in ("lr", "weight_decay", "epochs", "patience")},
+        }
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for line in read_lines(folder / "results.jsonl"):
+        rows.setdefault(json.dumps(line.get("overrides", [])), []).append(line)
+    return [
+        {"study": folder.name, **settings, "overrides": json.loads(key), **_columns(lines)}
+        for key, lines in rows.items()
+    ]
+
+
+def _columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    lines = sorted(lines, key=lambda line: line["seed"])
+    columns = {
+        key: [round(100 * line[key], 1) for line in lines] for key in _PERCENT if key in lines[0]
+    }
+    for key in ("seed", "best_epoch", "epochs", "diverged", "seconds"):
+        columns[key] = [line[key] for line in lines]
+    return columns
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown table of rows as ``gather`` returns them."""
+    lines = ["| study | setting | seeds | test | highest train |", "|---|---|---|---|---|"]
+    for row in rows:
+        test = " / ".join(_mean(row[key]) for key in _PERCENT[:2])
+        train = _mean(row[_PERCENT[2]]) if _PERCENT[2] in row else ""
+        values = [row["study"], " ".join(row["overrides"]), str(len(row["seed"])), test, train]
+        lines.append("| " + " | ".join(values) + " |")
+    return "\n".join(lines)
+
+
+def _mean(values: list[float]) -> str:
+    mean = f"{statistics.mean(values):.1f}"
+    return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("root", type=Path, help="folder of output folders")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    args = parser.parse_args()
+    folders = sorted(path.parent for path in args.root.glob("*/results.jsonl"))
+    rows = [row for folder in folders for row in gather(folder)]
+    args.output.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
