@@ -2,7 +2,8 @@
 
 Model, class names and preprocessing come from the checkpoint's config.json, the data from its
 config.yaml; `--data key=value` replaces settings of the latter. A bare file of weights needs
-`--config`. Exit code 2 for a mistake.
+`--config`. `--set` evaluates on ImageNet's own sets instead: val real v2 a r sketch c, each also as
+`name=folder` (docs/data.md). Exit code 2 for a mistake.
 """
 
 import argparse
@@ -15,10 +16,11 @@ from typing import Any
 
 import timm
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from data import DataError, Normalize, build_eval_dataset, eval_loader
+from data.evalsets import STANDARD, EvalSet, corruption_summary, find_sets
 from lipsformer.config import Config, ConfigError, DataConfig, load_config, make_config
 from lipsformer.engine.checkpoint import EMA, MODEL, CheckpointError, locate, read_weights
 from lipsformer.engine.loop import evaluate
@@ -41,42 +43,48 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     if (folder / "config.json").exists():
         card = json.loads((folder / "config.json").read_text())
-        data = config.data if config else data_config(card, options.data, origin=str(folder))
-        classes = card.get("label_names")
+        data_overrides = ["source=folder", *options.data] if options.set else options.data
+        data = config.data if config else data_config(card, data_overrides, origin=str(folder))
+        classes, num_classes = card.get("label_names"), card["num_classes"]
         model = timm.create_model(f"local-dir:{folder}", pretrained=False)
     elif config:
-        data, classes, model = config.data, None, None
+        data, classes, num_classes, model = config.data, None, len(STANDARD), None
     else:
         raise ConfigError(f"{path}: no config.json lies beside it; give --config configs/x.yaml")
-    dataset = build_eval_dataset(data, classes=classes)
+    if options.set:
+        sets = find_sets(options.set, data, classes, num_classes)
+    else:
+        sets = [EvalSet("data", build_eval_dataset(data, classes=classes))]
     if model is None:
         assert config is not None
-        model = build_model(config, dataset.classes)
+        model = build_model(config, STANDARD if options.set else sets[0].dataset.classes)
 
     accelerator = make_accelerator(config.train.precision if config else "fp32")
     files = [path] if path.is_file() else [f for f in (path / MODEL, path / EMA) if f.exists()]
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
-    return [
-        {
-            "checkpoint": str(path),
-            "weights": file.name,
-            **evaluate_file(accelerator, model, file, dataset, data, batch_size),
+    records = []
+    for file in files:
+        load_weights(model, read_weights(file), str(file))
+        model.to(accelerator.device)
+        figures = {
+            eval_set.name: evaluate_set(accelerator, model, eval_set, data, batch_size)
+            for eval_set in sets
         }
-        for file in files
-    ]
+        rows = [{"set": name, **result} for name, result in figures.items()]
+        of_file = {"checkpoint": str(path), "weights": file.name}
+        records += [{**of_file, **row} for row in rows + corruption_summary(figures)]
+    return records
 
 
-def evaluate_file(
+def evaluate_set(
     accelerator: Accelerator,
     model: nn.Module,
-    file: Path,
-    dataset: Any,
+    eval_set: EvalSet,
     data: DataConfig,
     batch_size: int,
 ) -> dict[str, float | int]:
-    load_weights(model, read_weights(file), str(file))
     batches = eval_loader(
-        dataset,
+        eval_set.dataset,
         batch_size=batch_size,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
@@ -84,13 +92,25 @@ def evaluate_file(
     )
     result = evaluate(
         accelerator,
-        model.to(accelerator.device),
+        model if eval_set.outputs is None else Outputs(model, eval_set.outputs),
         batches,
         normalize=Normalize(data),
-        num_images=len(dataset),
+        num_images=len(eval_set.dataset),
     )
     assert result is not None
     return result
+
+
+class Outputs(nn.Module):
+    """The model with some of its logits only."""
+
+    def __init__(self, model: nn.Module, outputs: Sequence[int]):
+        super().__init__()
+        self.model = model
+        self.outputs = list(outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)[:, self.outputs]
 
 
 def data_config(card: dict[str, Any], overrides: Sequence[str], *, origin: str) -> DataConfig:
@@ -109,6 +129,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--checkpoint", required=True, help="run, checkpoint or weights file")
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="e.g. root=/d")
+    parser.add_argument(
+        "--set", nargs="+", metavar="name[=folder]", help="ImageNet's val real v2 a r sketch c"
+    )
     parser.add_argument("--config", help="YAML of model and data for a bare file of weights")
     parser.add_argument("--batch-size", type=int, help="of a device; default: of the run's config")
     parser.add_argument("--json", metavar="FILE", help="also write the records there; - for stdout")
@@ -116,10 +139,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    lines = [f"{'weights':20} {'top-1 %':>9} {'top-5 %':>9} {'loss':>9} {'images':>8}"]
+    width = max(len(r["set"]) for r in records)
+    head = f"{'weights':20} {'set':{width}} {'top-1 %':>9} {'top-5 %':>9} {'loss':>9} {'images':>8}"
+    lines = [head]
     for r in records:
         figures = f"{r['top1']:9.3f} {r['top5']:9.3f} {r['loss']:9.5f} {r['images']:8d}"
-        lines.append(f"{r['weights']:20} {figures}")
+        lines.append(f"{r['weights']:20} {r['set']:{width}} {figures}")
+        if "mce" in r:
+            mce = "none, as not all 15 are there" if r["mce"] is None else f"{r['mce']:.2f} %"
+            lines.append(f"c is the mean of {r['corruptions']} corruptions; mCE: {mce}")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from data.dataset import ImageDataset, TrainDataset
 from data.errors import DataError
 from data.shards import ShardSource
 from data.sources import FolderSource, Source, digits, torchvision_set
-from data.transforms import EvalTransform, FastEvalTransform, TrainTransform
+from data.transforms import EvalTransform, FastEvalTransform, TrainTransform, Transform
 from lipsformer.config import AugmentConfig, DataConfig
 
 
@@ -43,13 +43,23 @@ def build_eval_dataset(data: DataConfig, *, classes: Sequence[str] | None) -> Im
     Raises:
         DataError: names what is missing or unexpected, and where.
     """
-    transform = EvalTransform(data) if data.exact_eval else FastEvalTransform(data)
-    return ImageDataset(build_source(data, data.val_split), transform, classes=classes)
+    source = build_source(data, data.val_split)
+    return ImageDataset(source, eval_transform(data), classes=classes)
+
+
+def eval_transform(data: DataConfig) -> Transform:
+    """The preprocessing of evaluation that the configuration asks for."""
+    return EvalTransform(data) if data.exact_eval else FastEvalTransform(data)
+
+
+def data_root(data: DataConfig) -> Path:
+    """The folder below which all data lie."""
+    return Path(data.root or os.environ.get("LIPSFORMER_DATA") or "datasets")
 
 
 def build_source(data: DataConfig, split: str) -> Source:
     """The images and labels of one split."""
-    root = Path(data.root or os.environ.get("LIPSFORMER_DATA") or "datasets")
+    root = data_root(data)
     folder = root / (data.name or "") / split
     if data.source == "digits":
         return digits(split, img_size=data.img_size, interpolation=data.interpolation)

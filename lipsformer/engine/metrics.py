@@ -136,9 +136,18 @@ class EvalSums:
         self._batches: list[Tensor] = []
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Takes logits [B, K] and labels [B] without waiting for the device."""
+        """Takes logits [B, K] and labels without waiting for the device.
+
+        Labels are [B], or bool [B, K]: then each of several is right, and the cross entropy is
+        that with the uniform distribution over them.
+        """
         logits = logits.float()
-        top = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+        top = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        if labels.ndim == 2:
+            top = labels.gather(1, top)
+            labels = labels / labels.sum(dim=1, keepdim=True)
+        else:
+            top = top == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="none")
         self._batches.append(torch.stack([loss, top[:, 0].float(), top.any(dim=1).float()]))
 
