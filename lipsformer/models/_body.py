@@ -35,7 +35,7 @@ class PatchConv2d(nn.Conv2d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight = weight.contiguous(memory_format=torch.channels_last)
-        return super()._conv_forward(input, weight, bias)
+        return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class PatchEmbed(nn.Module):
