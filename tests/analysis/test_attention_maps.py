@@ -1,0 +1,126 @@
+"""Attention maps against attention computed in float64 from the projections, one head at a time."""
+
+import pytest
+import timm
+import torch
+
+import lipsformer  # noqa: F401  (registers the models)
+from lipsformer.analysis.attention_maps import attention_maps
+
+TAU, EPS = 12.0, 1e-2
+
+
+def projections(model, name, images):
+    """Input map [B, H, W, C] and the q, k of every token [B, H, W, 3 C] in float64."""
+    kept = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: kept.append(args))
+    with torch.no_grad():
+        model.eval()(images)
+    handle.remove()
+    module = model.get_submodule(name)
+    x = kept[0][0].double()
+    return x @ module.qkv.weight.double().T + module.qkv.bias.double()
+
+
+def received(q, k, tau, bias=None):
+    """Attention that each of the keys [N, d] receives from the queries [N, d]: loops, float64."""
+    total = torch.zeros(len(k), dtype=torch.float64)
+    for i, query in enumerate(q):
+        scores = torch.stack(
+            [tau * (query @ key) / ((query @ query + EPS) * (key @ key + EPS)).sqrt() for key in k]
+        )
+        weights = (scores if bias is None else scores + bias[i]).exp()
+        total += weights / weights.sum()
+    return total
+
+
+def test_stripes_of_one_head_in_either_direction():
+    torch.manual_seed(0)
+    # a map of 6 x 10 in stripes of width 3 at most: 4 stripes across need 2 columns of padding
+    model = timm.create_model(
+        "lipsformer_nano", embed_dim=12, depths=(1,), num_heads=(4,), split_sizes=(3,)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    name = "stages.0.blocks.0.attn"
+    images = torch.randn(2, 3, 12, 20)
+    maps = attention_maps(model, images)
+    assert list(maps) == [name] and maps[name].shape == (2, 4, 6, 10)
+
+    qkv = projections(model, name, images)[1].unflatten(-1, (3, 2, 2, 3))  # direction, head, d
+    vertical, horizontal = torch.zeros(6, 12).double(), torch.zeros(6, 10).double()
+    padded = torch.cat([qkv, torch.zeros(6, 2, 3, 2, 2, 3).double()], dim=1)
+    for left in range(0, 12, 3):
+        q, k = (padded[:, left : left + 3, part, 0, 1].reshape(-1, 3) for part in (0, 1))
+        vertical[:, left : left + 3] = received(q, k, TAU).view(6, 3)
+    for top in (0, 3):
+        q, k = (qkv[top : top + 3, :, part, 1, 0].reshape(-1, 3) for part in (0, 1))
+        horizontal[top : top + 3] = received(q, k, TAU).view(3, 10)
+    torch.testing.assert_close(maps[name][1, 1].double(), vertical[:, :10], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(maps[name][1, 2].double(), horizontal, rtol=1e-4, atol=1e-5)
+    assert (maps[name][1, 1] - 1).abs().max() > 0.1  # far from uniform
+
+
+def test_window_of_one_head_with_its_position_bias():
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "lipsformer_swin_nano", embed_dim=10, depths=(1,), num_heads=(2,), window_size=3
+    )
+    name = "stages.0.blocks.0.attn"
+    torch.nn.init.normal_(model.get_submodule(name).relative_position_bias_table)
+    images = torch.randn(2, 3, 12, 6)
+    found = attention_maps(model, images)[name][1, 1].double()
+
+    qkv = projections(model, name, images)[1].unflatten(-1, (3, 2, 5))
+    bias = model.get_submodule(name).position_bias(3, 3)[0, 1].double()
+    expected = torch.zeros(6, 3).double()
+    for top in (0, 3):
+        q, k = (qkv[top : top + 3, :, part, 1].reshape(-1, 5) for part in (0, 1))
+        expected[top : top + 3] = received(q, k, 10.0, bias).view(3, 3)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_vit_map_leaves_out_the_class_token_but_not_its_query():
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "lipsformer_vit_tiny", img_size=(6, 10), patch_size=2, embed_dim=14, depth=2, num_heads=2
+    ).train()
+    images = torch.randn(2, 3, 6, 10)
+    maps = attention_maps(model, images)
+    assert model.training
+    assert list(maps) == ["blocks.0.attn", "blocks.1.attn"]
+    qkv = projections(model, "blocks.1.attn", images)[0].unflatten(-1, (3, 2, 7))
+    expected = received(qkv[:, 0, 1], qkv[:, 1, 1], 10.0)[1:].view(3, 5)
+    found = maps["blocks.1.attn"][0, 1].double()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_lipschitznorm_scores_are_divided_by_the_norms():
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "lipsformer_swin_nano",
+        embed_dim=10,
+        depths=(1,),
+        num_heads=(2,),
+        window_size=3,
+        attn="lipschitznorm",
+    )
+    name = "stages.0.blocks.0.attn"
+    with torch.no_grad():
+        model.get_submodule(name).qkv.weight.mul_(5.0)
+    images = torch.randn(1, 3, 6, 6)
+    found = attention_maps(model, images)[name][0, 0].double()
+    q, k, v = projections(model, name, images)[0].unflatten(-1, (3, 2, 5))[..., 0, :].unbind(-2)
+    q, k, v = (part.reshape(9, 5) for part in (q, k, v))
+    u, key, value = q.norm(), k.norm(dim=1).max(), v.norm(dim=1).max()
+    scale = max(u * key, u * value, key * value)
+    bias = model.get_submodule(name).position_bias(3, 3)[0, 0].double()
+    expected = (q @ k.T / scale + bias).softmax(1).sum(0).view(3, 3)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_other_attention_is_refused():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    with pytest.raises(TypeError, match="VisionTransformer has no attention whose map"):
+        attention_maps(model, torch.zeros(1, 3, 32, 32))
