@@ -42,6 +42,9 @@ from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.run import Run, find_start
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.engine.snapshot import load_initial_weights
+from scripts.report import write_report
+
+logger = logging.getLogger("lipsformer.train")
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,20 @@ def train(config: Config) -> int:
         shutil.copy(config.data.skip_list, run.output_dir / "skipped.txt")
     stopped = run.execute()
     accelerator.state.destroy_process_group()
+    if config.run.report and not stopped and accelerator.is_main_process:
+        report(run.output_dir)
     return stopped
+
+
+def report(folder: Path) -> None:
+    """Writes the run's report.html. The run is complete by now, whatever goes wrong here."""
+    try:
+        logger.info("report      %s", write_report([folder], folder / "report.html"))
+    except ConfigError as error:
+        logger.warning("no report: %s", error)
+    except Exception:
+        again = f"python -m scripts.report {folder}"
+        logger.warning("no report was made; %s tries again", again, exc_info=True)
 
 
 def build_model(config: Config, classes: Sequence[str]) -> nn.Module:

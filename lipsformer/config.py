@@ -243,7 +243,7 @@ class RunConfig:
     `resume: auto` continues the run in `output_dir` if there is one, `none` demands an empty
     place, a path starts from that checkpoint of the same config. `keep` is the number of newest
     checkpoints that stay; the best one always stays. The first `dense_updates` updates are logged
-    one by one, later ones as means over `log_every`.
+    one by one, later ones as means over `log_every`. At its end `report` writes report.html.
     """
 
     output_dir: str
@@ -255,6 +255,7 @@ class RunConfig:
     save_every_updates: int | None = None
     keep: int = 2
     trackers: tuple[str, ...] = ()
+    report: bool = True
 
     def __post_init__(self) -> None:
         _require(bool(self.output_dir), "run.output_dir", self.output_dir, "name a folder")

@@ -31,7 +31,7 @@ DIGITS: dict[str, Any] = {
         "ema_decay": 0.9,
         "seed": 1,
     },
-    "run": {"log_every": 4, "dense_updates": 5, "save_every_updates": 3},
+    "run": {"log_every": 4, "dense_updates": 5, "save_every_updates": 3, "report": False},
 }
 
 TIMED = ("images_per_s", "data_wait", "seconds_per_update", "memory_gib")

@@ -1,15 +1,22 @@
 """Curves of a run, drawn from metrics.jsonl."""
 
+import logging
 from pathlib import Path
 
 from lipsformer.engine.tracking import METRICS, read_metrics
+
+logger = logging.getLogger(__name__)
 
 _KINDS = {"train": "training", "raw": "validation", "ema": "validation, EMA weights"}
 
 
 def plot_curves(output_dir: Path) -> list[Path]:
     """Draws loss, accuracy, learning rate and gradient norm over updates into `plots/`."""
-    from matplotlib.figure import Figure  # not pyplot, which looks for a display
+    try:
+        from matplotlib.figure import Figure  # not pyplot, which looks for a display
+    except ImportError:
+        logger.warning("no curves: matplotlib is missing; pip install 'lipsformer[train]'")
+        return []
 
     records = read_metrics(output_dir / METRICS)
     curves = {

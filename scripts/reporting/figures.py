@@ -1,0 +1,359 @@
+"""The figures of a report, drawn by matplotlib as SVG for the page or as PNG."""
+
+import io
+import re
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
+
+from scripts.reporting.runs import Points, RunLog
+from scripts.reporting.theme import COLOURS, LIGHT, RIGHT, SERIES, WRONG
+
+STYLE = {
+    "font.size": 9.0,
+    "font.family": "DejaVu Sans",
+    "text.parse_math": False,
+    "text.color": LIGHT["text"],
+    "axes.labelcolor": LIGHT["muted"],
+    "axes.edgecolor": LIGHT["line"],
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LIGHT["line"],
+    "grid.linewidth": 0.6,
+    "xtick.color": LIGHT["line"],
+    "ytick.color": LIGHT["line"],
+    "xtick.labelcolor": LIGHT["muted"],
+    "ytick.labelcolor": LIGHT["muted"],
+    "lines.linewidth": 1.6,
+    "lines.markersize": 3.5,
+    "legend.frameon": False,
+    "legend.handlelength": 1.6,
+    "figure.facecolor": "none",
+    "svg.fonttype": "none",
+}
+STYLES = {  # of a kind of record: name, line
+    "train": ("training", {"linewidth": 1.1, "alpha": 0.75}),
+    "raw": ("validation", {"marker": "o"}),
+    "ema": ("validation, EMA", {"marker": "s", "linestyle": "--"}),
+}
+NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure with its words.
+
+    Attributes:
+        name: of its file.
+        title: above it.
+        text: what it shows, for those who do not see it.
+        figure: matplotlib's.
+    """
+
+    name: str
+    title: str
+    text: str
+    figure: Figure
+
+    def svg(self) -> str:
+        """An SVG element that takes the page's colours and font."""
+        with _style({"svg.hashsalt": self.name}):
+            text = self._saved(format="svg", metadata=NO_DATE).decode()
+        text = text[text.index("<svg ") :]
+        text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+        text = re.sub(r'<g id="[^"]*">', "<g>", text)  # the same in every figure
+        text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
+        for name, (light, _) in COLOURS.items():
+            text = text.replace(light, f"var(--{name})")
+        return re.sub(r"\s*\n\s*", "\n", text)
+
+    def png(self) -> bytes:
+        """A picture on the light background."""
+        with _style():
+            return self._saved(format="png", dpi=150, facecolor=LIGHT["background"])
+
+    def _saved(self, **options) -> bytes:
+        buffer = io.BytesIO()
+        with warnings.catch_warnings():
+            # a class name may have letters that matplotlib's font lacks; the page's font has them
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")
+            self.figure.savefig(buffer, **options)
+        return buffer.getvalue()
+
+
+def training_curves(runs: Sequence[RunLog]) -> list[Drawing]:
+    """Loss, accuracy, gradient norm, learning rate, throughput and waiting for data."""
+    validation = ["raw", "ema"]
+    norm, rate = "2-norm before clipping", "images per second"
+    losses = [value for run in runs for _, value in run.points("train", "loss")]
+    leapt = max(losses, default=0.0) > 20.0  # guessing among 1,000 classes costs 6.9
+    return [
+        _curves(runs, "Loss", "cross entropy", "loss", ["train", *validation], log=leapt),
+        _curves(runs, "Top-1 accuracy", "top-1 (%)", "top1", validation),
+        _curves(runs, "Gradient norm", norm, "grad_norm", ["train"], log=True),
+        _curves(runs, "Learning rate", "learning rate", "lr", ["train"]),
+        _curves(runs, "Throughput", rate, "images_per_s", ["train"], floor=0.0),
+        _curves(
+            runs,
+            "Waiting for data",
+            "% of the training time",
+            "data_wait",
+            ["train"],
+            floor=0.0,
+            scale=100.0,
+        ),
+    ]
+
+
+def monitor_curves(runs: Sequence[RunLog]) -> list[Drawing]:
+    """Singular values, residual scales and update sizes, and the bound of the model."""
+    runs = [run for run in runs if run.monitor]
+    if not runs:
+        return []
+    sigma, scale = "largest singular value", "residual scale"
+    drawings = [_over_time(runs, "sigma", sigma), _by_layer(runs, "sigma", sigma)]
+    bounds = [
+        [(r["update"], r["bound_log10"]) for r in run.monitor if "bound_log10" in r] for run in runs
+    ]
+    if any(bounds):
+        drawings.append(_bound(runs, bounds))
+    if any(_keys(run, "residual_scale") for run in runs):
+        drawings.append(_over_time(runs, "residual_scale", scale))
+        drawings.append(_by_layer(runs, "residual_scale", scale))
+    drawings.append(_over_time(runs, "update_ratio", "relative update", log=True))
+    return drawings
+
+
+def confusion_figure(run: RunLog, counts: np.ndarray, classes: Sequence[str]) -> Drawing:
+    """The confusion matrix; colours are shares of a class, numbers are images.
+
+    More than a hundred classes are joined in groups of neighbours, whose mistakes among each other
+    are then left out.
+
+    Args:
+        run: whose it is.
+        counts: [K, K], rows are classes, columns predictions.
+        classes: names of the K classes.
+    """
+    group = -(-len(counts) // 100)
+    starts = np.arange(0, len(counts), group)
+    joined = np.add.reduceat(np.add.reduceat(counts, starts, axis=0), starts, axis=1)
+    sizes = joined.sum(1, keepdims=True)
+    np.fill_diagonal(joined, np.add.reduceat(counts.diagonal(), starts))
+    shares = joined / np.maximum(sizes, 1)
+    right = np.eye(len(joined), dtype=bool)
+    worst = max(shares[~right].max(initial=0.0), 1e-9)
+    cells = np.empty((*joined.shape, 4))
+    cells[..., :3] = np.where(right[..., None], to_rgb(RIGHT), to_rgb(WRONG))
+    # The root keeps single mistakes visible; text on the colours stays legible up to 0.75.
+    cells[..., 3] = 0.75 * np.where(right, shares, np.sqrt(shares / worst))
+    with _style({"axes.grid": False}):
+        figure = Figure(figsize=(4.6, 4.5), layout="constrained")
+        axes = figure.subplots()
+        edges = (-0.5, len(starts) * group - 0.5)
+        axes.imshow(cells, interpolation="none", extent=(*edges, *reversed(edges)))
+        if len(classes) <= 20:
+            names = [name if len(name) <= 14 else f"{name[:13]}…" for name in classes]
+            upright = max(map(len, names)) <= 3
+            axes.set_xticks(range(len(names)), names, rotation=0 if upright else 90)
+            axes.set_yticks(range(len(names)), names)
+            size = min(9.0, 90.0 / len(names))
+            for (row, column), count in np.ndenumerate(counts):
+                if count > 0:
+                    axes.text(column, row, str(count), ha="center", va="center", fontsize=size)
+        axes.set(xlabel="predicted class", ylabel="class")
+    share = 100 * np.trace(counts) / max(counts.sum(), 1)
+    text = (
+        f"Confusion matrix of {len(classes)} classes and {counts.sum()} images; "
+        f"{share:.2f} % lie on the diagonal. The table of confused pairs names the largest others."
+    )
+    title = "Confusion matrix" if group == 1 else f"Confusion matrix, {group} classes to a cell"
+    return Drawing(f"confusion_{run.name.replace('/', '_')}", title, text, figure)
+
+
+def _curves(
+    runs: Sequence[RunLog],
+    title: str,
+    label: str,
+    key: str,
+    kinds: Sequence[str],
+    *,
+    log: bool = False,
+    floor: float | None = None,
+    scale: float = 1.0,
+) -> Drawing:
+    figure, axes = _axes(label, log=log)
+    handles = _run_handles(runs)
+    text = f"Line chart of {label} over updates."
+    for kind in kinds:
+        series = [[(u, scale * value) for u, value in run.points(kind, key)] for run in runs]
+        if not any(series):
+            continue
+        word, style = STYLES[kind]
+        own_colour = SERIES[list(STYLES).index(kind)]
+        for run, points in zip(runs, series, strict=True):
+            _plot(axes, points, color=own_colour if len(runs) == 1 else _colour(runs, run), **style)
+        if len(kinds) > 1:
+            colour = own_colour if len(runs) == 1 else LIGHT["muted"]
+            handles.append(Line2D([], [], color=colour, label=word, **style))
+        text += f" {word.capitalize()}: {_ends(runs, series)}"
+    if floor is not None:
+        axes.set_ylim(bottom=floor)
+    _log_ticks(axes)
+    _legend(figure, handles)
+    return Drawing(key, title, text, figure)
+
+
+def _over_time(runs: Sequence[RunLog], kind: str, what: str, *, log: bool = False) -> Drawing:
+    """Largest, median and smallest value over the layers; of several runs the largest alone."""
+    figure, axes = _axes(what, log=log)
+    handles = _run_handles(runs)
+    tops = []
+    for run in runs:
+        rows = [(r["update"], [r[key] for key in _keys(run, kind)]) for r in run.monitor]
+        tops.append([(update, max(values)) for update, values in rows])
+        _plot(axes, tops[-1], color=_colour(runs, run))
+    if len(runs) == 1:
+        updates, values = zip(*rows, strict=True)
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        axes.fill_between(updates, low, high, color=SERIES[0], alpha=0.15, linewidth=0)
+        axes.plot(updates, [statistics.median(v) for v in values], color=SERIES[1])
+        handles = [
+            Line2D([], [], color=SERIES[0], label="largest of all layers"),
+            Line2D([], [], color=SERIES[1], label="median"),
+        ]
+    _log_ticks(axes)
+    _legend(figure, handles)
+    text = f"Line chart of the largest {what} of all layers over updates. {_ends(runs, tops)}"
+    return Drawing(f"{kind}_over_time", f"{what.capitalize()} over time", text, figure)
+
+
+def _by_layer(runs: Sequence[RunLog], kind: str, what: str) -> Drawing:
+    """Values by depth: the last ones, and of a single run the first ones as well."""
+    figure, axes = _axes(what)
+    handles = _run_handles(runs)
+    if len(runs) == 1:
+        marks = [(LIGHT["muted"], runs[0].monitor[0]), (SERIES[0], runs[0].monitor[-1])]
+        for colour, record in marks:
+            label = f"update {record['update']}"
+            values = [record[key] for key in _keys(runs[0], kind)]
+            handles += axes.plot(values, "o", color=colour, markersize=2.5, label=label)
+    else:
+        for run in runs:
+            values = [run.monitor[-1][key] for key in _keys(run, kind)]
+            axes.plot(values, "o", color=_colour(runs, run), markersize=2.5)
+    keys = _keys(runs[0], kind)
+    places = _groups([key.partition("/")[2] for key in keys])
+    axes.set_xticks(list(places), list(places.values()), rotation=30, ha="right")
+    axes.set_xlabel("layers in order of depth")
+    _legend(figure, handles)
+    last = runs[0].monitor[-1]
+    top = max(keys, key=lambda key: last[key])
+    text = (
+        f"Dots of the {what} of {len(keys)} layers in order of depth. Largest in {runs[0].name}: "
+        f"{last[top]:.4g} in {top.partition('/')[2]}."
+    )
+    return Drawing(f"{kind}_by_layer", f"{what.capitalize()} by layer", text, figure)
+
+
+def _bound(runs: Sequence[RunLog], bounds: Sequence[Points]) -> Drawing:
+    figure, axes = _axes("log10 of the bound")
+    for run, points in zip(runs, bounds, strict=True):
+        _plot(axes, points, color=_colour(runs, run), marker="o")
+    _legend(figure, _run_handles(runs))
+    text = "Line chart of the decimal logarithm of the proved Lipschitz bound of the model. "
+    return Drawing("lipschitz_bound", "Global Lipschitz bound", text + _ends(runs, bounds), figure)
+
+
+def _groups(names: Sequence[str]) -> dict[int, str]:
+    """Position of the first layer of each numbered part -> the part, where there is room for it."""
+    found: dict[str, int] = {}
+    for position, name in enumerate(names):
+        part, _, rest = name.partition(".")
+        number = rest.partition(".")[0]
+        if number.isdigit():
+            found.setdefault(f"{part}.{number}", position)
+    places: dict[int, str] = {}
+    for name, position in found.items():
+        if not places or position - max(places) > 0.08 * len(names):
+            places[position] = name
+    return places
+
+
+def _keys(run: RunLog, kind: str) -> list[str]:
+    """The keys of a kind in order of depth, which is that of the gradient norms."""
+    record = run.monitor[-1]
+    modules = [key.partition("/")[2] for key in record if key.startswith("grad_norm/")]
+    depth = {name: position for position, name in enumerate(modules)}
+
+    def position(key: str) -> int:
+        name = key.partition("/")[2]  # of a module or of its parameter
+        return depth.get(name, depth.get(name.rpartition(".")[0], len(depth)))
+
+    return sorted((key for key in record if key.startswith(f"{kind}/")), key=position)
+
+
+def _style(more: dict[str, object] | None = None):
+    return matplotlib.rc_context({**STYLE, **(more or {})})
+
+
+def _axes(label: str, *, log: bool = False) -> tuple[Figure, Axes]:
+    with _style():
+        figure = Figure(figsize=(3.9, 2.9), layout="constrained")
+        axes = figure.subplots()
+        axes.set(xlabel="update", ylabel=label)
+        if log:
+            axes.set_yscale("log")
+        return figure, axes
+
+
+def _log_ticks(axes: Axes) -> None:
+    """Plain numbers at powers of ten, and between them where there are few."""
+    if axes.get_yscale() == "log":
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 300 * low else (1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")  # the default writes powers in TeX
+        axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _plot(axes: Axes, points: Points, **style) -> None:
+    if len(points) > 60:
+        style.pop("marker", None)
+    axes.plot([x for x, _ in points], [y for _, y in points], **style)
+
+
+def _colour(runs: Sequence[RunLog], run: RunLog) -> str:
+    return SERIES[list(runs).index(run)]
+
+
+def _run_handles(runs: Sequence[RunLog]) -> list[Line2D]:
+    if len(runs) == 1:
+        return []
+    return [Line2D([], [], color=_colour(runs, run), label=run.name) for run in runs]
+
+
+def _legend(figure: Figure, handles: list[Line2D]) -> None:
+    if handles:
+        with _style():
+            figure.legend(handles=handles, loc="outside upper left", ncols=3)
+
+
+def _ends(runs: Sequence[RunLog], series: Sequence[Points]) -> str:
+    ends = [
+        f"{run.name} ends at {points[-1][1]:.4g}"
+        for run, points in zip(runs, series, strict=True)
+        if points
+    ]
+    return "; ".join(ends) + "."

@@ -1,0 +1,270 @@
+"""The report as one HTML page, or as Markdown with pictures beside it."""
+
+import platform
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from scripts.reporting import figures
+from scripts.reporting.figures import Drawing
+from scripts.reporting.pictures import Picture
+from scripts.reporting.runs import RunLog
+from scripts.reporting.theme import COLOURS
+from scripts.reporting.validation import Validation, validate
+
+Rows = list[tuple[str, list[Any]]]
+
+SECTIONS = {
+    "training": "Training",
+    "lipschitz": "Lipschitz constants",
+    "mistakes": "Mistakes",
+    "attention": "Attention",
+    "configuration": "Configuration",
+    "environment": "Environment",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the pages show."""
+
+    runs: Sequence[RunLog]
+    validations: list[Validation | str]
+    confusions: list[Drawing | None]
+    training: list[Drawing]
+    monitor: list[Drawing]
+    seconds: float
+
+    def html(self) -> str:
+        """A page that asks for nothing else."""
+        return self._render("page.html.jinja", escaped=True, inline=_inline, colours=COLOURS)
+
+    def markdown(self, folder: Path) -> None:
+        """Writes report.md into the folder, and its pictures into `images/` there."""
+        images = folder / "images"
+        images.mkdir(parents=True, exist_ok=True)
+        names = iter(range(10**9))
+
+        def saved(item: Drawing | Picture) -> str:
+            if isinstance(item, Drawing):
+                name, content = f"{item.name}.png", item.png()
+            else:
+                name, content = f"{next(names):03}.{item.extension}", item.content
+            (images / name).write_bytes(content)
+            return f"images/{name}"
+
+        text = self._render("page.md.jinja", escaped=False, saved=saved, cell=_cell)
+        (folder / "report.md").write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")
+
+    def _render(self, template: str, *, escaped: bool, **more: Any) -> str:
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            autoescape=escaped,
+            undefined=StrictUndefined,
+        )
+        environment.filters["figure"] = _figure
+        environment.filters["breakable"] = _breakable
+        for name in ("inline", "saved", "cell"):
+            if name in more:
+                environment.filters[name] = more.pop(name)
+        names = ", ".join(run.name for run in self.runs)
+        models = sorted({f"{r.config.model.name} on {_data(r)}" for r in self.runs})
+        return environment.get_template(template).render(
+            **vars(self),
+            **more,
+            title=f"Run report: {names}" if len(self.runs) == 1 else f"{len(self.runs)} runs",
+            subtitle="; ".join(models),
+            sections=SECTIONS,
+            tiles=_tiles(self.runs),
+            outcome=_outcome(self.runs),
+            settings=_settings(self.runs),
+            differing=_differing(self.runs),
+            environment=_environment(self.runs),
+            no_monitor="No records of the Lipschitz monitor are in metrics.jsonl of these runs.",
+            footer=f"Made by python -m scripts.report on {datetime.now():%Y-%m-%d %H:%M} in "
+            f"{self.seconds:.1f} s on {platform.node()}.",
+        )
+
+
+def make_report(runs: Sequence[RunLog], images: int) -> Report:
+    """Looks at the data and draws.
+
+    Args:
+        runs: up to six, the number of colours.
+        images: largest number of validation images to look at, per run; 0 for none.
+    """
+    started = time.perf_counter()
+    skipped = "no validation images were asked for"
+    validations = [validate(run, images) if images else skipped for run in runs]
+    confusions = [
+        None
+        if isinstance(found, str)
+        else figures.confusion_figure(run, found.counts, found.classes)
+        for run, found in zip(runs, validations, strict=True)
+    ]
+    return Report(
+        runs=runs,
+        validations=validations,
+        confusions=confusions,
+        training=figures.training_curves(runs),
+        monitor=figures.monitor_curves(runs),
+        seconds=time.perf_counter() - started,
+    )
+
+
+class Tile(NamedTuple):
+    """A figure that stands out."""
+
+    name: str
+    value: str
+    unit: str
+    note: str
+
+
+def _tiles(runs: Sequence[RunLog]) -> list[Tile]:
+    """The best accuracy of each run; of a single run loss, speed and time as well."""
+    tiles = []
+    for run in runs:
+        name = "best accuracy" if len(runs) == 1 else run.name
+        if run.best is None:
+            tiles.append(Tile(name, "–", "", "not evaluated yet"))
+            continue
+        note = f"after epoch {run.best['epoch']} of {run.config.train.epochs}"
+        last = run.evaluations[-1]["top1"]
+        note += f", {last:.2f} % at the end; {run.best['images']} images"
+        tiles.append(Tile(name, f"{run.best['top1']:.2f}", "% top-1", note))
+    if len(runs) == 1:
+        (run,) = runs
+        figures = {name: _figure(values[0]) for name, values in _outcome(runs)}
+        waiting, memory = figures["waiting for data, median (%)"], figures["peak memory (GiB)"]
+        tiles += [
+            Tile(
+                "validation loss",
+                figures["last validation loss"],
+                "cross entropy",
+                f"in training {figures['last training loss']}; both at the end",
+            ),
+            Tile(
+                "throughput",
+                figures["images per second, median"],
+                "images/s",
+                f"{waiting} % of the time waiting for data; memory up to {memory} GiB",
+            ),
+            Tile(
+                "training time",
+                figures["training time, evaluation left out"],
+                "h:m:s",
+                f"{figures['updates made']} updates, evaluation left out; {figures['state']}",
+            ),
+        ]
+    return tiles
+
+
+def _outcome(runs: Sequence[RunLog]) -> Rows:
+    last = [run.evaluations[-1] if run.evaluations else {} for run in runs]
+    losses = [run.points("train", "loss") for run in runs]
+    rows: Rows = [
+        ("state", [_state(run) for run in runs]),
+        ("updates made", [run.records[-1]["update"] for run in runs]),
+        ("last top-1 (%)", [record.get("top1") for record in last]),
+        ("last top-5 (%)", [record.get("top5") for record in last]),
+        ("last validation loss", [record.get("loss") for record in last]),
+        ("last training loss", [points[-1][1] if points else None for points in losses]),
+        ("training time, evaluation left out", [_duration(run.training_seconds) for run in runs]),
+        ("images per second, median", [run.median("images_per_s") for run in runs]),
+        ("waiting for data, median (%)", [_percent(run.median("data_wait")) for run in runs]),
+        ("peak memory (GiB)", [_last(run.points("train", "memory_gib")) for run in runs]),
+    ]
+    return rows
+
+
+def _state(run: RunLog) -> str:
+    if run.summary is not None:
+        return "finished"
+    if (run.folder / "replay.json").exists():
+        return "ended by a loss or gradient that was not finite"
+    return "not finished"
+
+
+def _settings(runs: Sequence[RunLog]) -> dict[str, Rows]:
+    """Section of the config -> its settings."""
+    sections = [asdict(run.config) for run in runs]
+    return {
+        name: [(key, [own[name][key] for own in sections]) for key in section]
+        for name, section in sections[0].items()
+    }
+
+
+def _differing(runs: Sequence[RunLog]) -> Rows:
+    return [
+        (f"{name}.{key}", values)
+        for name, rows in _settings(runs).items()
+        for key, values in rows
+        if values.count(values[0]) < len(values) and (name, key) != ("run", "output_dir")
+    ]
+
+
+def _environment(runs: Sequence[RunLog]) -> Rows:
+    flat = []
+    for run in runs:
+        start = dict(run.starts[-1])
+        start["command"] = " ".join(start["command"])
+        for name, version in start.pop("packages").items():
+            start[name] = version
+        flat.append({"starts of the process": len(run.starts), **start})
+    keys = dict.fromkeys(key for start in flat for key in start)
+    return [(key.replace("_", " "), [start.get(key) for start in flat]) for key in keys]
+
+
+def _data(run: RunLog) -> str:
+    data = run.config.data
+    return f"{data.name or data.source} at {data.img_size} px"
+
+
+def _last(points: list[tuple[int, float]]) -> float | None:
+    return points[-1][1] if points else None
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def _figure(value: Any) -> str:
+    """A value as it is read: four digits of a measured number, a dash for none."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_figure(item) for item in value) or "–"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={_figure(item)}" for key, item in value.items()) or "–"
+    return str(value)
+
+
+def _breakable(name: str) -> Markup:
+    """A dotted name that may go on in the next line before a word."""
+    return Markup(".<wbr>").join(re.split(r"\.(?=[a-z])", name))
+
+
+def _inline(svg: str, text: str) -> Markup:
+    """The SVG as one picture with its words, which screen readers then take instead."""
+    return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{escape(text)}" ', 1))
+
+
+def _cell(text: str) -> str:
+    """Text that stays within a cell of a Markdown table."""
+    return str(text).replace("|", "\\|").replace("\n", " ")

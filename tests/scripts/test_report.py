@@ -1,0 +1,371 @@
+"""The report of a run: its figures against loops, its page against what browsers need."""
+
+import html.parser
+import json
+import logging
+import re
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+
+import train
+from data import Normalize, build_eval_dataset
+from lipsformer.config import load_config
+from scripts.report import main, write_report
+from scripts.reporting.figures import confusion_figure, monitor_curves
+from scripts.reporting.runs import read_runs
+from tests.browser import Browser
+from tests.runs import DIGITS, write_config
+
+SETTINGS: dict[str, Any] = {
+    **DIGITS,
+    "model": {
+        "name": "lipsformer_nano",
+        "kwargs": {
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "num_heads": [2, 2],
+            "split_sizes": [2, None],
+        },
+    },
+    "train": {**DIGITS["train"], "epochs": 1, "batch_size_per_device": None},
+    "run": {**DIGITS["run"], "report": True},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that training has left, with its report."""
+    from tests.launch import launch
+
+    folder = tmp_path_factory.mktemp("report")
+    config = write_config(folder, SETTINGS, folder / "out")
+    assert launch(["--config", str(config)], folder / "log") == [0], (folder / "log.0").read_text()
+    assert f"report      {folder}/out/report.html" in (folder / "log.0").read_text()
+    return folder / "out"
+
+
+class Page(html.parser.HTMLParser):
+    """Tables by their caption, and every tag with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self._rows: list[list[str]] = []
+        self._into: str | None = None
+        self._caption = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "table":
+            self._rows, self._caption = [], ""
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._rows[-1].append("")
+        if tag in ("td", "th", "caption"):
+            self._into = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "table":
+            self.tables[self._caption] = self._rows
+        elif tag == self._into:
+            self._into = None
+
+    def handle_data(self, data: str) -> None:
+        if self._into == "caption":
+            self._caption += data
+        elif self._into is not None:
+            self._rows[-1][-1] += data
+
+
+def read_page(folder: Path) -> tuple[str, Page]:
+    text = (folder / "report.html").read_text()
+    return text, Page(text)
+
+
+def predictions(run: Path) -> list[tuple[int, torch.Tensor]]:
+    """Label and probabilities of every validation image: the best weights, one image at a time."""
+    best = json.loads((run / "summary.json").read_text())["best"]
+    assert best["weights"] == "ema"
+    folder = max((run / "checkpoints").iterdir())
+    model = timm.create_model(f"local-dir:{folder}", pretrained=False)
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(folder / "ema.safetensors"))
+    config = load_config(run / "config.yaml")
+    found = []
+    with torch.no_grad():
+        for image, label in build_eval_dataset(config.data, classes=None):
+            logits = model.eval()(Normalize(config.data)(image[None]))[0]
+            found.append((label, logits.double().softmax(0)))
+    return found
+
+
+def test_mistakes_are_those_of_a_loop_over_the_images(run: Path) -> None:
+    found = predictions(run)
+    counts = Counter((label, int(p.argmax())) for label, p in found)
+    sizes = Counter(label for label, _ in found)
+    right = sum(count for (label, guess), count in counts.items() if label == guess)
+    text, page = read_page(run)
+    assert f"{100 * right / 360:.2f} % of 360 validation images are classified rightly" in text
+    assert "ema.safetensors</code>" in text
+
+    errors = sorted((-n, cell) for cell, n in counts.items() if cell[0] != cell[1])
+    expected = [
+        [str(label), str(guess), str(-n), f"{100 * -n / sizes[label]:.1f} %"]
+        for n, (label, guess) in errors[:12]
+    ]
+    assert len(expected) == 12
+    assert page.tables["Most confused pairs"][1:] == expected
+
+    matrix = re.search(
+        r'<svg role="img" aria-label="Confusion matrix of 10 classes.*?</svg>', text, re.S
+    )
+    assert matrix is not None
+    written = [int(t) for t in re.findall(r">(\d+)</text>", matrix[0])]
+    axes = [*range(10), *range(10)]
+    assert Counter(written) == Counter([*counts.values(), *axes])
+
+    worst = sorted(
+        (float(p[label].log()), label, int(p.argmax()), float(p.max()), float(p[label]))
+        for label, p in found
+        if p.argmax() != label
+    )[:12]
+    captions = re.findall(
+        r'class="wrong">(\d) taken for (\d)</span>\s*<small>([\d.]+) % sure, ([\d.]+) % for', text
+    )
+    assert [(int(a), int(b)) for a, b, *_ in captions] == [(a, b) for _, a, b, *_ in worst]
+    for (*_, sure, rest), (*_, p, q) in zip(captions, worst, strict=True):
+        assert float(sure) == pytest.approx(100 * p, abs=0.051)
+        assert float(rest) == pytest.approx(100 * q, abs=0.051)
+
+
+def test_figures_of_training_are_those_of_the_records(run: Path) -> None:
+    text, _ = read_page(run)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (ema,) = (r for r in records if r["kind"] == "ema")
+    training = [r for r in records if r["kind"] == "train"]
+    seconds = 0.0
+    for record in training:
+        if "seconds_per_update" in record:
+            before = max(
+                [
+                    r["update"]
+                    for r in training
+                    if "images_per_s" in r and r["update"] < record["update"]
+                ],
+                default=0,
+            )
+            seconds += record["seconds_per_update"] * (record["update"] - before)
+    tiles = dict(re.findall(r"<div>([\w ]+)</div>\s*<b>(\S+) <small>", text))
+    assert tiles["best accuracy"] == f"{ema['top1']:.2f}"
+    assert tiles["validation loss"] == f"{ema['loss']:.4g}"
+    assert tiles["training time"] == f"0:00:{round(seconds):02}"
+    assert f"training {training[-1]['loss']:.4g};" in text
+    labels = dict.fromkeys(re.findall(r'aria-label="(Line chart of [^"]*)"', text))
+    chart = next(label for label in labels if label.startswith("Line chart of cross entropy"))
+    for kind in ("train", "raw", "ema"):
+        last = [r for r in records if r["kind"] == kind][-1]["loss"]
+        assert f"out ends at {last:.4g}." in chart
+
+
+def test_page_needs_nothing_else_and_says_what_its_pictures_show(run: Path) -> None:
+    text, page = read_page(run)
+    assert len(text.encode()) < 5 * 2**20
+    for tag, attributes in page.tags:
+        assert tag not in ("script", "iframe", "object", "embed")
+        for name in ("src", "href", "xlink:href", "data", "poster", "srcset"):
+            target = attributes.get(name)
+            assert target is None or target.startswith(("#", "data:")), (tag, target)
+        if tag == "img":
+            assert attributes["alt"]
+        if tag == "svg":
+            assert attributes["role"] == "img" and attributes["aria-label"]
+    assert not re.search(r"@import|url\((?!#|'?#)", text)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    used = {a["href"] for tag, a in page.tags if tag == "a"}
+    assert used and used <= {f"#{name}" for name in ids}
+    assert "" not in page.tables  # every table has a caption
+    # two attention modules, of 8 x 8 and 4 x 4 tokens, over four images
+    maps = page.tables["Sample images and what is attended to, early layers first"]
+    assert [name.split()[0] for name in maps[0]] == [
+        "image",
+        "stages.0.blocks.0",
+        "stages.1.blocks.0",
+    ]
+    assert len(maps) == 5
+
+
+def test_markdown_tells_the_same(run: Path, tmp_path: Path) -> None:
+    write_report([run], tmp_path / "report.html", markdown=tmp_path / "md")
+    text = (tmp_path / "md" / "report.md").read_text()
+    links = re.findall(r"!\[([^\]]+)\]\(([^)]+)\)", text)
+    files = {f"images/{path.name}" for path in (tmp_path / "md" / "images").iterdir()}
+    assert {link for _, link in links} == files
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()]
+    _, page = read_page(run)
+    for row in [*page.tables["Most confused pairs"], *page.tables["train"]]:
+        assert row in rows
+
+
+def test_without_weights_or_data_the_reason_stands_there(run: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(run, bare, ignore=shutil.ignore_patterns("update-*"))
+    assert main([str(bare)]) == 0
+    assert f"Left out: {bare}" in read_page(bare)[0]
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    settings = yaml.safe_load((moved / "config.yaml").read_text())
+    settings["data"] |= {"source": "folder", "name": "photos", "root": str(tmp_path)}
+    (moved / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert main([str(moved)]) == 0
+    assert f"Left out: no data folder {tmp_path}/photos/val" in read_page(moved)[0]
+    assert main([str(run), "--images", "0", "--out", str(tmp_path / "no.html")]) == 0
+    assert "Left out: no validation images were asked for" in (tmp_path / "no.html").read_text()
+
+
+def test_runs_side_by_side_show_what_differs(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "<b>$x$|y"
+    shutil.copytree(run, other)
+    settings = yaml.safe_load((other / "config.yaml").read_text())
+    settings["optim"]["lr"] = 0.07
+    (other / "config.yaml").write_text(yaml.safe_dump(settings))
+    out, folder = tmp_path / "both.html", tmp_path / "md"
+    arguments = [str(run), str(other), "--images", "0", "--out", str(out)]
+    assert main([*arguments, "--markdown", str(folder)]) == 0
+    text = out.read_text()
+    assert "<b>$x" not in text
+    tables = Page(text).tables
+    assert tables["Settings that differ"] == [["", "out", "<b>$x$|y"], ["optim.lr", "0.01", "0.07"]]
+    assert [row[0] for row in tables["Outcome"]][:3] == ["", "state", "updates made"]
+    assert "out ends at" in text and "&lt;b&gt;$x$|y ends at" in text
+    assert "| lr | 0.01 | 0.07 |" in (folder / "report.md").read_text()
+    assert "<b>$x$\\|y" in (folder / "report.md").read_text()
+
+
+def test_monitor_records_become_curves(run: Path, tmp_path: Path) -> None:
+    watched = tmp_path / "watched"
+    shutil.copytree(run, watched, ignore=shutil.ignore_patterns("update-*"))
+    names = ["patch_embed.proj", "stages.0.blocks.0.qkv", "stages.1.blocks.0.mlp.fc1", "head.fc"]
+    with (watched / "metrics.jsonl").open("a") as file:
+        for update, factor in ((1, 1.0), (5, 1.3), (9, 1.7)):
+            record = {f"sigma/{name}": factor * (i + 1) for i, name in enumerate(names)}
+            record |= {f"update_ratio/{name}": 0.01 * factor for name in names}
+            record |= {f"grad_norm/{name}": 1.0 for name in reversed(names)}  # by depth
+            record["residual_scale/stages.0.blocks.0.residual_attn"] = 0.125 * factor
+            if update != 5:
+                record["bound_log10"] = 20 + factor
+            file.write(
+                json.dumps({"kind": "monitor", "update": update, "epoch": 0, **record}) + "\n"
+            )
+    drawings = {drawing.name: drawing for drawing in monitor_curves(read_runs([watched]))}
+    assert "watched ends at 6.8." in drawings["sigma_over_time"].text
+    assert "6.8 in head.fc." in drawings["sigma_by_layer"].text
+    assert "watched ends at 21.7." in drawings["lipschitz_bound"].text
+    assert "0.2125 in stages.0.blocks.0.residual_attn" in drawings["residual_scale_by_layer"].text
+    assert "watched ends at 0.017." in drawings["update_ratio_over_time"].text
+    first, last = drawings["sigma_by_layer"].figure.axes[0].lines
+    assert list(first.get_ydata()) == [4, 3, 2, 1]
+    assert list(last.get_ydata()) == pytest.approx([6.8, 5.1, 3.4, 1.7])
+    assert main([str(watched), "--images", "0"]) == 0
+    assert "Largest singular value by layer" in read_page(watched)[0]
+
+
+def test_confusion_figure_has_classes_in_rows_and_shares_as_opacity(run: Path) -> None:
+    counts = np.array([[6, 0, 2], [1, 3, 0], [0, 0, 5]])
+    figure = confusion_figure(read_runs([run])[0], counts, ["a", "b", "c"]).figure
+    (axes,) = figure.axes
+    written = {(t.get_position()[1], t.get_position()[0]): int(t.get_text()) for t in axes.texts}
+    assert written == {cell: n for cell, n in np.ndenumerate(counts) if n}
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("class", "predicted class")
+    opacity = axes.images[0].get_array()[..., 3]
+    worst = 2 / 8  # the largest share of a class that is taken for one other
+    expected = [[6 / 8, 0, 1], [(1 / 4 / worst) ** 0.5, 3 / 4, 0], [0, 0, 1]]
+    np.testing.assert_allclose(opacity, 0.75 * np.array(expected), atol=1e-6)
+
+    counts = np.diag(np.full(201, 7))  # three classes to a cell
+    counts[4, 2], counts[5, 3], counts[200, 0] = 3, 2, 1
+    drawing = confusion_figure(read_runs([run])[0], counts, [f"{i}" for i in range(201)])
+    assert drawing.title == "Confusion matrix, 3 classes to a cell"
+    opacity = drawing.figure.axes[0].images[0].get_array()[..., 3]
+    red, blue = np.zeros((67, 67)), np.ones(67)
+    red[1, 0], red[66, 0] = 1, (1 / 22 / (3 / 26)) ** 0.5
+    blue[1], blue[66] = 21 / 26, 21 / 22
+    np.testing.assert_allclose(opacity, 0.75 * (red + np.diag(blue)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere has no config.yaml: name the folder of a run"),
+        (["RUN"] * 7, "7 runs; a report shows at most 6"),
+        (["RUN", "--images", "-1"], "--images -1 must be at least 0"),
+        (["broken"], "broken cannot be read as a run"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_write_nothing(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "broken").mkdir()
+    shutil.copy(run / "config.yaml", tmp_path / "broken")
+    (tmp_path / "broken" / "metrics.jsonl").write_text('{"kind": "train", \n')
+    places = {
+        "RUN": str(run),
+        "nowhere": str(tmp_path / "nowhere"),
+        "broken": str(tmp_path / "broken"),
+    }
+    out = tmp_path / "out.html"
+    assert main([*(places.get(a, a) for a in arguments), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert not out.exists()
+
+
+def test_without_matplotlib_a_run_ends_well(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from lipsformer.engine.plots import plot_curves
+
+    for name in [n for n in sys.modules if n.startswith(("matplotlib", "scripts.reporting"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with caplog.at_level(logging.WARNING, "lipsformer"):
+        train.report(run)
+        assert plot_curves(run) == []
+    assert "no report: a report needs matplotlib: pip install" in caplog.text
+    assert "no curves: matplotlib is missing" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_browser_shows_it_without_complaint(run: Path, tmp_path: Path, width: int) -> None:
+    page = (run / "report.html").as_uri()
+    backgrounds = set()
+    with Browser() as browser:
+        for dark in (False, True):
+            browser.open(page, width=width, dark=dark)
+            assert browser.console() == []
+            asked = [url for url in browser.requests() if not url.startswith("data:")]
+            assert asked == [page]
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            broken = "[...document.images].filter(i => !i.complete || !i.naturalWidth).length"
+            assert browser.evaluate(broken) == 0
+            small = (
+                "[...document.querySelectorAll('svg text, td, th, p, figcaption')]"
+                ".filter(e => e.getBoundingClientRect().height < 9).length"
+            )
+            assert browser.evaluate(small) == 0
+            backgrounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(backgrounds) == 2
