@@ -24,11 +24,13 @@ __all__ = [
 def mu(x: Tensor) -> Tensor:
     r"""Distance of the rows from their mean: :math:`|X - \frac{1}{N} 1 1^T X|_F`, X [N, C].
 
-    Of dLoss/dX it measures gradient oversmoothing (towards 0) and expansion (towards infinity).
+    Of dLoss/dX it measures gradient oversmoothing (towards 0) and expansion (towards infinity); in
+    double precision, as the squares of either leave the range of single precision.
 
     Reference:
         Park and Kim 2024.
     """
+    x = x.double()
     return torch.linalg.matrix_norm(x - x.mean(dim=0))
 
 

@@ -76,8 +76,9 @@ def plot_layers(
     figure = Figure(figsize=(5.2 * len(keys), 4.2))
     axes = figure.subplots(1, len(keys), squeeze=False)
     for axis, key in zip(axes[0], keys, strict=True):
-        for label, profile in profiles.items():
-            axis.plot([_positive(value) for value in profile[key]], label=label)
+        for index, (label, profile) in enumerate(profiles.items()):
+            style = ("-", "--", ":")[index % 3]  # lines that coincide stay visible
+            axis.plot([_positive(value) for value in profile[key]], style, label=label)
         axis.set_yscale("log")
         axis.set_xlabel("layer")
         axis.set_ylabel(key.replace("_", " "))

@@ -30,6 +30,8 @@ def test_mu_is_the_part_beside_the_mean(graph):
     mean = torch.full((NODES, NODES), 1 / NODES, dtype=torch.double) @ x
     torch.testing.assert_close(x.norm() ** 2, mean.norm() ** 2 + mu(x) ** 2)
     assert mu(torch.ones(NODES, 3)) == 0
+    for scale in (1e-30, 1e30):  # whose squares are 0 and infinite in single precision
+        assert mu(x.float() * scale).item() == pytest.approx(mu(x).item() * scale, rel=1e-5)
 
 
 def test_mean_cosine_equals_the_mean_over_pairs(graph):
