@@ -30,6 +30,9 @@ from lipsformer.layers.score_norm import (
 )
 from lipsformer.layers.spectral import spectral_init_
 
+from .csr import edge_csr
+from .edge_attention import edge_attention, fusable, neighbor_max
+
 __all__ = ["LipschitzGATConv", "LipschitzTransformerConv", "ScaledCosineConv"]
 
 
@@ -118,6 +121,11 @@ class LipschitzGATConv(GATConv):
         else:
             target = None
         nodes = (source, target)
+        no_edge_features = edge_attr is None or self.lin_edge is None
+        plain = no_edge_features and not self.released_code and not return_attention_weights
+        if plain and fusable(self, LipschitzGATConv, edge_index, *nodes, size):
+            assert target is not None
+            return self._finish(self._attend(source, target, edge_index), raw_target)
 
         if self.add_self_loops:
             num_nodes = min(len(h) for h in nodes if h is not None) if size is None else min(size)
@@ -146,11 +154,7 @@ class LipschitzGATConv(GATConv):
         )
         # propagate_type: (x: OptPairTensor, alpha: Tensor)
         out = self.propagate(edge_index, x=nodes, alpha=attn, size=size)
-        out = out.flatten(1) if self.concat else out.mean(dim=1)
-        if self.res is not None and raw_target is not None:
-            out = out + self.res(raw_target)
-        if self.bias is not None:
-            out = out + self.bias
+        out = self._finish(out, raw_target)
         if not return_attention_weights:
             return out
         if is_torch_sparse_tensor(edge_index):
@@ -162,6 +166,41 @@ class LipschitzGATConv(GATConv):
         if x.dim() != 2:
             raise ValueError(f"inputs must be [rows, channels], got shape {tuple(x.shape)}")
         return linear(x).view(-1, self.heads, self.out_channels)
+
+    def _attend(self, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+        """What messages would aggregate to, [V, H, C], in one fused pass."""
+        num_loops = min(len(source), len(target)) if self.add_self_loops else None
+        graph = edge_csr(edge_index, len(source), len(target), num_loops)
+        alpha_j = (source * self.att_src).sum(-1)
+        alpha_i = (target * self.att_dst).sum(-1)
+        scale = torch.ones_like(alpha_i)
+        if self.score_norm is not None:
+            source_sq = squared_norm(source)
+            scale = linear_scale(
+                source_sq,
+                source_sq if target is source else squared_norm(target),
+                torch.cat([self.att_src, self.att_dst], dim=-1).squeeze(0),
+                reduce=partial(neighbor_max, graph=graph),
+                att_norm=self.att_norm,
+                scale_individually=self.scale_individually,
+            )
+        # LeakyReLU lets the positive scale through
+        query = torch.stack([scale, scale * alpha_i], dim=-1)
+        key = torch.stack([alpha_j, torch.ones_like(alpha_j)], dim=-1)
+        return edge_attention(
+            graph,
+            query,
+            key,
+            source,
+            negative_slope=self.negative_slope,
+            dropout=self.dropout if self.training else 0.0,
+        )
+
+    def _finish(self, out: Tensor, raw_target: Tensor | None) -> Tensor:
+        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        if self.res is not None and raw_target is not None:
+            out = out + self.res(raw_target)
+        return out if self.bias is None else out + self.bias
 
     def edge_update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
