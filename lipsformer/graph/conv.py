@@ -3,6 +3,7 @@
 Shapes: V nodes, E edges, H heads, C channels per head.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -193,7 +194,8 @@ class LipschitzGATConv(GATConv):
             key,
             source,
             negative_slope=self.negative_slope,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.dropout,
+            training=self.training,
         )
 
     def _finish(self, out: Tensor, raw_target: Tensor | None) -> Tensor:
@@ -296,6 +298,58 @@ class LipschitzTransformerConv(TransformerConv):
         super().__init__(in_channels, out_channels, heads, *args, **kwargs)
         self.score_norm = score_norm
         self.released_code = released_code
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ) -> Any:
+        """Compute what ``TransformerConv.forward`` computes, from normalised scores."""
+        source, target = (x, x) if isinstance(x, Tensor) else x
+        no_edge_features = edge_attr is None and self.lin_edge is None
+        plain = no_edge_features and not self.released_code and return_attention_weights is None
+        if not (plain and fusable(self, LipschitzTransformerConv, edge_index, source, target)):
+            return super().forward(x, edge_index, edge_attr, return_attention_weights)  # pyright: ignore[reportArgumentType]
+        out = self._attend(source, target, edge_index)
+        out = out.flatten(1) if self.concat else out.mean(dim=1)
+        if not self.root_weight:
+            return out
+        skip = self.lin_skip(target)
+        if self.lin_beta is None:
+            return out + skip
+        beta = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
+        return beta * skip + (1 - beta) * out
+
+    def _attend(self, source: Tensor, target: Tensor, edge_index: Tensor) -> Tensor:
+        """What messages would aggregate to, [V, H, C], in one fused pass."""
+        query, key, value = (
+            linear(nodes).view(-1, self.heads, self.out_channels)
+            for linear, nodes in (
+                (self.lin_query, target),
+                (self.lin_key, source),
+                (self.lin_value, source),
+            )
+        )
+        graph = edge_csr(edge_index, len(source), len(target))
+        scale = 1 / math.sqrt(self.out_channels)
+        if self.score_norm is not None:
+            norm = quadratic_scale(
+                squared_norm(query[graph.ptr.diff() > 0]).sum(0),
+                squared_norm(key),
+                squared_norm(value),
+                reduce=partial(neighbor_max, graph=graph),
+            )
+            scale = scale * norm.unsqueeze(-1)
+        return edge_attention(
+            graph,
+            query * scale,
+            key,
+            value,
+            dropout=self.dropout,
+            training=self.training,
+        )
 
     def message(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -400,13 +454,19 @@ class ScaledCosineConv(MessagePassing):
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         """Attend over each node's neighbours and itself."""
-        edge_index, _ = remove_self_loops(edge_index)
-        edge_index, _ = add_self_loops(edge_index, num_nodes=len(x))
         h = self.lin(x).view(len(x), -1, self.heads, self.out_channels)
         query, key, value = h.expand(-1, 3, -1, -1).unbind(1)  # each [V, H, C]
         query, key = self.attention.normalize(query, key)
         if self.attention.value_scale is not None:
             value = cosine_normalize(value, self.attention.eps) * self.attention.value_scale
+        if fusable(self, ScaledCosineConv, edge_index, x, x):
+            graph = edge_csr(edge_index, len(x), len(x), num_self_loops=len(x))
+            out = edge_attention(
+                graph, query, key, value, dropout=self.dropout, training=self.training
+            )
+            return out.flatten(1)
+        edge_index, _ = remove_self_loops(edge_index)
+        edge_index, _ = add_self_loops(edge_index, num_nodes=len(x))
         # propagate_type: (query: Tensor, key: Tensor, value: Tensor)
         out = self.propagate(edge_index, query=query, key=key, value=value)
         return out.flatten(1)

@@ -3,7 +3,10 @@
 Shapes: E edges, sorted by target and, transposed, by source.
 """
 
+import warnings
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +14,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 __all__ = ["EdgeCSR", "edge_csr"]
+
+with warnings.catch_warnings():  # the notice, once per process, that CSR tensors are in beta
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +67,11 @@ class EdgeCSR:
             perm=perm.int(),
         )
 
+    def adjacency(self, values: Tensor) -> Tensor:
+        """Sparse matrix with a value per edge, [T, S]."""
+        size = (self.num_targets, self.num_sources)
+        return torch.sparse_csr_tensor(self.ptr, self.col, values, size, check_invariants=False)
+
     def copies(self, count: int) -> "EdgeCSR":
         """The graph ``count`` times side by side, as one: heads in one pass. Kept for reuse."""
         if count == 1:
@@ -87,7 +99,7 @@ class EdgeCSR:
 
 
 # per edge_index, as long as it lives: a copy of its content and the graphs sorted from it
-_SORTED = WeakTensorKeyDictionary()
+_SORTED: MutableMapping[Tensor, tuple[Tensor, dict[Any, EdgeCSR]]] = WeakTensorKeyDictionary()
 
 
 def edge_csr(
@@ -108,8 +120,8 @@ def edge_csr(
     Raises:
         IndexError: If an index is negative or not below its number of nodes.
     """
-    content, graphs = _SORTED.get(edge_index, (None, {}))
-    if content is None or not torch.equal(content, edge_index):
+    content, graphs = _SORTED.setdefault(edge_index, (edge_index.new_empty(0), {}))
+    if not torch.equal(content, edge_index):
         graphs = {}
         _SORTED[edge_index] = (edge_index.clone(), graphs)
     key = (num_sources, num_targets, num_self_loops)

@@ -1,0 +1,402 @@
+"""CUDA kernels of ``edge_attention``: a program per node and head walks the node's edges.
+
+Forward and gradient of the queries by target, gradients of keys and values by source. Sums are kept
+in single precision or better. A node's edges are walked by one warp, so that a few nodes with very
+many edges take the time of the whole.
+
+Shapes: as in ``edge_attention``; all tensors contiguous.
+"""
+# pyright: reportArgumentType=false, reportMissingImports=false, reportOperatorIssue=false
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .csr import EdgeCSR
+
+__all__ = ["backward", "forward", "max_backward", "max_forward"]
+
+
+@triton.jit
+def _rows(x, node, head, H: tl.constexpr, W: tl.constexpr, columns, valid, ACC: tl.constexpr):
+    """Rows [nodes, BLOCK] of x [N, H, W] for one head; zero where not valid."""
+    at = x + (node[:, None] * H + head) * W + columns[None, :]
+    return tl.load(at, mask=valid[:, None] & (columns < W)[None, :], other=0.0).to(ACC)
+
+
+@triton.jit
+def _forward(
+    ptr,
+    col,
+    query,
+    key,
+    value,
+    keep,
+    out,
+    log_sum,
+    num_edges,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    SLOPE: tl.constexpr,
+    KEEP_SCALE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # target * H + head
+    target, head = row // H, row % H
+    d, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
+    q = tl.load(query + row * D + d, mask=d < D, other=0.0).to(ACC)
+    largest = tl.full((), float("-inf"), ACC)
+    total = tl.full((), 0.0, ACC)
+    sums = tl.zeros((BLOCK_C,), ACC)
+    stop = tl.load(ptr + target + 1)
+    for start in range(tl.load(ptr + target), stop, BLOCK_E):
+        edge = start + tl.arange(0, BLOCK_E)
+        valid = edge < stop
+        source = tl.load(col + edge, mask=valid, other=0).to(tl.int64)
+        k = _rows(key, source, head, H, D, d, valid, ACC)
+        score = tl.sum(k * q[None, :], 1)
+        score = tl.where(score > 0, score, score * SLOPE)
+        score = tl.where(valid, score, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(score, 0))
+        weight = tl.exp(score - new_largest)
+        rescale = tl.exp(largest - new_largest)
+        largest = new_largest
+        total = total * rescale + tl.sum(weight, 0)
+        if HAS_KEEP:
+            weight *= tl.load(keep + head * num_edges + edge, mask=valid, other=0).to(ACC)
+        v = _rows(value, source, head, H, C, c, valid, ACC)
+        sums = sums * rescale + tl.sum(weight[:, None] * v, 0)
+    # a target without edges has total 0
+    sums *= KEEP_SCALE / tl.where(total == 0, 1.0, total)
+    tl.store(out + row * C + c, sums, mask=c < C)
+    tl.store(log_sum + row, largest + tl.log(total))
+
+
+@triton.jit
+def _backward_by_target(
+    ptr,
+    col,
+    query,
+    key,
+    value,
+    keep,
+    out,
+    log_sum,
+    grad,
+    grad_query,
+    delta,
+    num_edges,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    SLOPE: tl.constexpr,
+    KEEP_SCALE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target, head = row // H, row % H
+    d, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
+    q = tl.load(query + row * D + d, mask=d < D, other=0.0).to(ACC)
+    g = tl.load(grad + row * C + c, mask=c < C, other=0.0).to(ACC)
+    o = tl.load(out + row * C + c, mask=c < C, other=0.0).to(ACC)
+    own_delta = tl.sum(g * o, 0)  # mean of the weights' gradients
+    own_log_sum = tl.load(log_sum + row)
+    sums = tl.zeros((BLOCK_D,), ACC)
+    stop = tl.load(ptr + target + 1)
+    for start in range(tl.load(ptr + target), stop, BLOCK_E):
+        edge = start + tl.arange(0, BLOCK_E)
+        valid = edge < stop
+        source = tl.load(col + edge, mask=valid, other=0).to(tl.int64)
+        k = _rows(key, source, head, H, D, d, valid, ACC)
+        score = tl.sum(k * q[None, :], 1)
+        slopes = tl.where(score > 0, tl.full((BLOCK_E,), 1.0, ACC), tl.full((BLOCK_E,), SLOPE, ACC))
+        attn = tl.where(valid, tl.exp(score * slopes - own_log_sum), 0.0)
+        v = _rows(value, source, head, H, C, c, valid, ACC)
+        grad_attn = tl.sum(v * g[None, :], 1)
+        if HAS_KEEP:
+            kept = tl.load(keep + head * num_edges + edge, mask=valid, other=0).to(ACC)
+            grad_attn *= kept * KEEP_SCALE
+        grad_score = attn * (grad_attn - own_delta) * slopes
+        sums += tl.sum(grad_score[:, None] * k, 0)
+    tl.store(grad_query + row * D + d, sums.to(grad_query.dtype.element_ty), mask=d < D)
+    tl.store(delta + row, own_delta)
+
+
+@triton.jit
+def _backward_by_source(
+    ptr_t,
+    row_t,
+    perm,
+    query,
+    key,
+    value,
+    keep,
+    log_sum,
+    delta,
+    grad,
+    grad_key,
+    grad_value,
+    num_edges,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    SLOPE: tl.constexpr,
+    KEEP_SCALE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # source * H + head
+    source, head = row // H, row % H
+    d, c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
+    k = tl.load(key + row * D + d, mask=d < D, other=0.0).to(ACC)
+    v = tl.load(value + row * C + c, mask=c < C, other=0.0).to(ACC)
+    key_sums = tl.zeros((BLOCK_D,), ACC)
+    value_sums = tl.zeros((BLOCK_C,), ACC)
+    stop = tl.load(ptr_t + source + 1)
+    for start in range(tl.load(ptr_t + source), stop, BLOCK_E):
+        edge = start + tl.arange(0, BLOCK_E)
+        valid = edge < stop
+        target = tl.load(row_t + edge, mask=valid, other=0).to(tl.int64)
+        q = _rows(query, target, head, H, D, d, valid, ACC)
+        g = _rows(grad, target, head, H, C, c, valid, ACC)
+        at = target * H + head
+        score = tl.sum(q * k[None, :], 1)
+        slopes = tl.where(score > 0, tl.full((BLOCK_E,), 1.0, ACC), tl.full((BLOCK_E,), SLOPE, ACC))
+        log_sums = tl.load(log_sum + at, mask=valid, other=0.0)
+        attn = tl.where(valid, tl.exp(score * slopes - log_sums), 0.0)
+        grad_attn = tl.sum(g * v[None, :], 1)
+        weight = attn
+        if HAS_KEEP:
+            position = tl.load(perm + edge, mask=valid, other=0)
+            kept = tl.load(keep + head * num_edges + position, mask=valid, other=0).to(ACC)
+            weight = attn * kept * KEEP_SCALE
+            grad_attn *= kept * KEEP_SCALE
+        grad_score = attn * (grad_attn - tl.load(delta + at, mask=valid, other=0.0)) * slopes
+        key_sums += tl.sum(grad_score[:, None] * q, 0)
+        value_sums += tl.sum(weight[:, None] * g, 0)
+    tl.store(grad_key + row * D + d, key_sums.to(grad_key.dtype.element_ty), mask=d < D)
+    tl.store(grad_value + row * C + c, value_sums.to(grad_value.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def _max_forward(
+    ptr, col, values, largest, H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    target = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK_H)
+    best = tl.zeros((BLOCK_H,), values.dtype.element_ty)
+    stop = tl.load(ptr + target + 1)
+    for begin in range(tl.load(ptr + target), stop, BLOCK_E):
+        edge = begin + tl.arange(0, BLOCK_E)
+        source = tl.load(col + edge, mask=edge < stop, other=0).to(tl.int64)
+        mask = (edge < stop)[:, None] & (h < H)[None, :]
+        x = tl.load(values + source[:, None] * H + h[None, :], mask=mask, other=0.0)
+        best = tl.maximum(best, tl.max(x, 0))
+    tl.store(largest + target * H + h, best, mask=h < H)
+
+
+@triton.jit
+def _max_share(
+    ptr,
+    col,
+    values,
+    largest,
+    grad,
+    share,
+    H: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Divide a target's gradient by the number of its edges that have the maximum."""
+    target = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK_H)
+    at = target * H + h
+    best = tl.load(largest + at, mask=h < H, other=0.0)
+    count = tl.zeros((BLOCK_H,), tl.int32)
+    stop = tl.load(ptr + target + 1)
+    for begin in range(tl.load(ptr + target), stop, BLOCK_E):
+        edge = begin + tl.arange(0, BLOCK_E)
+        source = tl.load(col + edge, mask=edge < stop, other=0).to(tl.int64)
+        mask = (edge < stop)[:, None] & (h < H)[None, :]
+        x = tl.load(values + source[:, None] * H + h[None, :], mask=mask, other=-1.0)
+        count += tl.sum((x == best[None, :]).to(tl.int32), 0)
+    g = tl.load(grad + at, mask=h < H, other=0.0)
+    tl.store(share + at, g / tl.maximum(count, 1), mask=h < H)
+
+
+@triton.jit
+def _max_backward(
+    ptr_t,
+    row_t,
+    values,
+    largest,
+    share,
+    grad_values,
+    H: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    source = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK_H)
+    own = tl.load(values + source * H + h, mask=h < H, other=0.0)
+    sums = tl.zeros((BLOCK_H,), grad_values.dtype.element_ty)
+    stop = tl.load(ptr_t + source + 1)
+    for begin in range(tl.load(ptr_t + source), stop, BLOCK_E):
+        edge = begin + tl.arange(0, BLOCK_E)
+        target = tl.load(row_t + edge, mask=edge < stop, other=0).to(tl.int64)
+        mask = (edge < stop)[:, None] & (h < H)[None, :]
+        at = target[:, None] * H + h[None, :]
+        is_largest = tl.load(largest + at, mask=mask, other=-1.0) == own[None, :]
+        sums += tl.sum(tl.where(is_largest, tl.load(share + at, mask=mask, other=0.0), 0.0), 0)
+    tl.store(grad_values + source * H + h, sums, mask=h < H)
+
+
+def _settings(query: Tensor, value: Tensor, keep: Tensor | None) -> dict[str, Any]:
+    _, heads, channels = value.shape
+    block_d, block_c = (triton.next_power_of_2(x.size(-1)) for x in (query, value))
+    return {
+        "H": heads,
+        "D": query.size(-1),
+        "C": channels,
+        "BLOCK_E": max(2, min(16, 1024 // max(block_c, block_d))),
+        "BLOCK_D": block_d,
+        "BLOCK_C": block_c,
+        "HAS_KEEP": keep is not None,
+        "ACC": tl.float64 if torch.float64 in (query.dtype, value.dtype) else tl.float32,
+        "num_warps": 1,
+    }
+
+
+def forward(
+    graph: EdgeCSR,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    negative_slope: float,
+    keep_scale: float,
+    keep: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, unrounded, and what the backward pass needs: it and the log-normaliser."""
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    dtype = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
+    out = value.new_empty(graph.num_targets, *value.shape[1:], dtype=dtype)
+    log_sum = out.new_empty(out.shape[:2])
+    with torch.cuda.device_of(value):
+        _forward[(log_sum.numel(),)](
+            graph.ptr,
+            graph.col,
+            query,
+            key,
+            value,
+            keep,
+            out,
+            log_sum,
+            graph.num_edges,
+            SLOPE=negative_slope,
+            KEEP_SCALE=keep_scale,
+            **_settings(query, value, keep),
+        )
+    return out, out, log_sum
+
+
+def backward(
+    graph: EdgeCSR,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    negative_slope: float,
+    keep_scale: float,
+    keep: Tensor | None,
+    out: Tensor,
+    log_sum: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    grad = grad.contiguous()
+    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
+    delta = torch.empty_like(log_sum)
+    settings = _settings(query, value, keep)
+    with torch.cuda.device_of(value):
+        _backward_by_target[(log_sum.numel(),)](
+            graph.ptr,
+            graph.col,
+            query,
+            key,
+            value,
+            keep,
+            out,
+            log_sum,
+            grad,
+            grad_query,
+            delta,
+            graph.num_edges,
+            SLOPE=negative_slope,
+            KEEP_SCALE=keep_scale,
+            **settings,
+        )
+        _backward_by_source[(graph.num_sources * value.size(1),)](
+            graph.ptr_t,
+            graph.row_t,
+            graph.perm,
+            query,
+            key,
+            value,
+            keep,
+            log_sum,
+            delta,
+            grad,
+            grad_key,
+            grad_value,
+            graph.num_edges,
+            SLOPE=negative_slope,
+            KEEP_SCALE=keep_scale,
+            **settings,
+        )
+    return grad_query, grad_key, grad_value
+
+
+def _max_settings(values: Tensor) -> dict[str, Any]:
+    heads = values.size(1)
+    return {"H": heads, "BLOCK_E": 16, "BLOCK_H": triton.next_power_of_2(heads), "num_warps": 1}
+
+
+def max_forward(graph: EdgeCSR, values: Tensor) -> Tensor:
+    """Return the maxima, [T, H]."""
+    values = values.contiguous()
+    largest = values.new_empty(graph.num_targets, values.size(1))
+    with torch.cuda.device_of(values):
+        _max_forward[(graph.num_targets,)](
+            graph.ptr, graph.col, values, largest, **_max_settings(values)
+        )
+    return largest
+
+
+def max_backward(graph: EdgeCSR, values: Tensor, largest: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the values: each edge that has the maximum gets an even share."""
+    values, grad = values.contiguous(), grad.contiguous()
+    share, grad_values = torch.empty_like(grad), torch.empty_like(values)
+    settings = _max_settings(values)
+    with torch.cuda.device_of(values):
+        _max_share[(graph.num_targets,)](
+            graph.ptr, graph.col, values, largest, grad, share, **settings
+        )
+        _max_backward[(graph.num_sources,)](
+            graph.ptr_t, graph.row_t, values, largest, share, grad_values, **settings
+        )
+    return grad_values
