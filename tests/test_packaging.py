@@ -19,7 +19,7 @@ ALLOWED = {
     "lipsformer/layers": {*CORE, "einops", "lipsformer.layers"},
     "lipsformer/models": {*CORE, "einops", "lipsformer.layers", "lipsformer.models"},
     "lipsformer/graph": {
-        *{"torch", "torch_geometric", "matplotlib", "numpy"},
+        *{"torch", "torch_geometric", "triton", "matplotlib", "numpy"},
         *{"lipsformer.layers", "lipsformer.graph", "lipsformer.config"},
     },
     "lipsformer/analysis": {*CORE, "matplotlib", "lipsformer.layers", "lipsformer.analysis"},

@@ -54,13 +54,14 @@ class EdgeCSR:
     def build(source: Tensor, target: Tensor, num_sources: int, num_targets: int) -> "EdgeCSR":
         """Sort edges, both [E] int64; edges of one target keep their order."""
         row, order = target.sort(stable=True)
-        col, perm = source[order].sort(stable=True)
+        source = source[order]
+        col, perm = source.sort(stable=True)
         to_ptr = torch._convert_indices_from_coo_to_csr
         return EdgeCSR(
             num_sources,
             num_targets,
             ptr=to_ptr(row, num_targets, out_int32=True),
-            col=source[order].int(),
+            col=source.int(),
             row=row.int(),
             ptr_t=to_ptr(col, num_sources, out_int32=True),
             row_t=row[perm].int(),

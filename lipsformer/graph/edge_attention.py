@@ -50,7 +50,9 @@ def fusable(
         type(edge_index) is Tensor
         and edge_index.layout is torch.strided
         and edge_index.dtype is torch.int64
-        and 0 < edge_index.numel() < 2**31
+        and edge_index.dim() == 2
+        and len(edge_index) == 2
+        and 0 < edge_index.size(1) < 2**31 - 2**24  # positions are int32, self loops included
         and target is not None
         and (size is None or tuple(size) == (len(source), len(target)))
         and source.device.type in _DEVICES

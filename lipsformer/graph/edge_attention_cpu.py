@@ -49,6 +49,9 @@ def _edge_sum(graph: EdgeCSR, values: Tensor) -> Tensor:
 
 def _edge_dot(graph: EdgeCSR, target: Tensor, source: Tensor) -> Tensor:
     """Dot product of both ends of every edge, [E]; rows padded to what the kernel is fast for."""
+    if graph.num_edges > graph.num_targets * graph.num_sources:
+        # so many edges are doubles that a sparse matrix cannot hold them
+        return (target.index_select(0, graph.row) * source.index_select(0, graph.col)).sum(1)
     pad = (0, -target.size(1) % 8)
     out = graph.adjacency(target.new_zeros(graph.num_edges))
     torch.sparse.sampled_addmm(out, F.pad(target, pad), F.pad(source, pad).T, beta=0, out=out)

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from .csr import EdgeCSR
 
-__all__ = ["backward", "forward", "max_backward", "max_forward"]
+__all__ = ["LAUNCH", "backward", "forward", "max_backward", "max_forward"]
+
+LAUNCH: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -74,8 +76,8 @@ def _forward(
             weight *= tl.load(keep + head * num_edges + edge, mask=valid, other=0).to(ACC)
         v = _rows(value, source, head, H, C, c, valid, ACC)
         sums = sums * rescale + tl.sum(weight[:, None] * v, 0)
-    # a target without edges has total 0
-    sums *= KEEP_SCALE / tl.where(total == 0, 1.0, total)
+    total = tl.where(total == 0, 1.0, total)  # a target without edges
+    sums *= KEEP_SCALE / total
     tl.store(out + row * C + c, sums, mask=c < C)
     tl.store(log_sum + row, largest + tl.log(total))
 
@@ -278,7 +280,7 @@ def _settings(query: Tensor, value: Tensor, keep: Tensor | None) -> dict[str, An
         "BLOCK_C": block_c,
         "HAS_KEEP": keep is not None,
         "ACC": tl.float64 if torch.float64 in (query.dtype, value.dtype) else tl.float32,
-        "num_warps": 1,
+        **LAUNCH,
     }
 
 
@@ -373,7 +375,7 @@ def backward(
 
 def _max_settings(values: Tensor) -> dict[str, Any]:
     heads = values.size(1)
-    return {"H": heads, "BLOCK_E": 16, "BLOCK_H": triton.next_power_of_2(heads), "num_warps": 1}
+    return {"H": heads, "BLOCK_E": 16, "BLOCK_H": triton.next_power_of_2(heads), **LAUNCH}
 
 
 def max_forward(graph: EdgeCSR, values: Tensor) -> Tensor:

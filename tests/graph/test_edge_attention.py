@@ -1,0 +1,314 @@
+import copy
+import gc
+import importlib
+import math
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from torch_geometric.nn import MessagePassing
+
+from lipsformer.graph import (
+    LipschitzGATConv,
+    LipschitzTransformerConv,
+    ScaledCosineConv,
+    edge_attention_cpu,
+)
+from lipsformer.graph import conv as conv_module
+from lipsformer.graph.csr import edge_csr
+from lipsformer.graph.edge_attention import edge_attention, neighbor_max
+from lipsformer.layers.score_norm import segment_max
+from tests.conftest import ROOT
+from tests.graph.edges import (
+    CHANNELS,
+    EDGES,
+    FEATURES,
+    HEADS,
+    SOURCES,
+    TARGETS,
+    looped_attention,
+    random_edges,
+    random_inputs,
+)
+
+GPU_TESTS = ROOT / "tests/graph/test_edge_attention_gpu.py"
+CONVS = [LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv]
+
+
+@pytest.mark.parametrize("edges_per_pass", [EDGES, 2**20])
+@pytest.mark.parametrize("size", [1.0, 40.0])  # small and large scores
+@pytest.mark.parametrize(("slope", "dropout"), [(1.0, 0.0), (0.2, 0.0), (0.2, 0.37)])
+def test_value_and_gradient_equal_a_loop(monkeypatch, edges_per_pass, size, slope, dropout):
+    monkeypatch.setattr(edge_attention_cpu, "_EDGES_PER_PASS", edges_per_pass)
+    edge_index, inputs = random_edges(), random_inputs(size)
+    keep = torch.rand(HEADS, EDGES) >= dropout if dropout else None
+    out = edge_attention(
+        edge_csr(edge_index, SOURCES, TARGETS),
+        *inputs,
+        negative_slope=slope,
+        dropout=dropout,
+        keep=keep,
+    )
+    expected = looped_attention(edge_index, *inputs, slope, keep, dropout)
+    torch.testing.assert_close(out, expected)
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad(out, inputs, weight)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, inputs, weight))
+
+
+def test_more_edges_than_pairs_of_nodes():
+    edge_index = torch.randint(3, (2, 41))
+    conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS, add_self_loops=False)
+    x = torch.randn(3, FEATURES)
+    torch.testing.assert_close(conv(x, edge_index), message_by_message(conv)(x, edge_index))
+
+
+def test_second_derivative_equals_that_of_a_loop():
+    edge_index, inputs = random_edges(), random_inputs()
+    weights = [torch.randn_like(x) for x in inputs]
+    results = []
+    for out in (
+        edge_attention(edge_csr(edge_index, SOURCES, TARGETS), *inputs, negative_slope=0.2),
+        looped_attention(edge_index, *inputs, 0.2),
+    ):
+        grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+        penalty = sum((g * w).sum() for g, w in zip(grads, weights, strict=True))
+        results.append(torch.autograd.grad(penalty, inputs))
+    torch.testing.assert_close(*results)
+
+
+def test_neighbor_max_equals_segment_max_with_equal_maxima():
+    edge_index = random_edges()
+    values = torch.randint(3, (SOURCES, HEADS)).double().requires_grad_()
+    graph = edge_csr(edge_index, SOURCES, TARGETS)
+    out = neighbor_max(values, graph)
+    expected = segment_max(values[edge_index[0]], edge_index[1], TARGETS)
+    assert torch.equal(out, expected)
+    weight = torch.randn_like(out)
+    for create_graph in (False, True):
+        (grad,) = torch.autograd.grad(out, values, weight, True, create_graph)
+        (expected_grad,) = torch.autograd.grad(expected, values, weight, retain_graph=True)
+        torch.testing.assert_close(grad, expected_grad)
+
+
+def message_by_message(conv):
+    """The same layer with a hook that changes nothing but needs the messages."""
+    other = copy.deepcopy(conv)
+    other.calls = []
+    other.register_message_forward_hook(lambda module, *_: module.calls.append(1))
+    return other
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return edge_attention(*args, **kwargs)
+
+    monkeypatch.setattr(conv_module, "edge_attention", counted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("layer", "kwargs", "bipartite"),
+    [
+        (LipschitzGATConv, {}, False),
+        (LipschitzGATConv, {}, True),
+        (LipschitzGATConv, {"add_self_loops": False, "residual": True}, False),
+        (LipschitzGATConv, {"add_self_loops": False, "concat": False}, True),
+        (LipschitzGATConv, {"att_norm": 1e-3, "scale_individually": False}, False),
+        (LipschitzGATConv, {"score_norm": None, "bias": False}, False),
+        (LipschitzTransformerConv, {}, False),
+        (LipschitzTransformerConv, {"concat": False, "beta": True}, True),
+        (LipschitzTransformerConv, {"score_norm": None, "root_weight": False}, False),
+        (ScaledCosineConv, {}, False),
+        (ScaledCosineConv, {"share_projection": True, "value_scale": None}, False),
+    ],
+)
+def test_convolution_equals_its_messages(fused_calls, layer, kwargs, bipartite):
+    torch.manual_seed(2)
+    conv = layer((FEATURES, 2) if bipartite else FEATURES, CHANNELS, HEADS, **kwargs).double()
+    reference = message_by_message(conv)
+    results = []
+    for own in (conv, reference):
+        source = torch.linspace(-1, 2, SOURCES * FEATURES, dtype=torch.double).sin()
+        source = source.view(SOURCES, FEATURES).requires_grad_()
+        target = source[:TARGETS, :2].square()
+        out = own((source, target) if bipartite else source, random_edges())
+        out.square().sum().backward()
+        grads = {name: p.grad for name, p in own.named_parameters()}
+        results.append((out, source.grad, grads))
+    torch.testing.assert_close(*results)
+    assert len(fused_calls) == 1 and len(reference.calls) == 1
+
+
+@pytest.mark.parametrize("layer", CONVS)
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float, False), (torch.bfloat16, False), (torch.float, True)]
+)
+def test_other_types_equal_the_messages(layer, dtype, autocast):
+    conv = layer(FEATURES, CHANNELS, HEADS).to(dtype)
+    x, edge_index = torch.randn(SOURCES, FEATURES, dtype=dtype), random_edges()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out, expected = conv(x, edge_index), message_by_message(conv)(x, edge_index)
+    if dtype is torch.bfloat16 or autocast:
+        tolerance = {"rtol": 0.02, "atol": 0.02}
+    else:
+        tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(out, expected, **tolerance)
+
+
+def test_dropout_scales_what_it_keeps():
+    degree, rate = 1999, 0.3
+    star = torch.stack([torch.arange(degree), torch.zeros(degree, dtype=torch.long)])
+    graph = edge_csr(star, degree, 1)
+    query, key = torch.zeros(1, 2, 1), torch.zeros(degree, 2, 1)
+    value = torch.eye(degree).unsqueeze(1).expand(-1, 2, -1)  # the output shows each weight
+    weights = edge_attention(graph, query, key, value, dropout=rate)[0]
+    kept = weights > 0
+    torch.testing.assert_close(
+        weights[kept], torch.full_like(weights[kept], 1 / degree / (1 - rate))
+    )
+    deviation = math.sqrt(rate * (1 - rate) / degree)
+    assert (kept.float().mean(1) - (1 - rate)).abs().max() < 4 * deviation
+    both = kept.all(0).float().mean() - (1 - rate) ** 2  # heads drop independently
+    assert both.abs() < 4 * deviation
+    full = edge_attention(graph, query, key, value, dropout=rate, training=False)
+    torch.testing.assert_close(full, torch.full_like(full, 1 / degree))
+
+
+def test_nothing_is_kept_per_edge_but_the_dropout_mask():
+    def kept_bytes(num_edges, dropout):
+        edge_index = torch.randint(SOURCES, (2, num_edges))
+        conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS, add_self_loops=False, dropout=dropout)
+        sizes = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive: no address twice
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = conv(torch.randn(SOURCES, FEATURES), edge_index)
+        assert out.grad_fn is not None
+        return sum(size for size, _ in sizes.values())
+
+    assert kept_bytes(101, 0.0) == kept_bytes(1009, 0.0)
+    assert kept_bytes(1009, 0.5) - kept_bytes(101, 0.5) == (1009 - 101) * HEADS
+
+
+class TestSortedEdges:
+    def test_sorted_once_while_nothing_changes(self):
+        edge_index = random_edges()
+        graph = edge_csr(edge_index, SOURCES, TARGETS)
+        assert edge_csr(edge_index, SOURCES, TARGETS) is graph
+        assert edge_csr(edge_index, SOURCES, SOURCES) is not graph
+
+    def test_change_in_place_is_seen_even_behind_torchs_back(self):
+        edge_index = random_edges()
+        conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS)
+        x = torch.randn(SOURCES, FEATURES)
+        before = conv(x, edge_index)
+        edge_index.numpy()[0, 0] = (edge_index[0, 0] + 1) % SOURCES  # no version counts this
+        after = conv(x, edge_index)
+        torch.testing.assert_close(after, message_by_message(conv)(x, edge_index))
+        assert not torch.allclose(after, before)
+
+    def test_forgotten_with_the_edges(self):
+        edge_index = random_edges()
+        graph = weakref.ref(edge_csr(edge_index, SOURCES, TARGETS))
+        del edge_index
+        gc.collect()
+        assert graph() is None
+
+    @pytest.mark.parametrize(("row", "name"), [(0, "source"), (1, "target")])
+    def test_index_out_of_range_raises(self, row, name):
+        edge_index = random_edges()
+        edge_index[row, 3] = SOURCES
+        edge_index[row, 4] = 0
+        message = f"holds {name}s 0..{SOURCES}, but there are {SOURCES} {name} nodes"
+        with pytest.raises(IndexError, match=message):
+            edge_csr(edge_index, SOURCES, SOURCES)
+
+
+class TestWhatNeedsTheMessagesGetsThem:
+    def test_overridden_message(self):
+        class Doubled(LipschitzGATConv):
+            def message(self, x_j, alpha):
+                return 2 * super().message(x_j, alpha)
+
+        conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS, bias=False)
+        doubled = Doubled(FEATURES, CHANNELS, HEADS, bias=False)
+        doubled.load_state_dict(conv.state_dict())
+        x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
+        torch.testing.assert_close(doubled(x, edge_index), 2 * conv(x, edge_index))
+
+    @pytest.mark.parametrize("kwargs", [{"aggr": "max"}, {"flow": "target_to_source"}])
+    def test_other_aggregation_or_flow(self, fused_calls, kwargs):
+        conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS, **kwargs)
+        assert isinstance(conv, MessagePassing)
+        conv(torch.randn(SOURCES, FEATURES), random_edges())
+        assert not fused_calls
+
+    def test_forward_mode(self):
+        conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS, score_norm=None).double()
+        x, direction = torch.randn(2, SOURCES, FEATURES, dtype=torch.double)
+        edge_index = random_edges()
+        _, pushed = torch.func.jvp(lambda v: conv(v, edge_index), (x,), (direction,))
+        step = 1e-6 * direction
+        expected = (conv(x + step, edge_index) - conv(x - step, edge_index)) / 2e-6
+        torch.testing.assert_close(pushed, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_triton_kernels_equal_a_loop_in_the_interpreter():
+    """In a process of its own: the interpreter takes the kernels' place where they are defined."""
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "gpu",
+            "tests/graph/test_edge_attention_gpu.py",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_triton_kernels_compile_for_a_gpu_that_is_not_there(monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton", reason="the kernels are Triton's")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernels = importlib.import_module("lipsformer.graph.edge_attention_triton")
+    hopper = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    sizes = {"H": 3, "D": 2, "C": 5, "BLOCK_E": 16, "BLOCK_D": 2, "BLOCK_C": 8, "BLOCK_H": 4}
+    constants = {**sizes, "SLOPE": 0.2, "KEEP_SCALE": 1.6, "HAS_KEEP": True}
+    constants["ACC"] = triton.language.float32
+    integers = {"ptr": "*i32", "col": "*i32", "ptr_t": "*i32", "row_t": "*i32", "perm": "*i32"}
+    types = {**integers, "keep": "*i1", "num_edges": "i32", "value": "*bf16", "grad_value": "*bf16"}
+    for name in (
+        "_forward",
+        "_backward_by_target",
+        "_backward_by_source",
+        "_max_forward",
+        "_max_share",
+        "_max_backward",
+    ):
+        kernel = getattr(kernels, name)
+        own = {key: value for key, value in constants.items() if key in kernel.arg_names}
+        signature = {
+            key: "constexpr" if key in own else types.get(key, "*fp32") for key in kernel.arg_names
+        }
+        source = triton.compiler.ASTSource(kernel, signature, own)
+        compiled = triton.compile(source, target=hopper, options=kernels.LAUNCH)
+        assert ".target sm_90" in compiled.asm["ptx"] and compiled.asm["cubin"]

@@ -1,0 +1,104 @@
+"""The Triton kernels, on a GPU or, with TRITON_INTERPRET=1 set, in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
+from lipsformer.graph.csr import edge_csr
+from lipsformer.layers.score_norm import segment_max
+from tests.graph.edges import (
+    CHANNELS,
+    EDGES,
+    FEATURES,
+    HEADS,
+    SOURCES,
+    TARGETS,
+    looped_attention,
+    random_edges,
+    random_inputs,
+)
+
+kernels = pytest.importorskip("lipsformer.graph.edge_attention_triton", exc_type=ImportError)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [pytest.mark.gpu, *([] if INTERPRETED else [needs_cuda])]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "slope", "dropout"),
+    [
+        (torch.double, 1.0, 1.0, 0.0),
+        (torch.double, 40.0, 0.2, 0.37),
+        (torch.float, 3.0, 0.2, 0.0),
+        (torch.bfloat16, 1.0, 0.2, 0.37),
+    ],
+)
+def test_value_and_gradient_equal_a_loop(dtype, size, slope, dropout):
+    edge_index = random_edges()
+    inputs = random_inputs(size, dtype, DEVICE)
+    keep = torch.rand(HEADS, EDGES) >= dropout if dropout else None
+    exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    expected = looped_attention(edge_index, *exact, slope, keep, dropout)
+    weight = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad(expected, exact, weight)
+
+    graph = edge_csr(edge_index.to(DEVICE), SOURCES, TARGETS)
+    arguments = [graph, *(x.detach() for x in inputs)]
+    settings = [slope, 1 / (1 - dropout), None if keep is None else keep.to(DEVICE)]
+    out, *residuals = kernels.forward(*arguments, *settings)
+    weight = weight.to(DEVICE, out.dtype)
+    grads = kernels.backward(*arguments, weight, *settings, *residuals)
+    assert all(grad.dtype is dtype for grad in grads)
+    tolerance = {torch.double: 1e-9, torch.float: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(
+        [x.double().cpu() for x in (out, *grads)],
+        [expected, *expected_grads],
+        rtol=tolerance,
+        atol=tolerance,
+    )
+
+
+def test_single_precision_scores_of_half_precision_values():
+    query, key, value = (x.detach() for x in random_inputs(1.0, torch.float, DEVICE))
+    value = value.bfloat16()
+    graph = edge_csr(random_edges().to(DEVICE), SOURCES, TARGETS)
+    out, *residuals = kernels.forward(graph, query, key, value, 0.2, 1.0, None)
+    same = kernels.forward(graph, query, key, value.float(), 0.2, 1.0, None)[0]
+    torch.testing.assert_close(out, same)
+    grads = kernels.backward(graph, query, key, value, out, 0.2, 1.0, None, *residuals)
+    assert [grad.dtype for grad in grads] == [torch.float, torch.float, torch.bfloat16]
+
+
+def test_maximum_shares_its_gradient_among_equals():
+    edge_index = random_edges()
+    values = torch.randint(3, (SOURCES, HEADS)).double().requires_grad_()
+    expected = segment_max(values[edge_index[0]], edge_index[1], TARGETS)
+    weight = torch.randn_like(expected)
+    (expected_grad,) = torch.autograd.grad(expected, values, weight)
+    graph = edge_csr(edge_index.to(DEVICE), SOURCES, TARGETS)
+    values = values.detach().to(DEVICE)
+    largest = kernels.max_forward(graph, values)
+    grad = kernels.max_backward(graph, values, largest, weight.to(DEVICE))
+    torch.testing.assert_close((largest.cpu(), grad.cpu()), (expected, expected_grad))
+
+
+@needs_cuda
+@pytest.mark.parametrize("layer", [LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv])
+@pytest.mark.parametrize("channels", [CHANNELS, 67])
+def test_convolution_equals_that_on_the_cpu(layer, channels):
+    conv = layer(FEATURES, channels, HEADS)
+    x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
+    results = []
+    for device, dtype in (("cpu", torch.double), ("cuda", torch.float)):
+        own = conv.to(device, dtype)
+        own.zero_grad()
+        nodes = x.to(device, dtype).requires_grad_()
+        out = own(nodes, edge_index.to(device))
+        out.square().sum().backward()
+        grads = [p.grad for p in own.parameters()]
+        results.append([t.detach().float().cpu().clone() for t in (out, nodes.grad, *grads)])
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
