@@ -1,5 +1,8 @@
 """Graph attention with Lipschitz-continuous scores, on PyG's convolutions.
 
+Each layer takes one fused pass over the sorted edges (``edge_attention``) where that gives what its
+messages would, as ``fusable`` decides, and PyG's messages otherwise.
+
 Shapes: V nodes, E edges, H heads, C channels per head.
 """
 
