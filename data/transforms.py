@@ -11,8 +11,12 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import auto_augment as timms
-from timm.data.transforms import RandomResizedCropAndInterpolation, str_to_interp_mode
-from timm.data.transforms_factory import transforms_imagenet_eval, transforms_imagenet_train
+from timm.data.transforms import (
+    RandomResizedCropAndInterpolation,
+    str_to_interp_mode,
+    str_to_pil_interp,
+)
+from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional
@@ -125,28 +129,51 @@ class _ThroughPillow:
 class EvalTransform:
     """Resize of the short side to img_size / crop_pct, centre crop: picture -> uint8 [3, H, W].
 
-    timm's own on Pillow images, bit for bit. Only of strips more than 100 times as long as wide,
-    the middle alone is resized: 1x5000 pixels would otherwise become a gigabyte.
+    Equal to timm's bit for bit, but what the crop leaves out is resized only where it must be:
+    Pillow's filter weights follow from the whole width and height, yet its two passes, first along
+    the rows and then along the columns, can be asked for one at a time. Of strips more than 100
+    times as long as wide, the middle alone is resized: 1x5000 pixels would otherwise become a
+    gigabyte.
     """
 
     def __init__(self, data: DataConfig):
-        self.transform = transforms_imagenet_eval(
-            img_size=data.img_size,
-            crop_pct=data.crop_pct,
-            interpolation=data.interpolation,
-            normalize=False,
-        )
+        self.img_size = data.img_size
+        self.resized = math.floor(data.img_size / data.crop_pct)
+        self.resampling = str_to_pil_interp(data.interpolation)
 
     def __call__(self, picture: Picture) -> Tensor:
-        image = picture.image()
-        middle = _middle(*image.size)
-        if middle[2:] != image.size:
-            image = image.crop(middle)
-        return self.transform(image)  # pyright: ignore[reportReturnType]
+        img = _middle(picture.pixels())
+        size, (height, width) = self.img_size, img.shape[:2]
+        short = min(height, width)
+        new_height, new_width = (int(self.resized * side / short) for side in (height, width))
+        top, left = (round((side - size) / 2) for side in (new_height, new_width))
+        if (new_height, new_width) != (height, width):
+            # The rows that count, and those that the filter reaches beyond them.
+            scale = height / new_height
+            reach = math.ceil(2 * max(scale, 1)) + 1
+            first = max(0, math.floor(top * scale) - reach)
+            last = min(height, math.ceil((top + size) * scale) + reach)
+            rows = Image.fromarray(img[first:last]).resize(
+                (new_width, last - first), self.resampling
+            )
+            columns = Image.new("RGB", (size, height))
+            columns.paste(rows.crop((left, 0, left + size, last - first)), (0, first))
+            img = np.array(
+                columns.resize((size, new_height), self.resampling).crop((0, top, size, top + size))
+            )
+        else:
+            img = np.ascontiguousarray(img[top : top + size, left : left + size])
+        return torch.from_numpy(img).permute(2, 0, 1)
 
 
 class FastEvalTransform:
-    """`EvalTransform` with torch's resize instead of Pillow's, whose weights have fewer bits."""
+    """`EvalTransform` with torch's resize, several times faster: at most two levels of 255 apart.
+
+    Torch's filter weights have 16 bits where Pillow's have 23, which alone changes a pass by less
+    than 0.1 levels, so that its rounded values differ by one at most. The second pass turns one
+    into at most 1.25, the sum of the absolute weights of the bicubic filter, which rounds to two
+    at most.
+    """
 
     def __init__(self, data: DataConfig):
         self.img_size = data.img_size
@@ -154,15 +181,14 @@ class FastEvalTransform:
         self.interpolation = str_to_interp_mode(data.interpolation)
 
     def __call__(self, picture: Picture) -> Tensor:
-        img = picture.pixels()
-        left, top, right, bottom = _middle(img.shape[1], img.shape[0])
-        part = torch.from_numpy(np.ascontiguousarray(img[top:bottom, left:right]))[None]
+        part = torch.from_numpy(np.ascontiguousarray(_middle(picture.pixels())))[None]
         part = part.permute(0, 3, 1, 2)
         part = functional.resize(part, [self.resized], self.interpolation, antialias=True)
         return functional.center_crop(part, [self.img_size])[0]
 
 
-def _middle(width: int, height: int) -> tuple[int, int, int, int]:
-    """The box of at most 100 times its shorter side around the centre."""
+def _middle(img: np.ndarray) -> np.ndarray:
+    """The part [H, W, 3] around the centre that is at most 100 times as long as wide."""
+    height, width = img.shape[:2]
     x, y = max(0, width - 100 * height) // 2, max(0, height - 100 * width) // 2
-    return x, y, width - x, height - y
+    return img[y : height - y, x : width - x]

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 from timm.data import create_transform
 from timm.data.transforms import RandomResizedCropAndInterpolation
@@ -18,11 +20,14 @@ def picture(width: int, height: int) -> ArrayPicture:
 
 
 @pytest.mark.parametrize(("img_size", "crop_pct"), [(32, 0.875), (61, 0.9), (97, 1.0)])
-@pytest.mark.parametrize("size", [(53, 41), (41, 131), (300, 37), (1, 50)])
-def test_evaluation_equals_timms_bit_for_bit(img_size, crop_pct, size):
-    data = DataConfig(source="folder", img_size=img_size, crop_pct=crop_pct)
+@pytest.mark.parametrize("size", [(53, 41), (41, 131), (300, 37), (1, 50), (607, 907), (36, 47)])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_evaluation_equals_timms_bit_for_bit(img_size, crop_pct, size, interpolation):
+    data = DataConfig(
+        source="folder", img_size=img_size, crop_pct=crop_pct, interpolation=interpolation
+    )
     timms = create_transform(
-        img_size, interpolation="bicubic", crop_pct=crop_pct, use_prefetcher=True
+        img_size, interpolation=interpolation, crop_pct=crop_pct, use_prefetcher=True
     )
     expected = timms(photo(*size))
     assert torch.equal(EvalTransform(data)(picture(*size)), expected)
@@ -31,7 +36,25 @@ def test_evaluation_equals_timms_bit_for_bit(img_size, crop_pct, size):
     assert torch.equal(EvalTransform(data)(EncodedPicture(content, "a photo")), expected)
 
 
-@pytest.mark.parametrize("size", [(53, 41), (41, 131), (300, 37), (61, 61)])
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(1, 300),
+    height=st.integers(1, 300),
+    img_size=st.integers(1, 64),
+    crop_pct=st.floats(0.5, 1),
+)
+def test_evaluation_equals_timms_at_every_size(width, height, img_size, crop_pct):
+    height = min(height, 100 * width)
+    width = min(width, 100 * height)
+    data = DataConfig(source="folder", img_size=img_size, crop_pct=crop_pct)
+    timms = create_transform(
+        img_size, interpolation="bicubic", crop_pct=crop_pct, use_prefetcher=True
+    )
+    expected = timms(photo(width, height))
+    assert torch.equal(EvalTransform(data)(picture(width, height)), expected)
+
+
+@pytest.mark.parametrize("size", [(53, 41), (41, 131), (300, 37), (61, 61), (907, 607)])
 def test_fast_evaluation_differs_by_two_levels_at_most(size):
     data = DataConfig(source="folder", img_size=53, exact_eval=False)
     expected = EvalTransform(data)(picture(*size)).int()
