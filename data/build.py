@@ -7,10 +7,13 @@ from pathlib import Path
 
 from data.dataset import ImageDataset, TrainDataset
 from data.errors import DataError
+from data.parquet import ParquetSource
 from data.shards import ShardSource
 from data.sources import FolderSource, Source, digits, torchvision_set
 from data.transforms import EvalTransform, FastEvalTransform, TrainTransform, Transform
 from lipsformer.config import AugmentConfig, DataConfig
+
+SLOW_GROUP_BYTES = 2**23  # takes several times as long to read as its image to augment
 
 
 def build_datasets(
@@ -29,6 +32,13 @@ def build_datasets(
     train = TrainDataset(
         build_source(data, data.train_split), TrainTransform(data, augment), seed=seed
     )
+    if isinstance(train.source, ParquetSource) and train.source.group_bytes > SLOW_GROUP_BYTES:
+        warnings.warn(
+            f"to read one image of a shuffled epoch is to read a row group of up to "
+            f"{train.source.group_bytes / 2**20:.0f} MiB: make shards of the parquet files "
+            "(`python -m scripts.make_shards --parquet SPLIT`) to train faster",
+            stacklevel=2,
+        )
     return train, build_eval_dataset(data, classes=train.classes)
 
 
@@ -67,6 +77,8 @@ def build_source(data: DataConfig, split: str) -> Source:
         return FolderSource(folder, skip=_skipped(data, split))
     if data.source == "shards":
         return ShardSource(folder)
+    if data.source == "parquet":
+        return ParquetSource(root / (data.name or ""), split)
     return torchvision_set(data.source, split, root=root, download=data.download)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from data.errors import DataError, UnreadableImageError
 from data.images import EncodedPicture, Picture
+from data.parquet import ParquetSource
 from data.rng import permutation
 from data.sources import FolderSource
 
@@ -76,13 +77,21 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.tar"
 
 
-def shard_members(source: FolderSource, images_per_shard: int, seed: int) -> list[np.ndarray]:
-    """Indices of the images of each shard: the source in a random order, so that classes mix."""
-    order = permutation(len(source.labels), "shards", seed)
+def shard_members(
+    source: FolderSource | ParquetSource, images_per_shard: int, seed: int
+) -> list[np.ndarray]:
+    """Indices of the images of each shard.
+
+    A folder's images go in a random order, so that classes mix; those of parquet files stay in
+    theirs, in which they can be read.
+    """
+    count = len(source.labels)
+    in_folder = isinstance(source, FolderSource)
+    order = permutation(count, "shards", seed) if in_folder else np.arange(count)
     return np.split(order, range(images_per_shard, len(order), images_per_shard))
 
 
-def write_shard(source: FolderSource, members: np.ndarray, path: Path) -> None:
+def write_shard(source: FolderSource | ParquetSource, members: np.ndarray, path: Path) -> None:
     """Write one shard and its places; the same images give the same bytes.
 
     The tar file appears under its name when it is complete.
@@ -91,14 +100,14 @@ def write_shard(source: FolderSource, members: np.ndarray, path: Path) -> None:
     temporary = path.with_suffix(".part")
     with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
         for index in members.tolist():
-            file = source.file(index)
-            content = Path(file).read_bytes()
+            picture = source.load(index)
+            content, extension = picture.content, os.path.splitext(picture.name)[1].lower()
             key = f"{index:09d}"
             offsets.append(tar.offset + tarfile.BLOCKSIZE)
             sizes.append(len(content))
             label = str(source.labels[index]).encode()
-            for extension, data in ((os.path.splitext(file)[1].lower(), content), (".cls", label)):
-                member = tarfile.TarInfo(key + extension)
+            for suffix, data in ((extension, content), (".cls", label)):
+                member = tarfile.TarInfo(key + suffix)
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
     np.savez(
@@ -110,7 +119,7 @@ def write_shard(source: FolderSource, members: np.ndarray, path: Path) -> None:
     os.replace(temporary, path)
 
 
-def write_index(source: FolderSource, path: Path, checksums: list[str]) -> None:
+def write_index(source: FolderSource | ParquetSource, path: Path, checksums: list[str]) -> None:
     """Write `index.json`, which makes the folder a complete split."""
     shards = [
         {

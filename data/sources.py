@@ -13,7 +13,7 @@ from PIL import Image
 from timm.data.transforms import str_to_pil_interp
 
 from data.errors import DataError
-from data.images import ArrayPicture, Picture, read_picture
+from data.images import ArrayPicture, EncodedPicture, Picture, read_picture
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
@@ -67,7 +67,7 @@ class FolderSource:
         self.files = np.array(files)
         self.labels = np.array(labels)
 
-    def load(self, index: int) -> Picture:
+    def load(self, index: int) -> EncodedPicture:
         """Read one file."""
         return read_picture(self.file(index))
 

@@ -64,7 +64,8 @@ class DataConfig:
     """Which images, and how they reach the model.
 
     `root` defaults to the environment variable LIPSFORMER_DATA, else `datasets`. `name` is the
-    folder below it for `source: folder` and `source: shards` (made by `scripts.make_shards`).
+    folder below it for `source: folder`, `shards` (made by `scripts.make_shards`) and `parquet`
+    (as Hugging Face stores images, which may name the splits differently).
     An image that cannot be read is an error, unless the file `skip_list` names it: one path below
     the data folder per line, as `scripts.check_data` writes them. `crop_pct` is the share of the
     image that evaluation keeps; `mean` and `std` are per RGB channel, for values in [0, 1].
@@ -72,7 +73,7 @@ class DataConfig:
     torch resize them, which is faster and changes few values by one or two of 255 levels.
     """
 
-    source: Literal["digits", "folder", "shards", "cifar10", "cifar100", "fashion_mnist"]
+    source: Literal["digits", "folder", "shards", "parquet", "cifar10", "cifar100", "fashion_mnist"]
     root: str | None = None
     name: str | None = None
     train_split: str = "train"
@@ -93,7 +94,10 @@ class DataConfig:
         _require(self.num_workers >= 0, "data.num_workers", self.num_workers, "must be >= 0")
         _require(0 < self.crop_pct <= 1, "data.crop_pct", self.crop_pct, "must be in (0, 1]")
         _require(min(self.std) > 0, "data.std", self.std, "all must be > 0")
-        for name, sources in (("name", ("folder", "shards")), ("skip_list", ("folder",))):
+        for name, sources in (
+            ("name", ("folder", "shards", "parquet")),
+            ("skip_list", ("folder",)),
+        ):
             value = getattr(self, name)
             if self.source not in sources and value is not None:
                 raise ConfigError(

@@ -1,10 +1,12 @@
-"""Packs one split of an ImageFolder tree into tar shards (WebDataset's layout), for network disks.
+"""Packs one split of images into tar shards (WebDataset's layout), for network disks.
 
     python -m scripts.make_shards datasets/imagenette-160/train shards/imagenette-160/train
+    python -m scripts.make_shards datasets/imagenet-1k shards/imagenet-1k/val --parquet validation
     python -m scripts.make_shards --verify shards/imagenette-160/train
 
-Image files go in unchanged, in a random order that the seed fixes. Started again after an
-interruption it keeps the shards that are complete. Train from them with `data.source=shards`,
+The source is an ImageFolder tree, whose files go in unchanged, in a random order that the seed
+fixes, or a split of Hugging Face parquet files, in their order. Started again after an interruption
+it keeps the shards that are complete. Train from them with `data.source=shards`,
 `data.root=shards`, `data.name=imagenette-160`. Exit codes: 0 done; 1 a shard is damaged; 2 a
 mistake in the arguments or the tree.
 """
@@ -16,7 +18,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from data.build import build_source
 from data.errors import DataError
+from data.parquet import ParquetSource
 from data.shards import (
     INDEX,
     checksum,
@@ -27,19 +31,26 @@ from data.shards import (
     write_shard,
 )
 from data.sources import FolderSource
+from lipsformer.config import ConfigError, DataConfig
 
 PLAN = "plan.json"
 
 
-def make(source_path: Path, path: Path, *, images_per_shard: int, seed: int) -> None:
+def make(
+    source: FolderSource | ParquetSource,
+    path: Path,
+    *,
+    described: str,
+    images_per_shard: int,
+    seed: int,
+) -> None:
     """Write what is missing of the shards, and then the index.
 
     Raises:
-        DataError: if the tree is not usable, or `path` holds shards of another plan.
+        DataError: if `path` holds shards of another plan.
     """
-    source = FolderSource(source_path)
     plan = {
-        "source": str(source_path.resolve()),
+        "source": described,
         "images": len(source.labels),
         "images_per_shard": images_per_shard,
         "seed": seed,
@@ -76,10 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, nargs="?", help="folder of class folders")
+    parser.add_argument("source", type=Path, nargs="?", help="folder of class folders, or parquet")
     parser.add_argument("shards", type=Path, help="folder of the shards")
     parser.add_argument("--images-per-shard", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--parquet", metavar="SPLIT", help="the source holds parquet files of it")
+    parser.add_argument("--skip-list", help="files to leave out, as scripts.check_data writes them")
     parser.add_argument("--verify", action="store_true", help="only compare the checksums")
     options = parser.parse_args(arguments)
     if options.verify == (options.source is not None) or options.images_per_shard < 1:
@@ -89,13 +102,22 @@ def main(arguments: list[str] | None = None) -> int:
             damaged = verify(options.shards)
             print("\n".join(f"damaged: {name}" for name in damaged) or "all shards are sound")
             return 1 if damaged else 0
+        folder = options.source.resolve()
+        data = DataConfig(
+            source="parquet" if options.parquet else "folder",
+            root=str(folder if options.parquet else folder.parent),
+            skip_list=options.skip_list,
+        )
+        source = build_source(data, options.parquet or folder.name)
+        assert isinstance(source, FolderSource | ParquetSource)
         make(
-            options.source,
+            source,
             options.shards,
+            described=f"{folder} {options.parquet or ''}".strip(),
             images_per_shard=options.images_per_shard,
             seed=options.seed,
         )
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -74,6 +74,11 @@ def test_epochs_are_the_multiset_and_resume_in_the_middle_of_a_shard(made, world
     data = DataConfig(source="shards", root=str(shards), img_size=16)
     train, val = build_datasets(data, AugmentConfig(auto_augment="rand-m9-inc1"), seed=3)
     assert len(val) == 24
+    assert_exact_epochs(train, FolderSource(folder / "train").labels, world_size, num_workers)
+
+
+def assert_exact_epochs(train, labels_of_all, world_size, num_workers):
+    """An epoch holds every sample once over all ranks, and its second half can be had alone."""
     labels, whole, resumed = Counter(), [], []
     for rank in range(world_size):
         loader = TrainBatches(
@@ -90,7 +95,7 @@ def test_epochs_are_the_multiset_and_resume_in_the_middle_of_a_shard(made, world
         whole.append([batch for update in loader.epoch(1) for batch in update.micro_batches])
         resumed.append([batch for update in loader.epoch(1, 2) for batch in update.micro_batches])
         labels.update(int(label) for _, batch in whole[-1] for label in batch)
-    assert labels == Counter(FolderSource(folder / "train").labels.tolist())
+    assert labels == Counter(labels_of_all.tolist())
     for all_batches, rest in zip(whole, resumed, strict=True):
         assert len(rest) == len(all_batches) // 2
         for (image, label), (again, same) in zip(all_batches[-len(rest) :], rest, strict=True):
@@ -115,6 +120,18 @@ def test_interrupted_making_goes_on_with_equal_bytes(made, tmp_path, capsys):
     assert (half / "shard-00001.tar").stat().st_mtime_ns == kept
     for file in (shards / "train").iterdir():
         assert (half / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_files_of_the_skip_list_are_left_out(made, tmp_path):
+    folder, _ = made
+    (tmp_path / "skip.txt").write_text("train/a/001.png\nval/a/002.png\n")
+    arguments = [str(folder / "train"), str(tmp_path / "train"), "--skip-list"]
+    with pytest.warns(UserWarning, match="1 images of train are left out"):
+        assert main([*arguments, str(tmp_path / "skip.txt")]) == 0
+    source = ShardSource(tmp_path / "train")
+    contents = {source.load(index).content for index in range(len(source.labels))}
+    assert len(contents) == 23
+    assert (folder / "train" / "a" / "001.png").read_bytes() not in contents
 
 
 def test_damage_is_found(made, tmp_path, capsys):

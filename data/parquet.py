@@ -1,0 +1,139 @@
+"""Hugging Face's parquet data sets: one column of images, one of class labels.
+
+The image column holds {bytes, path}; the schema's metadata name the columns' features and the
+classes, in the order of their numbers. An image is read with the whole row group that it lies in,
+which is kept until one of another is asked for: cheap in the files' order, but in a shuffled epoch
+nearly every image costs its row group.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.errors import DataError
+from data.images import EncodedPicture
+
+MAX_GROUP_BYTES = 2**30  # of one row group in memory
+PNG = b"\x89PNG"
+
+
+class ParquetSource:
+    """The images of one split, in the order of the files and of their rows.
+
+    Args:
+        folder: holds `<split>-*.parquet`, `data/<split>-*.parquet` or `<split>/*.parquet`.
+        split: such as "train" or "validation".
+
+    Raises:
+        DataError: if files are missing, or hold no images with class labels.
+    """
+
+    def __init__(self, folder: Path, split: str):
+        self.files = [str(file) for file in _files(folder, split)]
+        labels, group_sizes, self.group_bytes = [], [], 0
+        self._groups: list[tuple[int, int]] = []  # (file, row group within it)
+        for number, file in enumerate(self.files):
+            with _opened(file) as parquet:
+                found = _features(parquet.schema_arrow, file)
+                if number == 0:
+                    self.image_column, self.label_column, self.classes = found
+                elif found != (self.image_column, self.label_column, self.classes):
+                    raise DataError(f"{file}: other columns or classes than {self.files[0]}")
+                for group in range(parquet.metadata.num_row_groups):
+                    described = parquet.metadata.row_group(group)
+                    self._groups.append((number, group))
+                    group_sizes.append(described.num_rows)
+                    self.group_bytes = max(self.group_bytes, described.total_byte_size)
+                column = parquet.read([self.label_column], use_threads=False).column(0)
+                labels.append(column.fill_null(-1).to_numpy())
+        if self.group_bytes > MAX_GROUP_BYTES:
+            raise DataError(
+                f"{folder}: a row group of {self.group_bytes / 2**30:.1f} GiB, at most "
+                f"{MAX_GROUP_BYTES / 2**30:.0f} allowed: write it anew with row_group_size=100"
+            )
+        self.labels = np.concatenate(labels).astype(np.int64)
+        if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
+            bad = int(np.flatnonzero((self.labels < 0) | (self.labels >= len(self.classes)))[0])
+            raise DataError(
+                f"{folder}: image {bad} of {split} has the label {self.labels[bad]}; expected 0 to "
+                f"{len(self.classes) - 1}"
+            )
+        self._ends = np.cumsum(group_sizes)
+        self._held: tuple[int, Any] = (-1, None)
+
+    def load(self, index: int) -> EncodedPicture:
+        """Read one image, and its row group if that is not the one of the last image.
+
+        Raises:
+            DataError: if the file is damaged, or holds only a reference to the image.
+        """
+        group = int(np.searchsorted(self._ends, index, side="right"))
+        file = self.files[self._groups[group][0]]
+        if self._held[0] != group:
+            self._held = (-1, None)  # frees the memory for the next
+            with _opened(file) as parquet:
+                columns = [self.image_column]
+                rows = parquet.read_row_group(self._groups[group][1], columns, use_threads=False)
+            self._held = (group, rows.column(0))
+        rows = self._held[1]
+        image = rows[index - int(self._ends[group]) + len(rows)].as_py() or {}
+        if image.get("bytes") is None:
+            raise DataError(f"{file}: image {index} is not in the file: {image.get('path')}")
+        path = image.get("path") or ("image.png" if image["bytes"][:4] == PNG else "image.jpg")
+        return EncodedPicture(image["bytes"], f"{file}/{index}/{path}")
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    """The split's files in order; all of them, by the number that their names give."""
+    patterns = (f"{split}-*.parquet", f"data/{split}-*.parquet", f"{split}/*.parquet")
+    found = next((files for p in patterns if (files := sorted(folder.glob(p)))), [])
+    if not found:
+        raise DataError(
+            f"no parquet files of split {split!r} in {folder}: expected {', '.join(patterns)}; "
+            "set data.root, data.name and data.train_split or data.val_split"
+        )
+    stated = {int(n) for file in found for n in re.findall(r"-of-(\d+)", file.name)}
+    if stated and stated != {len(found)}:
+        raise DataError(f"{found[0].parent}: {len(found)} files of {found[0].name}'s set are there")
+    return found
+
+
+def _features(schema, file: str) -> tuple[str, str, tuple[str, ...]]:
+    """The image column, the label column and the class names."""
+    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = metadata.get("info", {}).get("features", {})
+    of_kind = {
+        kind: [name for name, feature in features.items() if feature.get("_type") == kind]
+        for kind in ("Image", "ClassLabel")
+    }
+    for kind, names in of_kind.items():
+        if len(names) != 1:
+            raise DataError(
+                f"{file}: {len(names)} columns of Hugging Face's feature {kind}"
+                f"{' (' + ', '.join(names) + ')' if names else ''}, expected 1"
+            )
+    image, label = of_kind["Image"][0], of_kind["ClassLabel"][0]
+    classes = tuple(features[label]["names"])
+    if len({*classes}) != len(classes):
+        raise DataError(f"{file}: two classes of column {label} have the same name")
+    return image, label, classes
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[Any]:
+    """A parquet file, whose errors name it."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError("parquet files need pyarrow: pip install 'lipsformer[parquet]'") from error
+    try:
+        with parquet.ParquetFile(file, memory_map=True) as opened:
+            yield opened
+    except (ArrowException, OSError) as error:
+        reason = str(error).split("\n")[0]
+        raise DataError(f"cannot read parquet file {file}: {reason}") from error
