@@ -232,12 +232,12 @@ class _AttendFunction(torch.autograd.Function):
     """Attention that computes its weights again in the backward pass instead of keeping them."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(q, k, v, bias)
         return _weights(q, k, bias) @ v
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias = ctx.saved_tensors
         (grad,) = grad_outputs
         attn = _weights(q, k, bias)
@@ -247,7 +247,7 @@ class _AttendFunction(torch.autograd.Function):
             grad_scores @ k,
             grad_scores.transpose(-2, -1) @ q,
             attn.transpose(-2, -1) @ grad,
-            grad_scores.sum_to_size(bias.shape),
+            grad_scores.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None,
         )
 
 
@@ -271,9 +271,8 @@ def _attend(
     dropout = attn_drop if training else 0.0
     if not fused:
         return F.dropout(_weights(q, k, bias), dropout) @ v
-    if not torch.jit.is_scripting() and bias is not None:
-        # on the CPU the library has no fused kernel for a bias that learns
-        by_hand = cpu_training(q, bias, training and bias.requires_grad and dropout == 0.0)
-        if by_hand:
-            return _AttendFunction.apply(q, k, v, bias)
+    if not torch.jit.is_scripting() and cpu_training(q, v, training and dropout == 0.0):
+        # the library has no fused kernel for a bias that learns; without one it is no faster
+        # for windows and stripes, and keeps the output besides
+        return _AttendFunction.apply(q, k, v, bias)
     return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout, scale=1.0)

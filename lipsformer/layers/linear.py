@@ -16,30 +16,44 @@ def _conv_1x1(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], weight.shape[0])
 
 
+def scale_rows(
+    weight: Tensor, bias: Tensor | None, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the layer whose output is multiplied by ``scale`` ([C_out])."""
+    if scale is None:
+        return weight, bias
+    return weight * scale[:, None], None if bias is None else bias * scale
+
+
 def _as_map(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1, 1, x.shape[-1]).permute(0, 3, 1, 2)
 
 
 class _LinearFunction(torch.autograd.Function):
-    """GELU (if wanted) and the 1x1 convolution; keeps the input of GELU alone for the backward.
+    """GELU (if wanted), the 1x1 convolution and the scale; keeps the input before GELU alone.
 
-    The gradient of the bias is a sum of its own: inside the library's it is slow.
+    The gradient of the scale comes from that of the scaled weight: the output is not kept. The
+    gradient of the bias is a sum of its own: inside the library's it is slow.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, scale: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, scale)
         ctx.gelu = gelu
-        return _conv_1x1(F.gelu(x) if gelu else x, weight, bias)
+        return _conv_1x1(F.gelu(x) if gelu else x, *scale_rows(weight, bias, scale))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, bias, scale = ctx.saved_tensors
         (grad,) = grad_outputs
+        need_x, need_weight, need_bias, _, need_scale = ctx.needs_input_grad
+        scaled, _ = scale_rows(weight, None, scale)
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-            *(_as_map(grad), _as_map(F.gelu(x) if ctx.gelu else x), weight[:, :, None, None], None),
+            *(_as_map(grad), _as_map(F.gelu(x) if ctx.gelu else x), scaled[:, :, None, None], None),
             *([1, 1], [0, 0], [1, 1], False, [0, 0], 1),
-            [ctx.needs_input_grad[0], ctx.needs_input_grad[1], False],
+            [need_x, need_weight or need_scale, False],
         )
         if grad_x is not None:
             grad_x = grad_x.permute(0, 2, 3, 1).reshape(x.shape)
@@ -47,8 +61,18 @@ class _LinearFunction(torch.autograd.Function):
                 grad_x = torch.ops.aten.gelu_backward(grad_x, x)
         if grad_weight is not None:
             grad_weight = grad_weight.reshape(weight.shape)
-        grad_bias = grad.reshape(-1, weight.shape[0]).sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
+        grad_bias = grad_scale = None
+        if need_bias or (need_scale and bias is not None):
+            grad_bias = grad.reshape(-1, weight.shape[0]).sum(0)
+        if need_scale:
+            assert grad_weight is not None
+            grad_scale = (grad_weight * weight).sum(1)
+            if grad_bias is not None:
+                grad_scale += grad_bias * bias
+        if scale is not None:
+            grad_weight = None if grad_weight is None else grad_weight * scale[:, None]
+            grad_bias = None if grad_bias is None else grad_bias * scale
+        return grad_x, grad_weight, grad_bias, None, grad_scale
 
 
 class Linear(nn.Linear):
@@ -64,21 +88,25 @@ class Linear(nn.Linear):
         x: [B, ..., C_in]; the output is [B, ..., C_out].
     """
 
-    def forward(self, input: Tensor, gelu: bool = False) -> Tensor:
+    def forward(self, input: Tensor, gelu: bool = False, scale: Tensor | None = None) -> Tensor:
         """Apply the layer.
 
         Args:
             input: [B, ..., C_in].
             gelu: Apply GELU to the input first; training on the CPU then recomputes it in the
                 backward pass instead of keeping it.
+            scale: [C_out], multiplies the output. It is multiplied into the weight, so that no
+                pass over the output is needed and its gradient needs no copy of the output.
         """
         if not torch.jit.is_scripting() and input.ndim > 2:
             inference = not torch.is_grad_enabled()
             if cpu_training(input, self.weight, self.training or inference):
                 if inference:
-                    return _conv_1x1(F.gelu(input) if gelu else input, self.weight, self.bias)
-                return _LinearFunction.apply(input, self.weight, self.bias, gelu)
-        return F.linear(F.gelu(input) if gelu else input, self.weight, self.bias)
+                    weight, bias = scale_rows(self.weight, self.bias, scale)
+                    return _conv_1x1(F.gelu(input) if gelu else input, weight, bias)
+                return _LinearFunction.apply(input, self.weight, self.bias, gelu, scale)
+        weight, bias = scale_rows(self.weight, self.bias, scale)
+        return F.linear(F.gelu(input) if gelu else input, weight, bias)
 
 
 register_notrace_module(Linear)  # the choice of the path depends on mode and device

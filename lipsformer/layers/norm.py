@@ -1,7 +1,46 @@
 """CenterNorm: the Lipschitz-continuous replacement of LayerNorm."""
 
+from typing import Any
+
 import torch
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
+
+from lipsformer.layers._cpu import cpu_training
+
+MAX_OFFSET = 64.0  # |bias / gain| up to which the output gives the centred input back
+
+
+class _CenterNormFunction(torch.autograd.Function):
+    """Keeps its result, which the next layer keeps as well, and nothing else.
+
+    The gradient of the gain needs the centred input, (result - bias) / gain, as in Rota Bulo et
+    al. 2018 (in-place activated batch norm). Where the gain is too small beside the bias for that,
+    down to zero, the channel's centred input is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.factor = x.shape[-1] / (x.shape[-1] - 1)
+        y = x - x.mean(dim=-1, keepdim=True)
+        lost = (bias.abs() > MAX_OFFSET * weight.abs()) | (weight == 0.0)
+        centred = y[..., lost]
+        torch.addcmul(bias, y, weight * ctx.factor, out=y)
+        ctx.save_for_backward(y, weight, bias, lost, centred)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, weight, bias, lost, centred = ctx.saved_tensors
+        (grad,) = grad_outputs
+        rows = grad.reshape(-1, weight.shape[0])
+        grad_bias = rows.sum(0)
+        grad_weight = ((rows * y.reshape(rows.shape)).sum(0) - bias * grad_bias) / weight
+        if centred.shape[-1] > 0:
+            grad_weight[lost] = (grad[..., lost] * centred).flatten(0, -2).sum(0) * ctx.factor
+        grad_x = grad * (weight * ctx.factor)
+        grad_x -= grad_x.mean(dim=-1, keepdim=True)
+        return grad_x, grad_weight, grad_bias
 
 
 class CenterNorm(nn.Module):
@@ -52,9 +91,14 @@ class CenterNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` ([..., C])."""
+        if not torch.jit.is_scripting() and cpu_training(x, self.weight, self.training):
+            return _CenterNormFunction.apply(x, self.weight, self.bias)
         centred = x - x.mean(dim=-1, keepdim=True)
         return torch.addcmul(self.bias, centred, self.weight * (self.dim / (self.dim - 1)))
 
     def extra_repr(self) -> str:
         """Show the number of channels."""
         return f"{self.dim}"
+
+
+register_notrace_module(CenterNorm)  # the choice of the gradient depends on mode and device

@@ -76,7 +76,9 @@ class WeightedResidual(nn.Module):
         """Set every channel's weight to its initial value."""
         nn.init.constant_(self.residual_scale, self.init_value)
 
-    def forward(self, x: Tensor, branch: Tensor, gelu: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, branch: Tensor, gelu: bool = False, scaled: bool = False
+    ) -> Tensor:
         """Add the branch.
 
         Args:
@@ -84,14 +86,18 @@ class WeightedResidual(nn.Module):
             branch: f(x), or its value before a last GELU.
             gelu: Apply that GELU here; training on the CPU then recomputes it in the backward pass
                 instead of keeping it.
+            scaled: The branch has been multiplied by ``residual_scale`` already, as its last
+                linear layer can do for nothing.
         """
         scale = self.residual_scale
         if self.training and self.drop_path > 0.0:
             # the mask is folded into the scale: [B, 1, ..., C] instead of one more pass over x
             keep = 1.0 - self.drop_path
             shape = [x.shape[0]] + [1] * (x.ndim - 1)
-            mask = torch.empty(shape, dtype=scale.dtype, device=x.device).bernoulli_(keep)
-            scale = scale * (mask / keep)
+            mask = torch.empty(shape, dtype=scale.dtype, device=x.device).bernoulli_(keep) / keep
+            scale = mask if scaled else scale * mask
+        elif scaled:
+            return x + branch
         if gelu:
             if not torch.jit.is_scripting() and cpu_training(x, scale, self.training):
                 return _GeluResidualFunction.apply(x, branch, scale)

@@ -135,9 +135,9 @@ class Mlp(nn.Module):
         self.fc2 = Linear(hidden_dim, dim, device=device, dtype=dtype)
         self.drop = nn.Dropout(drop)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layers to ``x`` ([B, H, W, C])."""
-        return self.drop(self.fc2(self.fc1(x), gelu=True))
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Apply the layers to ``x`` ([B, H, W, C]); ``scale`` ([C]) multiplies the output."""
+        return self.drop(self.fc2(self.fc1(x), gelu=True, scale=scale))
 
 
 class LipsFormerBlock(nn.Module):
@@ -163,7 +163,8 @@ class LipsFormerBlock(nn.Module):
 
         Args:
             dim: Number of channels C.
-            attn: Attention on [B, H, W, C], projections included.
+            attn: Attention on [B, H, W, C], projections included, called with a second argument
+                [C] that multiplies its output.
             attn_norm: Apply CenterNorm after the attention's sum.
             residual_scale: Initial weight of every branch.
             mlp_ratio: Hidden width of the MLP divided by C.
@@ -192,8 +193,10 @@ class LipsFormerBlock(nn.Module):
         """Apply the block to ``x`` ([B, H, W, C])."""
         x = self.residual_conv1(x, self.conv1(x), gelu=True)
         x = self.residual_conv2(x, self.conv2(x), gelu=True)
-        x = self.norm1(self.residual_attn(x, self.attn(x)))
-        return self.norm2(self.residual_mlp(x, self.mlp(x)))
+        attended = self.attn(x, self.residual_attn.residual_scale)
+        x = self.norm1(self.residual_attn(x, attended, scaled=True))
+        mixed = self.mlp(x, self.residual_mlp.residual_scale)
+        return self.norm2(self.residual_mlp(x, mixed, scaled=True))
 
 
 class LipsFormerStage(nn.Module):

@@ -90,8 +90,8 @@ class StripeAttention(nn.Module):
             return height, fit_window(width, self.split_size)
         return fit_window(height, self.split_size), width
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend within the stripes of ``x`` ([B, H, W, C])."""
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Attend within the stripes of ``x`` ([B, H, W, C]), multiplied by ``scale`` ([C])."""
         height, width = x.shape[1], x.shape[2]
         qkv = self.qkv(x).unflatten(-1, (3, self.num_branches, self.dim // self.num_branches))
         outputs = []
@@ -99,14 +99,15 @@ class StripeAttention(nn.Module):
         for branch, (attention, lepe) in enumerate(pairs):
             h, w = self.stripe(branch, height, width)
             q, k, v = partition_heads(qkv[:, :, :, :, branch], (h, w), self.num_heads).unbind(0)
-            position = lepe(v.transpose(1, 2).reshape(v.shape[0], h, w, -1))
+            # contiguous: as a view, the convolution would keep queries and keys for its backward
+            position = lepe(v.transpose(1, 2).reshape(v.shape[0], h, w, -1).contiguous())
             position = position.reshape(v.shape[0], h * w, self.num_heads, -1).transpose(1, 2)
             y = attention(q, k, v) + position
             outputs.append(merge_heads(y, (h, w), (height, width)))
         x = torch.cat(outputs, dim=-1) if self.num_branches > 1 else outputs[0]
         if self.output_scale != 1.0:
             x = x * self.output_scale
-        return self.proj_drop(self.proj(x))
+        return self.proj_drop(self.proj(x, scale=scale))
 
 
 register_notrace_module(StripeAttention)  # the stripes depend on the size of the map

@@ -117,15 +117,15 @@ class WindowAttention(nn.Module):
         table = self.relative_position_bias_table
         return nn.functional.embedding(index, table).permute(2, 0, 1).unsqueeze(0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend within the windows of ``x`` ([B, H, W, C])."""
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Attend within the windows of ``x`` ([B, H, W, C]), multiplied by ``scale`` ([C])."""
         height, width = x.shape[1], x.shape[2]
         h, w = fit_window(height, self.window_size[0]), fit_window(width, self.window_size[1])
         qkv = self.qkv(x).unflatten(-1, (3, self.dim))
         q, k, v = partition_heads(qkv, (h, w), self.num_heads).unbind(0)
         x = self.attention(q, k, v, self.position_bias(h, w).to(q.dtype))
         x = merge_heads(x, (h, w), (height, width))
-        return self.proj_drop(self.proj(x))
+        return self.proj_drop(self.proj(x, scale=scale))
 
 
 register_notrace_module(WindowAttention)  # the windows depend on the size of the map

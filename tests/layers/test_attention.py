@@ -76,8 +76,9 @@ def test_gradients():
 
 
 @pytest.mark.parametrize("value_scale", [None, 2.5])
-def test_float32_training_gradients_equal_float64(value_scale):
-    inputs = [*heads(), torch.randn(1, H, N, N, dtype=torch.float64)]
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_float32_training_gradients_equal_float64(value_scale, with_bias):
+    inputs = [*heads(), torch.randn(1, H, N, N, dtype=torch.float64)][: 4 if with_bias else 3]
     layer = ScaledCosineAttention(H, value_scale=value_scale, eps=1e-2)
     upstream = torch.randn(B, H, N, D, dtype=torch.float64)
     gradients = []

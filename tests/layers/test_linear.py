@@ -29,16 +29,22 @@ def test_values_and_gradients_equal_float64(shape, bias, mode):
         torch.testing.assert_close(gradient.double(), reference, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
-def test_frozen_parts_get_no_gradient(frozen):
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input", "scale"])
+def test_frozen_parts_get_no_gradient_and_leave_the_others_alone(frozen):
+    torch.manual_seed(0)
     layer = Linear(7, 17).train()
-    x = torch.randn(2, 3, 7, requires_grad=frozen != "input")
-    if frozen != "input":
-        getattr(layer, frozen).requires_grad_(False)
-    layer(x).sum().backward()
-    gradients = {"input": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
-    assert gradients.pop(frozen) is None
-    assert all(gradient.abs().sum() > 0 for gradient in gradients.values())
+    x, scale = torch.randn(2, 3, 7), torch.randn(17)
+    upstream = torch.randn(2, 3, 17)
+    tensors = {"weight": layer.weight, "bias": layer.bias, "input": x, "scale": scale}
+    exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name != frozen)
+    layer(x, scale=scale).backward(upstream)
+    output = (exact["input"] @ exact["weight"].T + exact["bias"]) * exact["scale"]
+    output.backward(upstream.double())
+    assert tensors.pop(frozen).grad is None
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor.grad.double(), exact[name].grad, rtol=1e-4, atol=1e-5)
 
 
 def test_non_contiguous_input():
@@ -69,3 +75,26 @@ def test_gelu_inside_equals_gelu_outside_in_value_and_gradient():
     torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(layer.weight.grad.double(), weight64.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(layer.bias.grad, upstream.sum((0, 1, 2)))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("gelu", [True, False])
+@pytest.mark.parametrize("mode", ["train", "eval", "inference"])
+def test_scale_equals_float64_in_value_and_gradient(bias, gelu, mode):
+    torch.manual_seed(0)
+    layer = Linear(7, 17, bias=bias).train(mode == "train")
+    x, scale = torch.randn(2, 3, 5, 7, requires_grad=True), torch.randn(17, requires_grad=True)
+    inputs = [x, scale, *layer.parameters()]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    hidden = 0.5 * exact[0] * (1 + torch.erf(exact[0] / 2**0.5)) if gelu else exact[0]
+    expected = (hidden @ exact[2].T + (exact[3] if bias else 0.0)) * exact[1]
+    with torch.inference_mode(mode == "inference"):
+        actual = layer(x, gelu=gelu, scale=scale)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    if mode == "inference":
+        return
+    upstream = torch.randn_like(actual)
+    actual.backward(upstream)
+    expected.backward(upstream.double())
+    for tensor, reference in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(tensor.grad.double(), reference.grad, rtol=1e-4, atol=1e-5)

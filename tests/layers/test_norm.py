@@ -41,6 +41,27 @@ def test_center_norm_gradients():
     )
 
 
+def test_training_gradients_equal_the_matrix_for_any_gain_and_bias():
+    """Gains from 0 up, some too small beside the bias to find the input from the output."""
+    torch.manual_seed(0)
+    norm = CenterNorm(11).train()
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1, -2, 0, 1e-3, 1e-30, 0, 3, 1e-5, 0.5, 1, -0.1]))
+        norm.bias.copy_(torch.tensor([0, 3, 0, 5, 1, -7, 90, 0, -2, 63, 0.4]))
+    x = torch.randn(2, 3, 5, 11, requires_grad=True)
+    inputs = [x, norm.weight, norm.bias]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    centred = exact[0] - exact[0].mean(-1, keepdim=True)
+    expected = centred * (11 / 10) * exact[1] + exact[2]
+    actual = norm(x)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn_like(actual)
+    actual.backward(upstream)
+    expected.backward(upstream.double())
+    for tensor, reference in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(tensor.grad.double(), reference.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_center_norm_refuses_one_channel():
     with pytest.raises(ValueError, match=r"dim >= 2.*dim=1"):
         CenterNorm(1)

@@ -38,6 +38,17 @@ def test_drop_path_is_off_in_evaluation():
     torch.testing.assert_close(residual(x, branch), branch)
 
 
+def test_a_branch_scaled_by_its_last_layer_is_added_as_it_is():
+    torch.manual_seed(0)
+    residual = WeightedResidual(3, 0.3, drop_path=0.4)
+    x, branch = torch.randn(2, 50, 5, 3).unbind(0)
+    torch.testing.assert_close(residual.eval()(x, branch, scaled=True), x + branch)
+    added = residual.train()(x, branch, scaled=True) - x
+    kept = added[:, 0, 0] != 0
+    assert 0 < kept.sum() < 50
+    torch.testing.assert_close(added, kept[:, None, None] * branch / 0.6)
+
+
 @pytest.mark.parametrize("rate", [-0.1, 1.0])
 def test_drop_path_out_of_range_is_refused(rate):
     with pytest.raises(ValueError, match=rf"drop_path must lie in \[0, 1\), got {rate}"):
