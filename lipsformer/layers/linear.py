@@ -48,7 +48,7 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, scale = ctx.saved_tensors
         (grad,) = grad_outputs
-        need_x, need_weight, need_bias, _, need_scale = ctx.needs_input_grad
+        need_x, need_weight, _, _, need_scale = ctx.needs_input_grad
         scaled, _ = scale_rows(weight, None, scale)
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
             *(_as_map(grad), _as_map(F.gelu(x) if ctx.gelu else x), scaled[:, :, None, None], None),
@@ -62,12 +62,11 @@ class _LinearFunction(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = grad_weight.reshape(weight.shape)
         grad_bias = grad_scale = None
-        if need_bias or (need_scale and bias is not None):
+        if bias is not None:
             grad_bias = grad.reshape(-1, weight.shape[0]).sum(0)
-        if need_scale:
-            assert grad_weight is not None
+        if grad_weight is not None and need_scale:
             grad_scale = (grad_weight * weight).sum(1)
-            if grad_bias is not None:
+            if bias is not None and grad_bias is not None:
                 grad_scale += grad_bias * bias
         if scale is not None:
             grad_weight = None if grad_weight is None else grad_weight * scale[:, None]
