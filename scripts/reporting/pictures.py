@@ -5,6 +5,7 @@ import io
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib import colormaps
 from PIL import Image
 
 SIDE = 128  # pixels that the shorter side of a small image is enlarged to, at least
@@ -43,15 +44,17 @@ class Picture:
         return f"data:image/{kind};base64,{base64.b64encode(self.content).decode()}"
 
 
-def blended(array: np.ndarray, colours: np.ndarray) -> np.ndarray:
-    """Colours of tokens over a pale grey form of the image.
+def overlaid(array: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Plasma colours of tokens over the image in grey, which shows through where they are low.
 
     Args:
         array: uint8 [H, W, 3].
-        colours: [h, w, 3] in [0, 1], one per token.
+        shares: [h, w] in [0, 1], one per token.
     """
     height, width = array.shape[:2]
     grey = np.asarray(Image.fromarray(array).convert("L"), dtype=np.float64)[..., None]
-    tiles = Image.fromarray((255 * colours).round().astype(np.uint8))
-    over = np.asarray(tiles.resize((width, height), Image.Resampling.NEAREST), dtype=np.float64)
-    return (0.75 * over + 0.25 * grey).round().astype(np.uint8)
+    tokens = Image.fromarray(shares.astype(np.float32))
+    tiles = np.asarray(tokens.resize((width, height), Image.Resampling.NEAREST))
+    colours = 255 * colormaps["plasma"](tiles)[..., :3]
+    cover = 0.35 + 0.45 * tiles[..., None]
+    return (cover * colours + (1 - cover) * grey).round().astype(np.uint8)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import colormaps
 from torch import Tensor, nn
 
 from data import DataError, Normalize, build_eval_dataset
@@ -24,7 +23,7 @@ from lipsformer.engine.checkpoint import (
     locate,
 )
 from scripts.measure_lipschitz import load_model
-from scripts.reporting.pictures import Picture, blended
+from scripts.reporting.pictures import Picture, overlaid
 from scripts.reporting.runs import RunLog
 
 MISTAKES = 12
@@ -185,10 +184,10 @@ def attention_columns(
     for name in last_of_each_size(maps):
         received = maps[name].mean(1).cpu().numpy()
         low, high = float(received.min()), float(received.max())
-        colours = colormaps["plasma"]((received - low) / max(high - low, 1e-9))[..., :3]
+        shares = (received - low) / max(high - low, 1e-9)
         pictures = [
-            Picture.of(blended(array, colour), f"attention in {name}")
-            for array, colour in zip(arrays, colours, strict=True)
+            Picture.of(overlaid(array, share), f"attention in {name}")
+            for array, share in zip(arrays, shares, strict=True)
         ]
         columns.append(AttentionColumn(name.removesuffix(".attn"), low, high, pictures))
     return columns or "no attention module of the model sees more than one token"
