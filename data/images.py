@@ -26,6 +26,10 @@ from PIL import Image, UnidentifiedImageError
 
 from data.errors import UnreadableImageError
 
+ADVICE = (
+    "; repair it, remove it or name it in data.skip_list "
+    "(`python -m scripts.check_data` finds all such files)"
+)
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn; such an image takes 360 MB as RGB
 
 
@@ -186,7 +190,4 @@ def _unreadable(name: str, error: Exception) -> UnreadableImageError:
     reason = str(error).split("\n")[0] or type(error).__name__
     if isinstance(error, UnidentifiedImageError):
         reason = "not an image in a format that Pillow knows"
-    return UnreadableImageError(
-        f"cannot read image {name}: {reason}; repair it, remove it or name it in data.skip_list "
-        "(`python -m scripts.check_data` finds all such files)"
-    )
+    return UnreadableImageError(f"cannot read image {name}: {reason}{ADVICE}")
