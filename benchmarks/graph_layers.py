@@ -1,102 +1,213 @@
-"""Time and memory of LipschitzGATConv beside PyG's GATConv, forward and backward.
+"""Time and memory of graph attention layers beside PyG's, forward and backward, interleaved.
 
-    python -m benchmarks.graph_layers --root datasets --output benchmarks/results/graph/layers.json
+    python -m benchmarks.graph_layers --graph medium --output benchmarks/results/graph/layers_medium_cpu.json
+    python -m benchmarks.graph_layers --graph medium --device cuda --output benchmarks/results/graph/layers_medium_cuda.json
+    python -m benchmarks.graph_layers --table benchmarks/results/graph/layers_*.json
 
-The layers take turns in random order, so that a busy machine slows all alike; the ratio is that of
-the lower quartiles of the times. Memory is what autograd saves for the backward pass, counted once
-per storage.
-"""
+The layers, 64 features to 8 heads x 8 channels, take turns in random order within every round, so
+that a busy machine slows all alike; the ratio to the first layer is the median over the rounds. The
+first rounds warm up. Peak memory is the most that torch's allocator holds at once beyond the inputs
+and parameters, in a step that meets its edges for the first time: what is remembered of them counts.
+
+"new edges" meets them for the first time in every step; "sorted edges" is given them sorted by
+target; "messages" is our layer without its fused pass.
+"""  # noqa: E501
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch_geometric
 from torch import Tensor, nn
-from torch_geometric.nn import GATConv
+from torch_geometric.nn import GATConv, GCNConv, TransformerConv
 
+from benchmarks.models import machine, peak_memory, synchronize
 from data.graphs import graph_root, load_graph
-from lipsformer.graph import LipschitzGATConv
+from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
 
-LAYERS = {
-    "PyG GATConv": lambda *size: GATConv(*size),
-    "without norm": lambda *size: LipschitzGATConv(*size, score_norm=None),
-    "LipschitzNorm": lambda *size: LipschitzGATConv(*size),
-    "LipschitzNorm, released code": lambda *size: LipschitzGATConv(*size, released_code=True),
+FEATURES, CHANNELS, HEADS = 64, 8, 8
+GRAPHS = {"medium": (100_000, 1_000_000), "large": (1_000_000, 10_000_000)}
+
+
+def by_messages(layer: type[nn.Module]) -> nn.Module:
+    """Our layer as PyG runs it: a hook needs the messages."""
+    conv: Any = layer(FEATURES, CHANNELS, HEADS)
+    conv.register_message_forward_hook(lambda *_: None)
+    return conv
+
+
+def same(edge_index: Tensor) -> Tensor:
+    """The edges as they are."""
+    return edge_index
+
+
+def by_target(edge_index: Tensor) -> Tensor:
+    """The edges sorted by target."""
+    return edge_index[:, edge_index[1].argsort(stable=True)].contiguous()
+
+
+# name -> layer, how it is given the edges once, and in every step
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable, Callable]] = {
+    "GATConv": (lambda: GATConv(FEATURES, CHANNELS, HEADS), same, same),
+    "GATConv, sorted edges": (lambda: GATConv(FEATURES, CHANNELS, HEADS), by_target, same),
+    "TransformerConv": (lambda: TransformerConv(FEATURES, CHANNELS, HEADS), same, same),
+    "GCNConv": (lambda: GCNConv(FEATURES, CHANNELS * HEADS), same, same),
+    "LipschitzGATConv": (lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS), same, same),
+    "LipschitzGATConv, new edges": (
+        lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS),
+        same,
+        Tensor.clone,
+    ),
+    "LipschitzGATConv without norm": (
+        lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS, score_norm=None),
+        same,
+        same,
+    ),
+    "LipschitzGATConv, messages": (lambda: by_messages(LipschitzGATConv), same, same),
+    "LipschitzTransformerConv, messages": (
+        lambda: by_messages(LipschitzTransformerConv),
+        same,
+        same,
+    ),
+    "ScaledCosineConv, messages": (lambda: by_messages(ScaledCosineConv), same, same),
+    "LipschitzTransformerConv": (
+        lambda: LipschitzTransformerConv(FEATURES, CHANNELS, HEADS),
+        same,
+        same,
+    ),
+    "ScaledCosineConv": (lambda: ScaledCosineConv(FEATURES, CHANNELS, HEADS), same, same),
 }
 
 
-def saved_bytes(conv: nn.Module, x: Tensor, edge_index: Tensor) -> int:
-    """Bytes that a forward pass keeps for the backward one, parameters and inputs left out."""
-    inputs = {t.untyped_storage().data_ptr() for t in (x, edge_index, *conv.parameters())}
-    sizes: dict[int, int] = {}
-    alive = []
+class Contestant:
+    """One layer on one graph."""
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in inputs:
-            sizes[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)  # a freed address must not be counted twice
-        return tensor
+    def __init__(self, name: str, x: Tensor, edge_index: Tensor) -> None:
+        """Create the layer on the device of ``x``."""
+        make, prepare, self.give = LAYERS[name]
+        self.conv = make().to(x.device)
+        self.x, self.edge_index = x, prepare(edge_index)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        conv(x, edge_index)
-    return sum(sizes.values())
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of one forward pass, and of it and the backward one."""
+        self.conv.zero_grad()
+        self.x.grad = None
+        edge_index = self.give(self.edge_index)
+        synchronize(self.x.device)
+        start = time.perf_counter()
+        loss = self.conv(self.x, edge_index).square().sum()
+        synchronize(self.x.device)
+        middle = time.perf_counter()
+        loss.backward()
+        synchronize(self.x.device)
+        return middle - start, time.perf_counter() - start
+
+    def peak(self) -> int:
+        """Most bytes held at once beyond inputs and parameters, edges not seen before."""
+        self.conv.zero_grad()
+        self.x.grad = None
+        edge_index = self.edge_index.clone()
+        step = lambda: self.conv(self.x, edge_index).square().sum().backward()  # noqa: E731
+        return peak_memory(step, self.x.device)
 
 
-def measure(edge_index: Tensor, num_nodes: int, rounds: int) -> dict[str, Any]:
-    """Time and memory of all layers with 8 heads x 8 channels on one graph."""
-    torch.manual_seed(0)
-    x = torch.randn(num_nodes, 64, requires_grad=True)
-    convs = {name: make(64, 8, 8) for name, make in LAYERS.items()}
-    times: dict[str, list[float]] = {name: [] for name in convs}
-    for _ in range(rounds):
-        for name in random.sample(list(convs), len(convs)):
-            start = time.perf_counter()
-            convs[name](x, edge_index).square().sum().backward()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    quartiles = {name: statistics.quantiles(own[1:])[0] for name, own in times.items()}
-    base = quartiles["PyG GATConv"]  # the first round warms up
-    base_bytes = saved_bytes(convs["PyG GATConv"], x, edge_index)
+def measure(contestants: dict[str, Contestant], rounds: int, warmup: int) -> dict[str, Any]:
+    """Times over interleaved rounds, and peak memory."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
+    for index in range(warmup + rounds):
+        for name in random.sample(list(contestants), len(contestants)):
+            own = contestants[name].seconds()
+            if index >= warmup:
+                seconds[name].append(own)
+    base = next(iter(contestants))
+    memory = {name: contestant.peak() for name, contestant in contestants.items()}
     result = {}
-    for name, conv in convs.items():
-        size = saved_bytes(conv, x, edge_index)
+    for name, own in seconds.items():
+        forward, step = zip(*own, strict=True)
+        ratios = [b / s for (_, b), s in zip(seconds[base], step, strict=True)]
         result[name] = {
-            "ms": round(quartiles[name], 1),
-            "time_ratio": round(quartiles[name] / base, 3),
-            "saved_mb": round(size / 2**20, 1),
-            "memory_ratio": round(size / base_bytes, 3),
+            "forward_ms": 1e3 * statistics.median(forward),
+            "step_ms": 1e3 * statistics.median(step),
+            "speed_ratio": statistics.median(ratios),
+            "speed_ratio_min": min(ratios),
+            "speed_ratio_max": max(ratios),
+            "peak_mb": memory[name] / 2**20,
+            "memory_ratio": memory[name] / memory[base],
         }
     return result
 
 
+def edges(graph: str, root: str) -> tuple[int, Tensor]:
+    """Number of nodes, and edges: PubMed's, or uniformly random ones."""
+    if graph == "pubmed":
+        data = load_graph("pubmed-partial", graph_root(root))
+        assert data.num_nodes is not None and data.edge_index is not None
+        return data.num_nodes, data.edge_index
+    num_nodes, num_edges = GRAPHS[graph]
+    return num_nodes, torch.randint(num_nodes, (2, num_edges))
+
+
+def table(record: dict[str, Any]) -> str:
+    """The figures of one record as Markdown."""
+    host, graph = record["machine"], record["graph"]
+    lines = [
+        f"{graph['num_nodes']:,} nodes, {graph['num_edges']:,} edges, {host['device']} "
+        f"({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
+        f"PyG {host['torch_geometric']}, {record['options']['rounds']} rounds, {host['date']}",
+        "",
+        "| layer | forward ms | forward + backward ms | speed ratio (range) | peak MB | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, own in record["layers"].items():
+        lines.append(
+            f"| {name} | {own['forward_ms']:.1f} | {own['step_ms']:.1f} | {own['speed_ratio']:.2f} "
+            f"({own['speed_ratio_min']:.2f} to {own['speed_ratio_max']:.2f}) | "
+            f"{own['peak_mb']:.0f} | {own['memory_ratio']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("layers", nargs="*", default=list(LAYERS), help="the first is the base")
+    parser.add_argument("--graph", choices=("pubmed", *GRAPHS), default="pubmed")
     parser.add_argument("--root", default="datasets")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=61)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    data = load_graph("pubmed-partial", graph_root(args.root))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of JSON files")
+    options = parser.parse_args()
+    if options.table:
+        print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
+        return
+    if unknown := set(options.layers) - set(LAYERS):
+        parser.error(f"layers {sorted(unknown)} are not known; choose from {list(LAYERS)}")
+    torch.manual_seed(0)
+    random.seed(0)
+    num_nodes, edge_index = edges(options.graph, options.root)
+    edge_index = edge_index.to(options.device)
+    x = torch.randn(num_nodes, FEATURES, device=options.device, requires_grad=True)
+    contestants = {name: Contestant(name, x, edge_index) for name in options.layers}
     record = {
-        "machine": f"{platform.machine()}, {args.threads} threads",
-        "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-        "torch_geometric": torch_geometric.__version__,
-        "graph": f"PubMed, {data.num_nodes} nodes, {data.num_edges} edges, 8 heads x 8 channels",
-        "layers": measure(data.edge_index, data.num_nodes, args.rounds),
+        "machine": machine(x.device) | {"torch_geometric": torch_geometric.__version__},
+        "graph": {"name": options.graph, "num_nodes": num_nodes, "num_edges": edge_index.size(1)},
+        "options": {"rounds": options.rounds, "warmup": options.warmup},
+        "layers": measure(contestants, options.rounds, options.warmup),
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record, indent=2))
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(record, indent=2) + "\n")
+    print(table(record))
 
 
 if __name__ == "__main__":
