@@ -5,7 +5,11 @@
 
 Every cell of the grid is one line of results.jsonl; cells that are there are not run again, so the
 same command continues. AdamW, cosine, no augmentation, no clipping, fp32, the same data order for
-every cell of a seed. At the end: a table, and accuracy over learning rate as a PNG.
+every cell of a seed. At the end: tables, accuracy over learning rate and loss curves as PNG.
+
+A run is stable if its loss stays finite and the mean loss of its last tenth is at least 5 % below
+that of a uniform guess. LR sensitivity is the mean over learning rates of how far that loss, at
+most the guess's, lies above the body's best (Wortsman et al. 2023, arXiv:2309.14322).
 
     lipsformer      the body as it is
     layernorm       LayerNorm for CenterNorm
@@ -21,6 +25,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data import DataError, Normalize, build_eval_dataset
-from lipsformer.config import ConfigError, DataConfig, make_config
+from lipsformer.config import ConfigError, DataConfig, OptimConfig, make_config
+from lipsformer.engine.optim import make_optimizer, set_lr
 from lipsformer.engine.runtime import EXIT_USER_ERROR
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, ScaledCosineAttention, WeightedResidual
@@ -38,6 +44,9 @@ from lipsformer.models.lipsformer_swin import LipsFormerSwin
 SWAPS = ("layernorm", "dot_product", "plain_residual", "default_init")
 PARTS = ("lipsformer", *SWAPS, "plain")
 KEYS = ("parts", "lr", "warmup", "blocks", "seed")
+TRAINING = ("epochs", "batch_size", "embed_dim", "patch_size")
+FIXED = ("data", "train_images", "val_images", *TRAINING)
+STABLE_SHARE = 0.95  # of the loss of a uniform guess
 
 
 class DotProductAttention(nn.Module):
@@ -47,12 +56,14 @@ class DotProductAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, bias)
 
 
-def build(parts: str, blocks: int, img_size: int, num_classes: int, embed_dim: int) -> nn.Module:
+def build(
+    parts: str, blocks: int, img_size: int, num_classes: int, embed_dim: int, patch_size: int
+) -> nn.Module:
     """Two stages with a third and two thirds of the blocks, and the swaps made."""
     first = max(1, blocks // 3)
     model = LipsFormerSwin(
         img_size=img_size,
-        patch_size=2,
+        patch_size=patch_size,
         num_classes=num_classes,
         embed_dim=embed_dim,
         depths=(first, blocks - first),
@@ -75,12 +86,21 @@ def build(parts: str, blocks: int, img_size: int, num_classes: int, embed_dim: i
     return model
 
 
-def load(settings: Sequence[str], split: str) -> tuple[Tensor, Tensor, int]:
-    """All images of a split, normalised, and their labels."""
+def load(settings: Sequence[str], training: bool, number: int | None) -> tuple[Tensor, Tensor, int]:
+    """Images of a split, normalised, their labels, and the number of classes.
+
+    Args:
+        settings: Of the data.
+        training: The training split, without augmentation; else the validation split.
+        number: How many, evenly over the split; None for all.
+    """
     preset = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
-    data = make_config(DataConfig, [preset], [*settings, f"val_split={split}"], origin="--data")
+    data = make_config(DataConfig, [preset], settings, origin="--data")
+    if training:
+        data = replace(data, val_split=data.train_split)
     dataset = build_eval_dataset(data, classes=None)
-    items = [dataset[i] for i in range(len(dataset))]
+    number = len(dataset) if number is None else min(number, len(dataset))
+    items = [dataset[i * len(dataset) // number] for i in range(number)]
     images = Normalize(data)(torch.stack([torch.as_tensor(image) for image, _ in items]))
     return images, torch.tensor([label for _, label in items]), len(dataset.classes)
 
@@ -94,13 +114,15 @@ def run_cell(
     epochs: int,
     batch_size: int,
     embed_dim: int,
+    patch_size: int,
 ) -> dict[str, Any]:
     """Train one cell; stops at the first loss that is not finite."""
     torch.manual_seed(cell["seed"])
     images, labels = train
-    model = build(cell["parts"], cell["blocks"], images.shape[-1], num_classes, embed_dim).train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=cell["lr"], weight_decay=0.05)
+    model = build(
+        cell["parts"], cell["blocks"], images.shape[-1], num_classes, embed_dim, patch_size
+    ).train()
+    optimizer = make_optimizer(model, OptimConfig(lr=cell["lr"]))
     per_epoch = len(images) // batch_size
     schedule = CosineSchedule(
         peak=cell["lr"],
@@ -109,33 +131,35 @@ def run_cell(
         warmup_updates=cell["warmup"] * per_epoch,
     )
     order = torch.Generator().manual_seed(cell["seed"])
+    batches = [
+        batch
+        for _ in range(epochs)
+        for batch in torch.randperm(len(images), generator=order).split(batch_size)[:per_epoch]
+    ]
     losses: list[float] = []
-    for epoch in range(epochs):
-        total = 0.0
-        shuffled = torch.randperm(len(images), generator=order)[: per_epoch * batch_size]
-        for step, batch in enumerate(shuffled.split(batch_size)):
-            optimizer.param_groups[0]["lr"] = schedule(epoch * per_epoch + step)
-            loss = F.cross_entropy(model(images[batch]), labels[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total += loss.item()
-        losses.append(total / per_epoch)
-        if not math.isfinite(total):
+    for update, batch in enumerate(batches):
+        set_lr(optimizer, schedule(update))
+        loss = F.cross_entropy(model(images[batch]), labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
             break
     model.eval()
     with torch.no_grad():
         predictions = torch.cat([model(part).argmax(1) for part in val[0].split(256)])
     finite = math.isfinite(losses[-1])
+    last = losses[-math.ceil(len(losses) / 10) :]
+    final = sum(last) / len(last) if finite else None
     return {
         **cell,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "embed_dim": embed_dim,
+        "num_classes": num_classes,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "losses": [loss if math.isfinite(loss) else None for loss in losses],
-        # worse than the uniform guess at the end
-        "diverged": not finite or losses[-1] >= math.log(num_classes),
+        "updates": len(losses),
+        "losses": [round(loss, 3) for loss in losses if math.isfinite(loss)],
+        "final_loss": final,
+        "stable": final is not None and final <= STABLE_SHARE * math.log(num_classes),
         "top1": 100.0 * (predictions == val[1]).double().mean().item() if finite else 0.0,
     }
 
@@ -148,55 +172,99 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def select(records: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    return [r for r in records if all(r[key] == value for key, value in wanted.items())]
+
+
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Accuracy per cell, mean over seeds; a star where a seed diverged."""
+    """Accuracy per cell, mean over seeds, a star where a seed was not stable; and per body."""
     lrs = sorted({record["lr"] for record in records})
-    lines = ["| body | blocks | warmup | " + " | ".join(f"lr {lr:g}" for lr in lrs) + " |"]
-    lines.append("|---" * (3 + len(lrs)) + "|")
-    keys = sorted(
-        {(r["blocks"], r["warmup"], PARTS.index(r["parts"])) for r in records},
-    )
+    names = [*(f"lr {lr:g}" for lr in lrs), "largest stable lr", "LR sensitivity"]
+    lines = ["| body | blocks | warmup | " + " | ".join(names) + " |"]
+    lines.append("|---" * (3 + len(names)) + "|")
+    keys = sorted({(r["blocks"], r["warmup"], PARTS.index(r["parts"])) for r in records})
     for blocks, warmup, part in keys:
+        body = select(records, blocks=blocks, warmup=warmup, parts=PARTS[part])
+        unstable = {r["lr"] for r in body if not r["stable"]}
+        stable = {r["lr"] for r in body} - unstable
         cells = []
         for lr in lrs:
-            wanted = (PARTS[part], lr, warmup, blocks)
-            its = [r for r in records if tuple(r[key] for key in KEYS[:4]) == wanted]
-            if not its:
-                cells.append("-")
-                continue
-            mean = sum(r["top1"] for r in its) / len(its)
-            cells.append(f"{mean:.1f}{'*' if any(r['diverged'] for r in its) else ''}")
+            top1 = [r["top1"] for r in select(body, lr=lr)]
+            star = "*" if lr in unstable else ""
+            cells.append(f"{mean(top1):.1f}{star}" if top1 else "-")
+        cells += [f"{max(stable):g}" if stable else "none", f"{sensitivity(body):.3f}"]
         lines.append(f"| {PARTS[part]} | {blocks} | {warmup} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def sensitivity(body: Sequence[dict[str, Any]]) -> float:
+    """Mean over learning rates of min(final loss, uniform guess) minus the best of them."""
+    guess = math.log(body[0]["num_classes"])
+    losses = [guess if r["final_loss"] is None else min(r["final_loss"], guess) for r in body]
+    return mean(losses) - min(losses)
+
+
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Accuracy over learning rate, one panel per depth, one line per body and warmup."""
+    """Accuracy over learning rate, one panel per depth and warmup, one line per body."""
     from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
-    depths = sorted({record["blocks"] for record in records})
-    figure = Figure(figsize=(4.8 * len(depths) + 1.5, 4.0), layout="constrained")
-    panels = figure.subplots(1, len(depths), sharey=True, squeeze=False)[0]
-    warmups = sorted({record["warmup"] for record in records})
-    for axes, blocks in zip(panels, depths, strict=True):
-        for part, warmup in itertools.product(PARTS, warmups):
-            its = [r for r in records if (r["parts"], r["warmup"]) == (part, warmup)]
-            its = [r for r in its if r["blocks"] == blocks]
+    grids = sorted({(record["blocks"], record["warmup"]) for record in records})
+    figure = Figure(figsize=(4.0 * len(grids) + 1.5, 4.0), layout="constrained")
+    panels = figure.subplots(1, len(grids), sharey=True, squeeze=False)[0]
+    for axes, (blocks, warmup) in zip(panels, grids, strict=True):
+        for part in PARTS:
+            its = select(records, parts=part, blocks=blocks, warmup=warmup)
             lrs = sorted({r["lr"] for r in its})
-            means = []
-            for lr in lrs:
-                at = [r["top1"] for r in its if r["lr"] == lr]
-                means.append(sum(at) / len(at))
-            label = part + (f", warmup {warmup}" if len(warmups) > 1 else "")
-            style = "o-" if warmup == 0 else "s--"
+            means = [mean([r["top1"] for r in select(its, lr=lr)]) for lr in lrs]
+            style = {"marker": "o", "color": f"C{PARTS.index(part)}"}
+            if part in ("lipsformer", "plain"):
+                style["linewidth"] = 3.0
             if lrs:
-                axes.semilogx(lrs, means, style, label=label, color=f"C{PARTS.index(part)}")
-        axes.set(xlabel="peak learning rate", title=f"{blocks} blocks")
+                axes.semilogx(lrs, means, label=part, **style)
+        axes.set(xlabel="peak learning rate", title=f"{blocks} blocks, warmup {warmup} epochs")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("top-1 on held-out images (%)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")
     figure.savefig(path, dpi=120)
+
+
+def plot_losses(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Training loss over updates, a row per depth and warmup, a column per body, a line per lr."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    grids = sorted({(record["blocks"], record["warmup"]) for record in records})
+    parts = [part for part in PARTS if select(records, parts=part)]
+    lrs = sorted({record["lr"] for record in records})
+    size = (2.6 * len(parts) + 1.5, 2.2 * len(grids) + 0.6)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(grids), len(parts), sharex=True, sharey=True, squeeze=False)
+    guess = math.log(records[0]["num_classes"])
+    for row, (blocks, warmup) in zip(panels, grids, strict=True):
+        for axes, part in zip(row, parts, strict=True):
+            for record in select(records, parts=part, blocks=blocks, warmup=warmup):
+                losses = record["losses"]
+                width = max(1, len(losses) // 30)
+                smooth = [mean(losses[i : i + width]) for i in range(0, len(losses), width)]
+                updates = [min(i + width, len(losses)) for i in range(0, len(losses), width)]
+                colour = colormaps["viridis"](lrs.index(record["lr"]) / max(len(lrs) - 1, 1))
+                label = f"lr {record['lr']:g}" if record["seed"] == records[0]["seed"] else None
+                axes.plot(updates, smooth, color=colour, label=label)
+            axes.axhline(guess, color="black", linewidth=0.6, linestyle=":")
+            axes.set_title(f"{part}, {blocks} blocks, warmup {warmup}", fontsize=8)
+            axes.grid(alpha=0.3)
+        row[0].set_ylabel("training loss")
+    panels[0, 0].set(yscale="log", ylim=(0.3 * guess, 30.0 * guess))
+    for axes in panels[-1]:
+        axes.set_xlabel("update")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper")
+    figure.savefig(path, dpi=110)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -213,17 +281,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--embed-dim", type=int, default=24)
+    parser.add_argument("--patch-size", type=int, default=2)
+    parser.add_argument("--train-images", type=int, help="evenly over the split; default: all")
+    parser.add_argument("--val-images", type=int, help="likewise")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    fixed = {name: getattr(options, name) for name in ("epochs", "batch_size", "embed_dim")}
+    fixed = {name: getattr(options, name) for name in FIXED}
     try:
         if min(options.blocks) < 2 or max(options.warmups) >= options.epochs:
             raise ConfigError("--blocks must be at least 2 and --warmups below --epochs")
-        *train, num_classes = load(options.data, "train")
-        val = load(options.data, "val")[:2]
+        *train, num_classes = load(options.data, training=True, number=options.train_images)
+        val = load(options.data, training=False, number=options.val_images)[:2]
         results = options.output / "results.jsonl"
         records = read_results(results)
         if any(record[name] != value for record in records for name, value in fixed.items()):
@@ -242,20 +313,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     for index, values in enumerate(grid):
         if values in done:
             continue
-        record = run_cell(
+        record = fixed | run_cell(
             dict(zip(KEYS, values, strict=True)),
             (train[0], train[1]),
             val,
             num_classes=num_classes,
-            **fixed,
+            **{name: fixed[name] for name in TRAINING},
         )
         records.append(record)
         with results.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        outcome = "diverged" if record["diverged"] else f"{record['top1']:.1f} %"
-        print(f"{index + 1}/{len(grid)}  {dict(zip(KEYS, values, strict=True))}: {outcome}")
+        outcome = f"{record['top1']:.1f} %" + ("" if record["stable"] else ", not stable")
+        cell = dict(zip(KEYS, values, strict=True))
+        print(f"{index + 1}/{len(grid)}  {cell}: {outcome}", flush=True)
     print(table(records))
-    plot(records, options.output / "stability.png")
+    plot(records, options.output / "accuracy.png")
+    plot_losses(records, options.output / "losses.png")
     return 0
 
 
