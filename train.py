@@ -1,8 +1,8 @@
 """Trains an image model: `accelerate launch train.py --config configs/x.yaml key=value ...`.
 
 Exit codes: 0 done; 2 a mistake in config, data or checkpoint, nothing was written; 3 the loss or
-gradient was not finite; 4 a checkpoint could not be written or read; 75 stopped by a signal after
-saving, the same command continues.
+gradient was not finite; 4 a checkpoint could not be written or read; 5 the Lipschitz bound exceeded
+lipschitz.bound_limit; 75 stopped by a signal after saving, the same command continues.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,13 @@ from data import (
     eval_loader,
 )
 from data.dataset import ImageDataset, TrainDataset
-from lipsformer.config import Config, ConfigError, load_config
+from lipsformer.analysis.bounds import Domain, UnknownModuleError
+from lipsformer.analysis.control import BoundCheck, BoundExceededError, SpectralCap, UpdateLimit
+from lipsformer.analysis.instrument import Instrument
+from lipsformer.analysis.lipschitz import image_domain, lipschitz_bound
+from lipsformer.analysis.monitor import Monitor
+from lipsformer.analysis.plots import plot_monitor
+from lipsformer.config import Config, ConfigError, LipschitzConfig, load_config
 from lipsformer.engine import runtime
 from lipsformer.engine.checkpoint import CheckpointError, locate, read_weights
 from lipsformer.engine.loop import Learner, shard_ema
@@ -42,9 +48,12 @@ from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.run import Run, find_start
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.engine.snapshot import load_initial_weights
+from lipsformer.engine.tracking import METRICS, read_metrics
 from scripts.report import write_report
 
 logger = logging.getLogger("lipsformer.train")
+
+MONITOR = "monitor"  # the kind of its records
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,23 @@ class Parts:
     updates: TrainBatches
     transform: TrainBatchTransform
     learner: Learner
+    inspect: Callable[[nn.Module], Mapping[str, float]]
     model_card: str
     micro_batch: tuple[int, int]
 
 
-def assemble(config: Config, accelerator: Accelerator) -> Parts:
-    """Data, model and optimizer of a run before its first update. Writes nothing."""
+def assemble(
+    config: Config,
+    accelerator: Accelerator,
+    write: Callable[[int, Mapping[str, float]], None] = lambda made, record: None,
+) -> Parts:
+    """Data, model and optimizer of a run before its first update. Writes nothing.
+
+    Args:
+        config: of the run.
+        accelerator: its processes.
+        write: takes the records of the Lipschitz monitor, with the number of updates made.
+    """
     samples, steps = runtime.micro_batches(config.train, accelerator.num_processes)
     with accelerator.main_process_first():  # which may have to download
         train_set, val_set = build_datasets(config.data, config.augment, seed=config.train.seed)
@@ -80,6 +100,9 @@ def assemble(config: Config, accelerator: Accelerator) -> Parts:
     torch.manual_seed(config.train.seed)
     model = build_model(config, train_set.classes).to(accelerator.device)
     card = model_card(model, train_set.classes)
+    domain = bound_domain(config, model)
+    if (cap := make_cap(config.lipschitz, model)) is not None:
+        cap.enforce()  # before the average begins with these weights
     decay = config.train.ema_decay
     ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
     if config.train.compile:
@@ -87,10 +110,11 @@ def assemble(config: Config, accelerator: Accelerator) -> Parts:
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, config.optim))
     if ema is not None:
         shard_ema(ema, accelerator)
+    module = accelerator.unwrap_model(prepared)
     learner = Learner(
         accelerator=accelerator,
         model=prepared,
-        module=accelerator.unwrap_model(prepared),
+        module=module,
         optimizer=optimizer,
         schedule=CosineSchedule(
             peak=config.optim.lr,
@@ -101,6 +125,7 @@ def assemble(config: Config, accelerator: Accelerator) -> Parts:
         clip_grad=config.optim.clip_grad,
         seed=config.train.seed,
         ema=ema,
+        instruments=make_instruments(config, module, val_set, domain, write),
     )
     return Parts(
         train_set=train_set,
@@ -113,6 +138,7 @@ def assemble(config: Config, accelerator: Accelerator) -> Parts:
             seed=config.train.seed,
         ),
         learner=learner,
+        inspect=BoundCheck(domain, config.lipschitz.bound_limit) if domain else lambda module: {},
         model_card=card,
         micro_batch=(samples, steps),
     )
@@ -122,7 +148,11 @@ def train(config: Config) -> int:
     """One run; returns the number of the signal that stopped it, 0 at its end."""
     accelerator = runtime.start(config)
     start = find_start(config, accelerator)
-    parts = assemble(config, accelerator)
+
+    def write(made: int, record: Mapping[str, float]) -> None:
+        run.tracking.record(MONITOR, made, made / run.updates_per_epoch, record)
+
+    parts = assemble(config, accelerator, write)
     run = Run(
         config,
         parts.learner,
@@ -141,11 +171,16 @@ def train(config: Config) -> int:
         model_card=parts.model_card,
         micro_batch=parts.micro_batch,
         start=start,
+        inspect=parts.inspect,
     )
     if config.data.skip_list is not None and accelerator.is_main_process:
         run.output_dir.mkdir(parents=True, exist_ok=True)
         shutil.copy(config.data.skip_list, run.output_dir / "skipped.txt")
-    stopped = run.execute()
+    try:
+        stopped = run.execute()
+    finally:
+        if accelerator.is_main_process:
+            draw_monitor(run.output_dir)
     accelerator.state.destroy_process_group()
     if config.run.report and not stopped and accelerator.is_main_process:
         report(run.output_dir)
@@ -200,6 +235,72 @@ def build_model(config: Config, classes: Sequence[str]) -> nn.Module:
     return model
 
 
+def draw_monitor(output_dir: Path) -> None:
+    """Draws what the monitor saw, and the bound of the weights as trained, into `plots/`."""
+    records = [r for r in read_metrics(output_dir / METRICS) if r["kind"] in (MONITOR, "raw")]
+    bounds = [(r["update"], r["bound_log10"]) for r in records if "bound_log10" in r]
+    if seen := [r for r in records if r["kind"] == MONITOR]:
+        plot_monitor(output_dir / "plots" / "monitor.png", seen, bounds)
+
+
+def bound_domain(config: Config, model: nn.Module) -> Domain | None:
+    """The images that the proved bound speaks about; None if it is not wanted or not known.
+
+    Raises:
+        ConfigError: if it is to be checked and not known.
+    """
+    if config.lipschitz == LipschitzConfig():
+        return None
+    size, limit = config.data.img_size, config.lipschitz.bound_limit
+    domain = image_domain((size, size), config.data.mean, config.data.std)
+    try:
+        lipschitz_bound(model, domain)
+    except UnknownModuleError as error:
+        if limit is not None:
+            raise ConfigError(f"lipschitz.bound_limit={limit} cannot be checked: {error}") from None
+        logger.warning("the Lipschitz bound is not recorded: %s", error)
+        return None
+    return domain
+
+
+def make_cap(options: LipschitzConfig, model: nn.Module) -> SpectralCap | None:
+    """The cap of a config, if there is one."""
+    if options.sigma_cap is options.residual_scale_cap is options.gain_cap is None:
+        return None
+    return SpectralCap(
+        model,
+        options.sigma_cap,
+        mode=options.cap_mode,
+        strength=options.cap_strength,
+        residual_scale=options.residual_scale_cap,
+        gain=options.gain_cap,
+    )
+
+
+def make_instruments(
+    config: Config,
+    module: nn.Module,
+    val_set: ImageDataset,
+    domain: Domain | None,
+    write: Callable[[int, Mapping[str, float]], None],
+) -> list[Instrument]:
+    """What acts around every update: its size is limited, the weights are capped, then seen."""
+    options = config.lipschitz
+    instruments: list[Instrument] = []
+    if options.update_limit is not None:
+        instruments.append(UpdateLimit(module, options.update_limit))
+    if (cap := make_cap(options, module)) is not None:
+        instruments.append(cap)
+    if options.monitor_every is not None:
+        images = torch.stack([val_set[i * len(val_set) // 8][0] for i in range(8)])
+        device = next(module.parameters()).device
+        probe = Normalize(config.data)(images.to(device))
+        instruments.append(
+            Monitor(module, write, every=options.monitor_every, probe=probe, domain=domain)
+        )
+    return instruments
+
+
 def model_card(model: nn.Module, classes: Sequence[str]) -> str:
     """timm's config.json, with which `timm.create_model('local-dir:...')` rebuilds the model."""
     with tempfile.TemporaryDirectory() as folder:
@@ -231,6 +332,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = runtime.EXIT_NONFINITE, str(error)
     except CheckpointError as error:
         code, message = runtime.EXIT_STORAGE, str(error)
+    except BoundExceededError as error:
+        code, message = runtime.EXIT_BOUND, str(error)
     else:
         return runtime.EXIT_STOPPED if stopped else 0
     if first:

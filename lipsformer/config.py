@@ -274,6 +274,45 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LipschitzConfig:
+    """What watches and holds Lipschitz constants in training; null switches a part off.
+
+    `monitor_every` is the number of updates from one record to the next of singular values,
+    residual scales, attention, gradients and the proved bound. `sigma_cap` is the largest norm of a
+    linear layer or convolution, `residual_scale_cap` and `gain_cap` are the largest absolute
+    weights of residual branches and gains of CenterNorm. `cap_mode: project` holds the caps after
+    every update; `soft` takes back the share `cap_strength` of the excess, and all of it at the end
+    of an epoch. `update_limit` bounds the norm of an update by a share of the norm of its weight.
+    `bound_limit` is the value that the proved bound of the model, measured at every evaluation,
+    must not exceed: the run stops if it does.
+    """
+
+    monitor_every: int | None = None
+    sigma_cap: float | None = None
+    residual_scale_cap: float | None = None
+    gain_cap: float | None = None
+    cap_mode: Literal["project", "soft"] = "project"
+    cap_strength: float = 0.1
+    update_limit: float | None = None
+    bound_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_finite(self, "lipschitz")
+        every = self.monitor_every
+        allowed = "must be >= 1, or null for off"
+        _require(every is None or every >= 1, "lipschitz.monitor_every", every, allowed)
+        caps = ("sigma_cap", "residual_scale_cap", "gain_cap")
+        for name in (*caps, "update_limit", "bound_limit"):
+            value = getattr(self, name)
+            allowed = "must be > 0, or null for off"
+            _require(value is None or value > 0, f"lipschitz.{name}", value, allowed)
+        strength = self.cap_strength
+        _require(0 < strength <= 1, "lipschitz.cap_strength", strength, "must be in (0, 1]")
+        if self.cap_mode == "soft" and all(getattr(self, name) is None for name in caps):
+            raise ConfigError("lipschitz.cap_mode='soft' has no effect without a cap")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything that defines one run of `train.py`."""
 
@@ -283,6 +322,7 @@ class Config:
     optim: OptimConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig
+    lipschitz: LipschitzConfig = field(default_factory=LipschitzConfig)
     run: RunConfig
 
     def __post_init__(self) -> None:
@@ -369,6 +409,8 @@ def config_identity(config: Config) -> dict[str, Any]:
     # Only where it stands; the number of devices is compared on its own, with its own option.
     for name in ("eval_batch_size", "batch_size_per_device"):
         del sections["train"][name]
+    for name in ("monitor_every", "bound_limit"):
+        del sections["lipschitz"][name]
     return {f"{section}.{key}": v for section, keys in sections.items() for key, v in keys.items()}
 
 

@@ -45,6 +45,9 @@ def replay(folder: Path) -> dict[str, Any]:
                 break
             parts.learner.update(batches, num_samples, update, parts.transform)
             update += 1
+        if update % parts.updates.updates_per_epoch == 0:
+            for instrument in parts.learner.instruments:
+                instrument.enforce()
     return {"update": update, "samples": record["samples"], **inspect(parts, update)}
 
 

@@ -34,7 +34,7 @@ DIGITS: dict[str, Any] = {
     "run": {"log_every": 4, "dense_updates": 5, "save_every_updates": 3, "report": False},
 }
 
-TIMED = ("images_per_s", "data_wait", "seconds_per_update", "memory_gib")
+TIMED = ("images_per_s", "data_wait", "seconds_per_update", "memory_gib", "seconds")
 
 
 def write_config(folder: Path, settings: dict[str, Any], output: Path) -> Path:

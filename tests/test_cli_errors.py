@@ -51,6 +51,7 @@ def refused(capsys: pytest.CaptureFixture, *arguments: str, program=train.main) 
         ("run.trackers=[tensorbord]", ["'tensorbord'", "tensorboard"]),
         ("run.resume=/nowhere", ["run.resume='/nowhere'", "manifest.json is missing"]),
         ("run.output_dir=", ["run.output_dir"]),
+        ("lipschitz.bound_limit=9", ["bound_limit=9.0", "no Lipschitz bound", "LayerNorm"]),
     ],
 )
 def test_wrong_setting(

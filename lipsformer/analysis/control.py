@@ -1,16 +1,27 @@
 """Instruments that steer training: spectral caps, and a limit on the size of an update."""
 
-from typing import Any, Literal
+import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from lipsformer.analysis.sigma import Operator, SigmaTracker, assign, operators, whole
-from lipsformer.layers import CenterNorm, WeightedResidual
+from lipsformer.analysis.bounds import Domain
+from lipsformer.analysis.instrument import Instrument
+from lipsformer.analysis.lipschitz import gathered_bound
+from lipsformer.analysis.sigma import (
+    Operator,
+    SigmaTracker,
+    assign,
+    operators,
+    residual_scale_of,
+    whole,
+)
+from lipsformer.layers import CenterNorm
 from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
 
 
-class SpectralCap:
+class SpectralCap(Instrument):
     """Holds the norm of every linear operator, and if asked every scale, below a stated value.
 
     ``project`` replaces a weight above the cap by the nearest one within it (Frobenius norm): its
@@ -23,7 +34,7 @@ class SpectralCap:
     def __init__(
         self,
         model: nn.Module,
-        sigma: float,
+        sigma: float | None = None,
         *,
         mode: Literal["project", "soft"] = "project",
         strength: float = 0.1,
@@ -34,7 +45,7 @@ class SpectralCap:
 
         Args:
             model: The model inside DDP's or the compiler's wrapper.
-            sigma: Largest allowed norm of a linear operator, > 0.
+            sigma: Largest allowed norm of a linear operator, > 0; None for no limit.
             mode: "project" or "soft".
             strength: Share of the excess that ``soft`` takes back per update, in (0, 1].
             residual_scale: Largest allowed |alpha| of the residual branches; None for no limit.
@@ -43,26 +54,24 @@ class SpectralCap:
         Raises:
             ValueError: If an argument is out of range.
         """
-        if sigma <= 0.0:
-            raise ValueError(f"sigma must be > 0, got {sigma}")
+        for name, limit in (("sigma", sigma), ("residual_scale", residual_scale), ("gain", gain)):
+            if limit is not None and limit <= 0.0:
+                raise ValueError(f"{name} must be > 0, got {limit}")
         if mode not in ("project", "soft"):
             raise ValueError(f"mode must be 'project' or 'soft', got {mode!r}")
         if not 0.0 < strength <= 1.0:
             raise ValueError(f"strength must lie in (0, 1], got {strength}")
-        self.sigma, self.mode, self.strength = sigma, mode, strength
-        self.operators = operators(model)
+        self.sigma = math.inf if sigma is None else sigma
+        self.mode, self.strength = mode, strength
+        self.operators = [] if sigma is None else operators(model)
         self.tracker = SigmaTracker([op for op in self.operators if op.is_matrix])
+        self.trackers = {"weights": self.tracker}
         self.clamped: list[tuple[Tensor, float]] = []
         for module in model.modules():
-            scale: Any = getattr(module, "residual_scale", None)
-            weight: Any = getattr(module, "weight", None)
-            if isinstance(module, WeightedResidual) and residual_scale is not None:
-                self.clamped.append((scale, residual_scale))
-            if isinstance(module, CenterNorm) and gain is not None:
-                self.clamped.append((weight, gain))
-
-    def before_step(self, update: int) -> None:
-        """Do nothing; part of the interface of instruments."""
+            if residual_scale is not None and (alpha := residual_scale_of(module)) is not None:
+                self.clamped.append((alpha, residual_scale))
+            if gain is not None and isinstance(module, CenterNorm):
+                self.clamped.append((module.weight, gain))
 
     @torch.no_grad()
     def after_step(self, update: int) -> None:
@@ -74,7 +83,7 @@ class SpectralCap:
         weights = {op.name: whole(op.weight) for op in self.operators}
         sigmas = self.tracker.measure(weights)
         above = set(sigmas)
-        if self.mode == "project":
+        if self.mode == "project" and sigmas:
             # estimates come from below: look closely at all that may lie above
             found = torch.stack(list(sigmas.values())) > 0.97 * self.sigma
             above = {name for name, high in zip(sigmas, found.tolist(), strict=True) if high}
@@ -113,7 +122,7 @@ class SpectralCap:
             parameter.clamp_(-limit, limit)
 
 
-class UpdateLimit:
+class UpdateLimit(Instrument):
     r"""Shortens updates that are large against the weight, in the spectral norm.
 
     .. math:: \Delta W \leftarrow \Delta W \min(1, s\, \sigma_1(W) / \sigma_1(\Delta W))
@@ -141,6 +150,7 @@ class UpdateLimit:
         self.operators = operators(model)
         self.weights = SigmaTracker(self.operators)
         self.updates = SigmaTracker(self.operators, steps=16)
+        self.trackers = {"weights": self.weights, "updates": self.updates}
         self._before: dict[str, Tensor] = {}
 
     def before_step(self, update: int) -> None:
@@ -168,3 +178,37 @@ class UpdateLimit:
             factor = torch.where(limit > 0.0, factor, 1.0)  # a zero weight has to start somewhere
             values = before[op.name] + factor.to(op.weight.dtype) * deltas[op.name]
             assign(op.weight, values)
+
+
+class BoundExceededError(RuntimeError):
+    """The proved bound of a model lies above the stated one."""
+
+
+class BoundCheck:
+    """Measures the proved bound of a model whenever it is judged, and holds it against a limit."""
+
+    def __init__(self, domain: Domain, limit: float | None = None) -> None:
+        """Create the check.
+
+        Args:
+            domain: Inputs that the bound speaks about.
+            limit: Largest allowed bound, > 0; None only measures.
+        """
+        self.domain, self.limit = domain, limit
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Return ``bound_log10`` of a model that FSDP2 may have sharded; every rank must call it.
+
+        Args:
+            model: The model inside the wrappers.
+
+        Raises:
+            BoundExceededError: If the bound exceeds the limit.
+        """
+        log10 = gathered_bound(model, self.domain).log10
+        if self.limit is not None and not log10 <= math.log10(self.limit):
+            raise BoundExceededError(
+                f"the proved Lipschitz bound is 10^{log10:.3f}, above the stated {self.limit:g}: "
+                "tighten the caps or raise the limit"
+            )
+        return {"bound_log10": log10}

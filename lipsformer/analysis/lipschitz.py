@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from lipsformer.analysis import layer_bounds as layer_bounds
 from lipsformer.analysis import model_bounds as model_bounds
 from lipsformer.analysis import timm_bounds as timm_bounds
 from lipsformer.analysis.bounds import Bound, Domain, UnknownModuleError, lipschitz_bound
+from lipsformer.analysis.sigma import whole
 
 __all__ = [
     "Bound",
@@ -16,6 +18,7 @@ __all__ = [
     "UnknownModuleError",
     "certified_radius",
     "flatten_bound",
+    "gathered_bound",
     "image_domain",
     "lipschitz_bound",
 ]
@@ -31,6 +34,28 @@ def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[flo
     """
     longest = [max(m, 1.0 - m) / s for m, s in zip(mean, std, strict=True)]
     return Domain(size=size, radius=math.hypot(*longest))
+
+
+class _BoundOf(nn.Module):
+    """A model's bound as a forward pass, which can be called with other tensors as weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, domain: Domain) -> Bound:
+        return lipschitz_bound(self.model, domain)
+
+
+def gathered_bound(model: nn.Module, domain: Domain) -> Bound:
+    """Return the proved bound of a model that FSDP2 may have sharded; every rank must call it.
+
+    Args:
+        model: The model inside the wrappers.
+        domain: The inputs.
+    """
+    weights = {f"model.{name}": whole(weight) for name, weight in model.named_parameters()}
+    return functional_call(_BoundOf(model), weights, (domain,))
 
 
 def flatten_bound(bound: Bound, name: str = "") -> Iterator[tuple[str, Bound]]:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer.analysis.bounds import Domain
-from lipsformer.analysis.lipschitz import lipschitz_bound
-from lipsformer.analysis.sigma import SigmaTracker, operators, whole
-from lipsformer.layers import CenterNorm, ScaledCosineAttention, WeightedResidual
+from lipsformer.analysis.instrument import Instrument
+from lipsformer.analysis.lipschitz import gathered_bound
+from lipsformer.analysis.sigma import SigmaTracker, operators, residual_scale_of, whole
+from lipsformer.layers import CenterNorm, ScaledCosineAttention
 
 Write = Callable[[int, Mapping[str, float]], None]
 
 
-class Monitor:
+class Monitor(Instrument):
     """Watches a model at an interval and hands a flat record to a callback.
 
     Keys of a record, ``<name>`` a parameter or module:
@@ -62,6 +63,7 @@ class Monitor:
         self.operators = operators(model)
         self.weights = SigmaTracker(self.operators)
         self.updates = SigmaTracker(self.operators, steps=16)
+        self.trackers = {"weights": self.weights, "updates": self.updates}
         self._before: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] = {}
         self._seconds = 0.0
@@ -98,19 +100,17 @@ class Monitor:
         record = self._pending
         record.update(self._sigmas())
         for name, module in self.model.named_modules():
-            if isinstance(module, WeightedResidual):
-                scale: Any = module.residual_scale
+            if (scale := residual_scale_of(module)) is not None:
                 record[f"residual_scale/{name}"] = whole(scale).abs().amax()
             elif isinstance(module, CenterNorm):
-                gain: Any = module.weight
-                record[f"gain/{name}"] = whole(gain).abs().amax()
+                record[f"gain/{name}"] = whole(module.weight).abs().amax()
         if self.probe is not None:
             record.update(attention_statistics(self.model, self.probe))
         names = list(record)
         values = torch.stack([record[name].float() for name in names]).tolist()  # the one wait
         figures = dict(zip(names, values, strict=True))
         if self.domain is not None and update // self.every % self.bound_every == 0:
-            figures["bound_log10"] = lipschitz_bound(self.model, self.domain).log10
+            figures["bound_log10"] = gathered_bound(self.model, self.domain).log10
         self._before, self._pending = {}, {}
         figures["seconds"] = self._seconds + time.perf_counter() - started
         self.write(update + 1, figures)
@@ -141,7 +141,7 @@ def attention_statistics(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
         def look(module: Any, args: tuple[Tensor, ...]) -> None:
             q, k = module.normalize(args[0], args[1])
             scores = (q @ k.transpose(-2, -1)).float()
-            if len(args) > 3:
+            if len(args) > 3 and args[3] is not None:
                 scores = scores + args[3].float()
             log_attn = scores.log_softmax(-1)
             record[f"attn_entropy/{name}"] = -(log_attn.exp() * log_attn).sum(-1).mean()
@@ -157,7 +157,8 @@ def attention_statistics(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
     training = model.training
     try:
         model.eval()
-        model(probe)
+        with torch.compiler.set_stance("force_eager"):  # hooks would compile a graph of their own
+            model(probe)
     finally:
         model.train(training)
         for handle in handles:

@@ -44,40 +44,60 @@ def plot_bounds(
     figure.savefig(path, dpi=120)
 
 
-def plot_monitor(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Draw every kind of monitored figure over updates and, for the last record, by depth.
+_LABELS = {
+    "sigma": "norm of the operator",
+    "update_ratio": "norm of the update / of the weight",
+    "grad_norm": "gradient norm",
+    "residual_scale": "largest residual scale",
+    "gain": "largest gain of CenterNorm",
+    "attn_entropy": "attention entropy (nats)",
+    "max_score": "largest attention score",
+}
+
+
+def plot_monitor(
+    path: Path, records: Sequence[Mapping[str, Any]], bounds: Sequence[tuple[int, float]]
+) -> None:
+    """Draw every kind of monitored figure over updates and by depth, and the bound over updates.
 
     Args:
-        folder: Where the PNGs go.
+        path: Of the PNG.
         records: Monitor records with ``update``, in order.
-
-    Returns:
-        The files.
+        bounds: (update, log10 bound of the model), in order.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    kinds: dict[str, list[str]] = {}
-    for key in records[-1]:
-        kind, separator, _ = key.partition("/")
-        if separator:
-            kinds.setdefault(kind, []).append(key)
-    drawn = []
-    for kind, keys in kinds.items():
-        figure = Figure(figsize=(10.0, 4.0), layout="constrained")
-        over_time, by_depth = figure.subplots(1, 2, sharey=True)
+    kinds = {kind: [k for k in records[-1] if k.startswith(f"{kind}/")] for kind in _LABELS}
+    kinds = {kind: keys for kind, keys in kinds.items() if keys}
+    rows = len(kinds) + bool(bounds)
+    figure = Figure(figsize=(11.0, 2.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, 2, squeeze=False)
+    chosen = {"first": records[0], "middle": records[len(records) // 2], "last": records[-1]}
+    for (over_time, by_depth), (kind, keys) in zip(panels, kinds.items(), strict=False):
         for index, key in enumerate(keys):
             line = [(r["update"], r[key]) for r in records if key in r]
-            colour = colormaps["viridis"](index / max(len(keys) - 1, 1))
-            over_time.plot(*zip(*line, strict=True), color=colour, linewidth=0.8)
-        by_depth.plot([records[-1][key] for key in keys], ".-", linewidth=0.6)
-        over_time.set(xlabel="update", ylabel=kind, title="over training (dark: first layers)")
-        by_depth.set(xlabel="layer, in order of depth", title=f"update {records[-1]['update']}")
-        if kind in ("grad_norm", "update_ratio"):
-            over_time.set_yscale("log")
+            colour = colormaps["viridis"](0.9 * index / max(len(keys) - 1, 1))
+            over_time.plot(*zip(*line, strict=True), color=colour, linewidth=0.9)
+        for index, record in enumerate(chosen.values()):
+            values = [record.get(key, math.nan) for key in keys]
+            label = f"update {record['update']}"
+            by_depth.plot(values, ".-", linewidth=0.7, label=label, color=f"{0.7 - 0.35 * index}")
+        over_time.set_ylabel(_LABELS[kind], fontsize=8)
         for axes in (over_time, by_depth):
+            axes.set_yscale("log" if kind in ("grad_norm", "update_ratio") else "linear")
             axes.grid(alpha=0.3)
-        folder.mkdir(parents=True, exist_ok=True)
-        drawn.append(folder / f"monitor_{kind}.png")
-        figure.savefig(drawn[-1], dpi=120)
-    return drawn
+        by_depth.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if bounds:
+        panels[-1, 0].plot(*zip(*bounds, strict=True), "k.-")
+        panels[-1, 0].set_ylabel("log10 proved bound", fontsize=8)
+        panels[-1, 0].grid(alpha=0.3)
+        panels[-1, 1].axis("off")
+    panels[0, 0].set_title("over training (dark: first layers, light: last)", fontsize=10)
+    panels[0, 1].set_title("by depth, in the order of the modules", fontsize=10)
+    panels[0, 1].legend(fontsize=8)
+    panels[-1, 0].set_xlabel("update")
+    panels[len(kinds) - 1, 1].set_xlabel("layer")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lipsformer.layers import DepthwiseConv2d
+from lipsformer.layers import DepthwiseConv2d, WeightedResidual
 from lipsformer.layers.spectral import conv_sigma_bound
 
 
@@ -51,6 +52,13 @@ def operators(model: nn.Module) -> list[Operator]:
             patches = stride == module.kernel_size and module.groups == 1
             found.append(Operator(path, weight, patches, stride, module.groups))
     return found
+
+
+def residual_scale_of(module: nn.Module) -> Tensor | None:
+    """Return the weight of a residual branch if that is what a module holds."""
+    if isinstance(module, WeightedResidual):
+        return module.residual_scale
+    return module.gamma if isinstance(module, LayerScale) else None
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -123,6 +131,22 @@ class SigmaTracker:
                 self.groups[op.weight.shape[0], op.weight[0].numel()].append(op)
         self.vectors: dict[tuple[int, int], Tensor] = {}
 
+    def state(self) -> dict[str, Tensor]:
+        """Return the singular vectors, by the shape of their matrices."""
+        return {f"{m}x{n}": vectors for (m, n), vectors in self.vectors.items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Continue from the vectors that :meth:`state` returned; none of a shape start anew.
+
+        Args:
+            state: Shape to vectors.
+        """
+        self.vectors = {
+            (m, n): state[f"{m}x{n}"].to(group[0].weight.device)
+            for (m, n), group in self.groups.items()
+            if f"{m}x{n}" in state
+        }
+
     def measure(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a scalar tensor per name.
 
@@ -141,7 +165,9 @@ class SigmaTracker:
                     size, dtype=matrices.dtype, device=matrices.device, generator=generator
                 )
             steps = self.steps if shape in self.vectors else self.first_steps
-            found, self.vectors[shape] = krylov_sigma(matrices, start, steps)
+            found, vectors = krylov_sigma(matrices, start, steps)
+            # a zero matrix, such as a skipped update, tells no direction
+            self.vectors[shape] = torch.where(found.unsqueeze(1) > 0.0, vectors, start)
             sigmas.update(zip((op.name for op in group), found, strict=True))
         for op in self.convolutions:
             sigmas[op.name] = conv_sigma_bound(weights[op.name], op.stride, op.groups).amax()

@@ -6,7 +6,8 @@ The classes are named, not imported: analysis stands below the models.
 import math
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lipsformer.analysis.attention_bounds import (
     attention_bound,
@@ -24,6 +25,7 @@ from lipsformer.analysis.bounds import (
     simple_bound,
 )
 from lipsformer.analysis.model_bounds import project, residual_bound, then
+from lipsformer.analysis.sigma import residual_scale_of
 
 _FORM = "lipsformer.models.lipschitz_form."
 _VIT = "timm.models.vision_transformer."
@@ -67,7 +69,7 @@ def _vit_block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     x = chain([], domain)
     for index, branch in ((1, "attn"), (2, "mlp")):
         names = (f"norm{index}", branch)
-        gamma = getattr(module, f"ls{index}").gamma
+        gamma = _residual_scale(getattr(module, f"ls{index}"), getattr(module, f"norm{index}"))
         x = residual_bound(x, gamma, [(name, getattr(module, name)) for name in names])
     return x
 
@@ -77,9 +79,16 @@ def _swin_block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     x = chain([], domain)
     for index, branch in ((1, "attn"), (2, "mlp")):
         names = (f"norm{index}", branch)
-        gamma = getattr(module, f"drop_path{index}")[0].gamma
-        x = residual_bound(x, gamma, [(name, getattr(module, name)) for name in names])
+        end, norm = getattr(module, f"drop_path{index}"), getattr(module, f"norm{index}")
+        branch_modules = [(name, getattr(module, name)) for name in names]
+        x = residual_bound(x, _residual_scale(end, norm), branch_modules)
     return x
+
+
+def _residual_scale(end: nn.Module, norm: Any) -> Tensor:
+    """The weight that the end of a branch holds, or ones as many as channels."""
+    scales = [scale for m in end.modules() if (scale := residual_scale_of(m)) is not None]
+    return scales[0] if scales else torch.ones_like(norm.weight)
 
 
 @rule(_SWIN + "PatchMerging")

@@ -28,6 +28,7 @@ STATE = "state.json"
 MODEL = "model.safetensors"
 EMA = "ema.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+INSTRUMENTS = "instruments.safetensors"
 CHECKPOINTS = "checkpoints"
 PREFIX = "update-"
 

@@ -6,7 +6,7 @@ Nothing here waits for the device except where a log record is due.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,6 +44,30 @@ class BatchTransform(Protocol):
         ...
 
 
+class Instrument(Protocol):
+    """What watches or steers every update, called by every rank with the updates made so far."""
+
+    def before_step(self, update: int) -> None:
+        """Gradients are final, weights unchanged."""
+        ...
+
+    def after_step(self, update: int) -> None:
+        """Weights have changed, gradients are gone."""
+        ...
+
+    def enforce(self) -> None:
+        """The epoch is over, the weights are going to be judged."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next update depends on, for a checkpoint."""
+        ...
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Takes up what `state` gave."""
+        ...
+
+
 @dataclass
 class Learner:
     """The parts that an update touches.
@@ -51,7 +75,8 @@ class Learner:
     `model` and `optimizer` are the prepared ones; `module` is the model inside the wrappers. The
     EMA is timm's: it averages the tensors of `module` in place, in their order, so that neither
     compilation nor DDP can hide a parameter from it, and its decay is a function of the number of
-    updates, so that nothing but its weights needs saving.
+    updates, so that nothing but its weights needs saving. The `instruments` act in their order
+    after each step, before the EMA looks at the weights.
     """
 
     accelerator: Accelerator
@@ -62,6 +87,7 @@ class Learner:
     clip_grad: float | None
     seed: int
     ema: ModelEmaV3 | None = None
+    instruments: Sequence[Instrument] = ()
 
     def update(
         self,
@@ -109,8 +135,12 @@ class Learner:
             # The fused optimizer's own way to skip a step without the host knowing.
             inner = self.optimizer.optimizer  # pyright: ignore[reportAttributeAccessIssue]
             inner.found_inf = (~grad_norm.isfinite()).float()
+        for instrument in self.instruments:
+            instrument.before_step(update)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        for instrument in self.instruments:
+            instrument.after_step(update)
         if self.ema is not None:
             self.ema.update(self.module, step=update + 1)
         return loss_sum, grad_norm

@@ -9,12 +9,12 @@ import math
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipsformer.config import (
     Config,
@@ -127,6 +127,8 @@ class Run:
         model_card: timm's config.json of the model.
         micro_batch: (samples of a micro-batch, micro-batches per update and device).
         start: the checkpoint to continue from.
+        inspect: what else an evaluation finds out about the weights that it judges, by name; what
+            it raises stops the run before they are saved.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class Run:
         model_card: str,
         micro_batch: tuple[int, int],
         start: Path | None,
+        inspect: Callable[[nn.Module], Mapping[str, float]],
     ):
         self.config = config
         self.learner = learner
@@ -155,6 +158,7 @@ class Run:
         self.classes = list(classes)
         self.model_card = model_card
         self.micro_batch = micro_batch
+        self.inspect = inspect
         self.output_dir = Path(config.run.output_dir)
         self.updates_per_epoch = train_updates.updates_per_epoch
         self.total_updates = config.train.epochs * self.updates_per_epoch
@@ -230,6 +234,9 @@ class Run:
         run, epoch_ends = self.config.run, made % self.updates_per_epoch == 0
         if made % run.log_every == 0 or epoch_ends:
             self._log()
+        if epoch_ends:  # here, so that an evaluation that is interrupted finds them as they are
+            for instrument in self.learner.instruments:
+                instrument.enforce()
         self.stopped = self.stop.agreed()
         if self.stopped or (self._save_is_due() and not epoch_ends):
             self._save()
@@ -240,7 +247,7 @@ class Run:
         return every is not None and self.update % every == 0
 
     def _finish_epoch(self, epoch: int) -> None:
-        figures = {}
+        figures, notes = {}, {}
         modules = {"raw": self.learner.module}
         if self.learner.ema is not None:
             modules["ema"] = self.learner.ema.module
@@ -256,13 +263,16 @@ class Run:
             if result is None:
                 self._save()
                 return
-            figures[kind] = result
+            found = self.inspect(module)
+            figures[kind] = {**result, **found}
+            notes[kind] = "".join(f"  {name} {value:.3f}" for name, value in found.items())
         for kind, result in figures.items():
             self.tracking.record(kind, self.update, epoch, result)
             self.tracking.say(
                 f"epoch {epoch}/{self.config.train.epochs}  {kind:4}  "
                 f"top-1 {result['top1']:.2f} %  top-5 {result['top5']:.2f} %  "
                 f"loss {result['loss']:.4f}  ({result['images']} images)"
+                f"{notes[kind]}"
             )
         self.history.append({"epoch": epoch, "update": self.update, **figures})
         weights = list(figures)[-1]  # the EMA where there is one

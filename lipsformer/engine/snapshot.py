@@ -1,5 +1,6 @@
-"""The tensors of a run, taken out of its wrappers and put back: weights, moments, EMA, scaler.
+"""The tensors of a run, taken out of its wrappers and put back.
 
+Weights, moments, EMA, and what the scaler and the instruments remember.
 Names are those of the plain model, and sharded tensors are gathered, so that a checkpoint does not
 know on how many devices or by which engine it was made.
 """
@@ -12,7 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lipsformer.engine.checkpoint import EMA, MODEL, OPTIMIZER, CheckpointError, read_state
+from lipsformer.engine.checkpoint import (
+    EMA,
+    INSTRUMENTS,
+    MODEL,
+    OPTIMIZER,
+    CheckpointError,
+    read_state,
+)
 from lipsformer.engine.loop import Learner
 
 
@@ -24,11 +32,21 @@ def take(learner: Learner) -> dict[str, dict[str, Tensor]]:
     }
     if learner.ema is not None:
         files[EMA] = _on_cpu(learner.ema.module.state_dict())
+    if learner.instruments:
+        states = {
+            f"{type(instrument).__name__}.{name}": tensor
+            for instrument in learner.instruments
+            for name, tensor in instrument.state().items()
+        }
+        files[INSTRUMENTS] = _on_cpu(states)
     return files
 
 
 def put_back(learner: Learner, folder: Path) -> None:
-    """Fills model, optimizer, EMA and scaler from a checkpoint.
+    """Fills model, optimizer, EMA, scaler and instruments from a checkpoint.
+
+    An instrument that the checkpoint does not know starts anew: one that only watches may be added
+    to a run.
 
     Raises:
         CheckpointError: if names or shapes are not those of this run.
@@ -48,6 +66,12 @@ def put_back(learner: Learner, folder: Path) -> None:
         _fill(learner.ema.module.state_dict(), folder / EMA)
     if learner.accelerator.scaler is not None:
         learner.accelerator.scaler.load_state_dict(read_state(folder)["scaler"])
+    if learner.instruments and (folder / INSTRUMENTS).exists():
+        states = load_file(folder / INSTRUMENTS)
+        for instrument in learner.instruments:
+            prefix = f"{type(instrument).__name__}."
+            own = {k.removeprefix(prefix): t for k, t in states.items() if k.startswith(prefix)}
+            instrument.load_state(own)
 
 
 def scaler_state(learner: Learner) -> dict[str, Any] | None:

@@ -61,6 +61,11 @@ class Tracking:
                 "wandb": {"id": run_id, "resume": "allow", "dir": str(output_dir)},
             },
         )
+        # Those that the trackers cut off although they stay, as averages over a window come later.
+        for record in read_metrics(self.path) if self.is_main else ():
+            if next_record <= record["update"]:
+                kind, step, _, *values = record.items()
+                self._show(kind[1], step[1], dict(values))
         terminal = self.is_main and sys.stderr.isatty()
         self._bar = tqdm(
             total=total_updates, initial=update, unit="update", disable=not terminal, smoothing=0.1
@@ -74,7 +79,8 @@ class Tracking:
         """Adds a record to metrics.jsonl and to the trackers.
 
         Args:
-            kind: "train", or "raw" or "ema" for an evaluation of those weights.
+            kind: "train", "raw" or "ema" for an evaluation of those weights, or what an instrument
+                calls its records.
             update: number of updates made.
             epoch: the same in passes over the data.
             values: the figures.
@@ -83,6 +89,9 @@ class Tracking:
             line = json.dumps({"kind": kind, "update": update, "epoch": epoch, **values})
             with self.path.open("a") as file:
                 file.write(line + "\n")
+        self._show(kind, update, values)
+
+    def _show(self, kind: str, update: int, values: Mapping[str, float]) -> None:
         self.accelerator.log({f"{kind}/{name}": v for name, v in values.items()}, step=update)
 
     def say(self, text: str) -> None:

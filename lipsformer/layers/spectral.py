@@ -137,7 +137,8 @@ def depthwise_sigma(weight: Tensor, size: tuple[int, int]) -> Tensor:
 def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
     """Return the nearest weight (Frobenius norm) with no singular value above a cap.
 
-    Computed from the smaller Gram matrix, in float32 or better.
+    Computed from the smaller Gram matrix, in float32 or better. A weight within the cap is returned
+    as it is, bit for bit.
 
     Args:
         weight: [out, in, ...], reshaped to [out, in * ...].
@@ -150,4 +151,5 @@ def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
     values, vectors = torch.linalg.eigh(rows @ rows.mT)
     shrink = (cap / values.clamp_min(cap**2).sqrt()).clamp(max=1.0)
     clipped = (vectors * shrink) @ (vectors.mT @ rows)
-    return (clipped if wide else clipped.mT).reshape(weight.shape).to(weight.dtype)
+    clipped = (clipped if wide else clipped.mT).reshape(weight.shape).to(weight.dtype)
+    return torch.where(values[-1] > cap**2, clipped, weight.detach())

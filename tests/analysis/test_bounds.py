@@ -342,6 +342,23 @@ def test_unknown_modules_are_named():
         lipschitz_bound(nn.Conv2d(2, 3, 3, dilation=2), Domain(size=(7, 7)))
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_plain_residuals_of_timm_count_as_one(name):
+    small = {"embed_dim": 6, "num_heads": 3, "depth": 2, "patch_size": 4, "img_size": 8}
+    if "swin" in name:
+        small = {"embed_dim": 6, "num_heads": (3,), "depths": (2,), "img_size": 16}
+    domain = Domain(size=(small["img_size"],) * 2)
+    plain = timm.create_model(name, **small)
+    with pytest.raises(UnknownModuleError, match="LayerNorm"):
+        lipschitz_bound(plain, domain)
+    model = lipsformer.convert(plain, residual_scale=1.0)
+    weighted = lipschitz_bound(model, domain).log10
+    for block in model.layers[0].blocks if "swin" in name else model.blocks:
+        for index in (1, 2):
+            setattr(block, f"drop_path{index}" if "swin" in name else f"ls{index}", nn.Identity())
+    assert lipschitz_bound(model, domain).log10 == weighted > 0.0
+
+
 def test_a_subclass_that_keeps_forward_keeps_the_bound():
     class Named(nn.Linear):
         pass

@@ -5,9 +5,10 @@ import timm
 import torch
 from torch import Tensor, nn
 
-import lipsformer  # noqa: F401  (registers the models)
+import lipsformer
 from lipsformer.analysis.bounds import Domain, lipschitz_bound
 from lipsformer.analysis.control import SpectralCap, UpdateLimit
+from lipsformer.analysis.lipschitz import gathered_bound
 from lipsformer.analysis.monitor import Monitor
 from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma, operators
 from lipsformer.layers import DepthwiseConv2d
@@ -150,6 +151,37 @@ def naive_statistics(model, attention, probe) -> tuple[float, float]:
     return torch.stack(entropies).mean().item(), max(scores).item()
 
 
+def test_update_limit_survives_updates_that_change_nothing():
+    torch.manual_seed(0)
+    layer = nn.Linear(11, 7)
+    limit = UpdateLimit(layer, 0.1)
+    for update, step in enumerate((1.0, 0.0, 0.0, 1.0)):
+        before = layer.weight.detach().clone()
+        limit.before_step(update)
+        with torch.no_grad():
+            layer.weight.add_(step * torch.randn(7, 11))
+        limit.after_step(update)
+        ratio = svd_sigma(layer.weight.detach() - before) / svd_sigma(before)
+        assert ratio == pytest.approx(0.1 if step else 0.0, rel=1e-2, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_converted_models_are_watched_and_capped(name):
+    small = {"embed_dim": 6, "num_heads": 3, "depth": 2, "patch_size": 4, "img_size": 8}
+    if "swin" in name:
+        small = {"embed_dim": 6, "num_heads": (3,), "depths": (2,), "img_size": 16}
+    model = lipsformer.convert(timm.create_model(name, **small), residual_scale=0.7)
+    records = []
+    probe = torch.randn(2, 3, small["img_size"], small["img_size"])
+    monitor = Monitor(model, lambda _, values: records.append(values), probe=probe)
+    monitor.before_step(0)
+    SpectralCap(model, residual_scale=0.25).enforce()
+    monitor.after_step(0)
+    scales = {k: v for k, v in records[0].items() if k.startswith("residual_scale/")}
+    assert len(scales) == 4 and set(scales.values()) == {0.25}
+    assert sum(key.startswith("attn_entropy/") for key in records[0]) == 2
+
+
 @pytest.mark.parametrize("shape", [(5, 11), (11, 5), (7, 3, 2, 2)])
 def test_clipping_is_the_nearest_weight_below_the_cap(shape):
     weight = torch.randn(shape, dtype=torch.float64)
@@ -158,7 +190,7 @@ def test_clipping_is_the_nearest_weight_below_the_cap(shape):
     expected = (u * s.clamp(max=cap)) @ vh
     torch.testing.assert_close(clip_singular_values(weight, cap), expected.reshape(shape))
     inside = 2.0 * s[0].item()
-    torch.testing.assert_close(clip_singular_values(weight, inside), weight)
+    assert torch.equal(clip_singular_values(weight, inside), weight)
 
 
 @pytest.mark.parametrize("steps", [1, 12])
@@ -274,6 +306,9 @@ def test_sharded_weights_are_measured_and_capped_whole():
             for instrument in (limit, cap, monitor):
                 instrument.after_step(0)
             cap.enforce()
+            domain = Domain(size=(8, 8), radius=3.0)
+            records[0]["bound"] = gathered_bound(model, domain).log10
+            assert isinstance(model.head.fc.weight, nn.Parameter)
             results.append(records[0])
             records[0].pop("seconds")
         assert results[0].keys() == results[1].keys()
