@@ -3,27 +3,34 @@
 Model, class names and preprocessing come from the checkpoint's config.json, the data from its
 config.yaml; `--data key=value` replaces settings of the latter. A bare file of weights needs
 `--config`. `--set` evaluates on ImageNet's own sets instead: val real v2 a r sketch c, each also as
-`name=folder` (docs/data.md). Exit code 2 for a mistake.
+`name=folder` (docs/data.md). `--certify` adds the share of images that keep their class within a
+2-norm distance, proved and under attack (docs/lipschitz.md). Exit code 2 for a mistake.
 """
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from data import DataError, Normalize, build_eval_dataset, eval_loader
 from data.evalsets import STANDARD, EvalSet, corruption_summary, find_sets
+from lipsformer.analysis.bounds import UnknownModuleError
+from lipsformer.analysis.lipschitz import certified_radius, image_domain, lipschitz_bound
+from lipsformer.analysis.robustness import withstood
 from lipsformer.config import Config, ConfigError, DataConfig, load_config, make_config
 from lipsformer.engine.checkpoint import EMA, MODEL, CheckpointError, locate, read_weights
-from lipsformer.engine.loop import evaluate
+from lipsformer.engine.loop import SizedBatches, evaluate
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run import CONFIG
 from lipsformer.engine.runtime import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
@@ -35,6 +42,7 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One record for each set of weights: raw, and EMA if there is one."""
     if options.batch_size is not None and options.batch_size < 1:
         raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
+    eps = [distance(text) for text in options.certify or ()]
     path = locate(Path(options.checkpoint))
     folder = path if path.is_dir() else path.parent
     overrides = [f"data.{override}" for override in options.data]
@@ -67,7 +75,7 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         load_weights(model, read_weights(file), str(file))
         model.to(accelerator.device)
         figures = {
-            eval_set.name: evaluate_set(accelerator, model, eval_set, data, batch_size)
+            eval_set.name: evaluate_set(accelerator, model, eval_set, data, batch_size, eps)
             for eval_set in sets
         }
         rows = [{"set": name, **result} for name, result in figures.items()]
@@ -82,7 +90,8 @@ def evaluate_set(
     eval_set: EvalSet,
     data: DataConfig,
     batch_size: int,
-) -> dict[str, float | int]:
+    eps: Sequence[float],
+) -> dict[str, Any]:
     batches = eval_loader(
         eval_set.dataset,
         batch_size=batch_size,
@@ -90,15 +99,75 @@ def evaluate_set(
         world_size=accelerator.num_processes,
         num_workers=data.num_workers,
     )
+    classifier = model if eval_set.outputs is None else Outputs(model, eval_set.outputs)
     result = evaluate(
         accelerator,
-        model if eval_set.outputs is None else Outputs(model, eval_set.outputs),
+        classifier,
         batches,
         normalize=Normalize(data),
         num_images=len(eval_set.dataset),
     )
     assert result is not None
-    return result
+    return {**result, **certify(accelerator, model, classifier, batches, data, eps)}
+
+
+def certify(
+    accelerator: Accelerator,
+    model: nn.Module,
+    classifier: nn.Module,
+    batches: SizedBatches,
+    data: DataConfig,
+    eps: Sequence[float],
+) -> dict[str, Any]:
+    """Certified and attacked accuracy in percent, in float32, distances in pixel values of [0, 1].
+
+    Raises:
+        ConfigError: if the model has no proved bound.
+    """
+    if not eps:
+        return {}
+    try:
+        domain = image_domain((data.img_size, data.img_size), data.mean, data.std)
+        bound = lipschitz_bound(model, domain)
+    except UnknownModuleError as error:
+        raise ConfigError(f"--certify: {error}") from None
+    normalize, generator = Normalize(data), torch.Generator().manual_seed(0)
+
+    def logits(pixels: Tensor) -> Tensor:
+        return classifier(normalize(pixels * 255.0))
+
+    counts = torch.zeros(len(eps), 2, dtype=torch.long, device=accelerator.device)
+    images_seen = torch.zeros((), dtype=torch.long, device=accelerator.device)
+    for images, labels in batches:
+        pixels = images.to(accelerator.device) / 255.0
+        labels = labels.to(accelerator.device)
+        with torch.no_grad():
+            # the normalisation stretches distances by at most 1 / min(std)
+            radius = certified_radius(logits(pixels), bound) * min(data.std)
+        for row, distance in zip(counts, eps, strict=True):
+            held = withstood(logits, pixels, labels, distance, radius, generator=generator)
+            row += torch.stack([part.sum() for part in held])
+        images_seen += len(labels)
+    counts, images_seen = accelerator.reduce((counts, images_seen), reduction="sum")  # pyright: ignore[reportGeneralTypeIssues]
+    shares = (100.0 * counts.double() / images_seen).tolist()
+    return {
+        "pixel_bound_log10": bound.log10 - math.log10(min(data.std)),
+        "robustness": [
+            {"eps": distance, "certified": certified, "pgd": attacked}
+            for distance, (certified, attacked) in zip(eps, shares, strict=True)
+        ],
+    }
+
+
+def distance(text: str) -> float:
+    """A distance such as 36/255 or 0.14."""
+    try:
+        value = float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        value = 0.0
+    if value <= 0.0:
+        raise ConfigError(f"--certify={text} must be a number > 0 such as 36/255 or 0.14")
+    return value
 
 
 class Outputs(nn.Module):
@@ -132,10 +201,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--set", nargs="+", metavar="name[=folder]", help="ImageNet's val real v2 a r sketch c"
     )
+    parser.add_argument(
+        "--certify",
+        nargs="*",
+        metavar="EPS",
+        help="distances in pixel values of [0, 1]; default 36/255",
+    )
     parser.add_argument("--config", help="YAML of model and data for a bare file of weights")
     parser.add_argument("--batch-size", type=int, help="of a device; default: of the run's config")
     parser.add_argument("--json", metavar="FILE", help="also write the records there; - for stdout")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.certify == []:
+        options.certify = ["36/255"]
+    return options
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -148,6 +226,13 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         if "mce" in r:
             mce = "none, as not all 15 are there" if r["mce"] is None else f"{r['mce']:.2f} %"
             lines.append(f"c is the mean of {r['corruptions']} corruptions; mCE: {mce}")
+    for r in records:
+        for at in r.get("robustness", ()):
+            lines.append(
+                f"{r['weights']:20} {r['set']:{width}} within {at['eps']:.4f} (2-norm): certified "
+                f"{at['certified']:.3f} %, under PGD {at['pgd']:.3f} %, "
+                f"log10 bound {r['pixel_bound_log10']:.3f}"
+            )
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """eval.py reads everything from a checkpoint, and finds what training's last evaluation found."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import eval as evaluation
 import train
+from data import build_eval_dataset
+from lipsformer.analysis.lipschitz import image_domain, lipschitz_bound
+from lipsformer.config import DataConfig, make_config
 from tests.engine.conftest import fresh_process  # noqa: F401
 from tests.runs import DIGITS, write_config
 
@@ -118,3 +122,43 @@ def test_fine_tuning_takes_all_weights_but_a_head_of_other_classes(run: Path) ->
     fresh = {name for name in weights if other[name].shape != weights[name].shape}
     assert fresh == {"head.weight", "head.bias"}
     assert all(torch.equal(other[n], weights[n]) for n in weights if n not in fresh)
+
+
+def test_certified_and_attacked_accuracy(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    torch.manual_seed(1)
+    small = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    model = timm.create_model("lipsformer_vit_tiny", num_classes=10, **small).eval()
+    mean, std = (0.4, 0.5, 0.6), (0.5, 0.25, 0.3)
+    model.pretrained_cfg |= {"input_size": (3, 16, 16), "mean": mean, "std": std, "crop_pct": 1.0}
+    (tmp_path / "config.json").write_text(train.model_card(model, list("0123456789")))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    data = ["--data", "source=digits", "num_workers=0"]
+    arguments = ["--checkpoint", str(tmp_path), *data, "--certify", "1e-6", "36/255"]
+    (record,) = evaluate(tmp_path, *arguments)
+    assert "within 0.1412 (2-norm): certified" in capsys.readouterr().out
+
+    bound = lipschitz_bound(model, image_domain((16, 16), mean, std)).value / 0.25
+    assert record["pixel_bound_log10"] == pytest.approx(math.log10(bound))
+    settings = {"source": "digits", "img_size": 16, "crop_pct": 1.0}
+    images = build_eval_dataset(make_config(DataConfig, [settings], origin=""), classes=None)
+    radii = []
+    for image, label in (images[i] for i in range(len(images))):
+        pixels = torch.as_tensor(image).double() / 255
+        pixels = (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+        with torch.no_grad():
+            logits = model.double()(pixels[None])[0].tolist()
+        margin = logits[label] - max(z for k, z in enumerate(logits) if k != label)
+        radii.append(margin / (math.sqrt(2) * bound))
+    for row, eps in zip(record["robustness"], (1e-6, 36 / 255), strict=True):
+        assert row["eps"] == eps
+        assert row["certified"] == pytest.approx(100 * sum(r > eps for r in radii) / 360)
+        assert row["certified"] <= row["pgd"] <= record["top1"]
+    assert record["robustness"][0]["certified"] > 0.0
+    assert record["robustness"][1]["pgd"] < record["top1"]
+
+    for bad, part in ((["--certify", "0"], "--certify=0"), (["--certify"], "LayerNorm")):
+        assert evaluation.main(["--checkpoint", str(run), *bad]) == 2
+        error = capsys.readouterr().err
+        assert part in error and error.count("\n") == 1

@@ -1,0 +1,91 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lipsformer.analysis.bounds import Domain, lipschitz_bound
+from lipsformer.analysis.lipschitz import certified_radius
+from lipsformer.analysis.robustness import margins, pgd_attack, withstood
+
+
+def linear_case(classes: int, seed: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """A linear classifier, images well inside [0, 1], their classes, distances to the others."""
+    generator = torch.Generator().manual_seed(seed)
+    layer = nn.Linear(11, classes).double()
+    with torch.no_grad():  # the classes meet in the middle of the box
+        layer.weight.copy_(torch.randn(classes, 11, generator=generator))
+        layer.bias.copy_(-0.5 * layer.weight.sum(1))
+    images = 0.5 + 0.03 * torch.randn(23, 11, generator=generator, dtype=torch.float64)
+    logits = layer(images).detach()
+    labels = logits.argmax(1)
+    distances = []
+    for row, label in zip(logits, labels.tolist(), strict=True):
+        to_others = [
+            ((row[label] - row[j]) / (layer.weight[label] - layer.weight[j]).norm()).item()
+            for j in range(classes)
+            if j != label
+        ]
+        distances.append(sorted(to_others))
+    return layer, images, labels, torch.tensor(distances, dtype=torch.float64)
+
+
+def test_margin_is_the_label_against_the_best_other():
+    logits = torch.tensor([[3.0, 1.0, 2.5], [3.0, 1.0, 2.5], [0.0, 0.0, -1.0]])
+    assert margins(logits, torch.tensor([0, 1, 1])).tolist() == [0.5, -2.0, 0.0]
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_attack_finds_the_distance_of_linear_classifiers(classes):
+    layer, images, labels, exact = linear_case(classes, seed=classes)
+    reachable = exact[:, -1] < 0.2  # so that the box of [0, 1] is out of reach
+    assert 5 <= reachable.sum()
+    for image, label, distances in zip(
+        images[reachable], labels[reachable], exact[reachable].tolist(), strict=True
+    ):
+        at = (image[None], label[None])
+        # the margin has a minimum towards each class, and the attack may end in any of them
+        assert pgd_attack(layer, *at, 1.05 * distances[-1], steps=50).item()
+        assert not pgd_attack(layer, *at, 0.999 * distances[0], steps=50).item()
+
+
+def test_certificates_of_linear_classifiers_never_pass_the_exact_distance():
+    for classes in (2, 3, 7):
+        layer, images, labels, distances = linear_case(classes, seed=classes)
+        exact = distances[:, 0]
+        radius = certified_radius(layer(images), lipschitz_bound(layer, Domain(size=())))
+        assert (radius <= exact * (1 + 1e-12)).all()
+        eps = radius.median().item()
+        certified, attacked = withstood(layer, images, labels, eps, radius)
+        assert torch.equal(certified, radius > eps)
+        assert certified.sum() == 11 and attacked.sum() >= (exact > eps).sum()
+        wrong = (labels + 1) % classes
+        assert not torch.stack(withstood(layer, images, wrong, eps, radius)).any()
+
+
+def test_a_wrong_radius_does_not_go_unnoticed():
+    layer, images, labels, exact = linear_case(3, seed=0)
+    near = exact[:, -1] < 0.2
+    eps = 1.1 * exact[near].max().item()
+    with pytest.raises(RuntimeError, match="broke a certificate"):
+        withstood(layer, images[near], labels[near], eps, torch.full((int(near.sum()),), 9.0))
+
+
+def test_the_attack_stays_in_the_ball_and_in_the_box():
+    images = torch.rand(5, 3, 7, 2, dtype=torch.float64)
+    images[0] = 1.0  # only larger values would help against this one
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(x.detach())
+        total = x.flatten(1).sum(1)
+        return torch.stack([images.flatten(1).sum(1) + 0.5 - total, torch.zeros(5)], dim=1)
+
+    broken = pgd_attack(function, images, torch.zeros(5, dtype=torch.long), 0.4, steps=13)
+    assert len(seen) == 15
+    for x in seen:
+        assert x.min() >= 0.0 and x.max() <= 1.0
+        assert (x - images).flatten(1).norm(dim=1).max() <= 0.4 * (1 + 1e-12)
+    # along the diagonal of 42 values, 0.4 in length adds 2.59 to the sum; but none beyond 1
+    assert 0.4 * math.sqrt(42) > 0.5
+    assert broken.tolist() == [False, True, True, True, True]
