@@ -32,6 +32,8 @@ import torch
 import torchvision
 from PIL import Image
 from timm.data import ImageDataset, auto_augment, create_loader
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torchvision.transforms import v2
 
 from data import TrainBatches, build_datasets, eval_loader
 from data.images import EncodedPicture, read_picture
@@ -133,8 +135,8 @@ def compare(folder: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-def stages(folder: Path) -> dict[str, float]:
-    """CPU milliseconds per image in each stage of training, one stage after the other."""
+def stages(folder: Path) -> dict[str, Any]:
+    """CPU milliseconds per image in each stage of training, one after the other, and its share."""
     files = [str(path) for path in sorted(folder.rglob("*.JPEG"))]
     transform = TrainTransform(DataConfig(source="folder"), RECIPE)
     spent: dict[str, float] = {}
@@ -167,7 +169,38 @@ def stages(folder: Path) -> dict[str, float]:
         for batch in batches:
             torch.stack(batch)
         spent["collate"] = (time.process_time() - started) * 1e3 / len(files)
-    return {stage: round(milliseconds, 4) for stage, milliseconds in spent.items()}
+    # The second stage of decoding holds the header and the first, at the size that the crop needs.
+    parts = ("seeds", "read", "decode, crop and resize", "RandAugment", "collate")
+    total = sum(spent[part] for part in parts)
+    return {
+        "ms_per_image": {stage: round(spent[stage], 4) for stage in spent},
+        "share_percent": {part: round(100 * spent[part] / total, 1) for part in parts},
+    }
+
+
+def crops(folder: Path) -> dict[str, float]:
+    """CPU milliseconds per image to decode, crop at random and resize (bicubic, antialiased)."""
+    contents = [path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))]
+    timms = RandomResizedCropAndInterpolation(224, interpolation="bicubic")
+    v2s = v2.RandomResizedCrop(224, interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    ours = TrainTransform(DataConfig(source="folder"), RECIPE)
+    ways: dict[str, Callable[[bytes], object]] = {
+        "Pillow, timm": lambda content: timms(EncodedPicture(content, "").image()),
+        "torchvision decode_jpeg, v2": lambda content: v2s(
+            torchvision.io.decode_jpeg(
+                torch.frombuffer(bytearray(content), dtype=torch.uint8),
+                mode=torchvision.io.ImageReadMode.RGB,
+            )
+        ),
+        "ours": lambda content: ours.crop(EncodedPicture(content, "")),
+    }
+    spent = {}
+    for name, way in ways.items():
+        started = time.process_time()
+        for content in contents:
+            way(content)
+        spent[name] = round((time.process_time() - started) * 1e3 / len(contents), 4)
+    return spent
 
 
 def decoders(folder: Path) -> dict[str, float]:
@@ -227,7 +260,7 @@ def main() -> None:
         "what": "CPU time of one core, file to uint8 batch; recipe rand-m9-mstd0.5-inc1 at 224 px",
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
+        "load_average": os.getloadavg()[0],  # of the minute before
         "versions": {
             module.__name__: module.__version__
             for module in (torch, torchvision, timm, PIL, cv2, simplejpeg)
@@ -238,7 +271,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, folder in make_sets(arguments.root, Path(scratch), arguments.images).items():
             result = compare(folder, arguments.rounds)
-            result |= {"ms_per_image": stages(folder), "decoders_ms_per_image": decoders(folder)}
+            result |= stages(folder)
+            result |= {"decoders_ms_per_image": decoders(folder)}
+            result |= {"crops_ms_per_image": crops(folder)}
             record["sets"][name] = result
             shown = {key: value for key, value in result.items() if key != "seconds_per_image"}
             print(name, json.dumps(shown, indent=2))
