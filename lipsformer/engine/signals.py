@@ -1,6 +1,7 @@
 """Stopping on request: a signal sets a flag, and all ranks act on it at the same update."""
 
 import signal
+import threading
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -15,7 +16,8 @@ class StopRequest:
     """Whether any rank was asked to stop.
 
     The flags travel through a group of CPU tensors of their own, so that asking at every update
-    does not make the host wait for the device.
+    does not make the host wait for the device. Python lets the main thread alone handle signals:
+    in another one, such as a worker of Ray Train, no signal is heard.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS):
@@ -23,8 +25,9 @@ class StopRequest:
         self._group: Any = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
-        for number in signals:
-            signal.signal(number, self._receive)
+        if threading.current_thread() is threading.main_thread():
+            for number in signals:
+                signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
