@@ -1,0 +1,37 @@
+"""Formulas of the site: LaTeX in pages and docstrings becomes MathML, which browsers draw alone."""
+
+import html
+import re
+from typing import Any
+
+import griffe
+from latex2mathml.converter import convert
+
+ARITHMATEX = re.compile(
+    r'<(?:span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</(?:span|div)>', re.DOTALL
+)
+MATH_BLOCK = re.compile(r"^( *)\.\. math::(.*\n?(?:\s*^\1 +\S.*\n?)*)", re.MULTILINE)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Replace what arithmatex has marked."""
+
+    def mathml(match: re.Match[str]) -> str:
+        block = match[1] == "["
+        formula = convert(
+            html.unescape(match[2]).strip(), display="block" if block else "inline"
+        ).replace('<mo stretchy="false">&#x0007C;', '<mo stretchy="false" lspace="0" rspace="0">|')
+        return f'<div class="formula">{formula}</div>' if block else formula
+
+    return ARITHMATEX.sub(mathml, content)
+
+
+class DollarMath(griffe.Extension):
+    """Docstrings' `.. math::` and `:math:` in the notation of the pages."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite the docstring of an object."""
+        if obj.docstring:
+            text = MATH_BLOCK.sub(lambda m: f"{m[1]}$$ {m[2].strip()} $$\n", obj.docstring.value)
+            text = re.sub(r":math:`(.+?)`", r"$\1$", text, flags=re.DOTALL)
+            obj.docstring.value = re.sub(r":(?:func|class):`~?(.+?)`", r"`\1`", text)

@@ -1,0 +1,136 @@
+"""What README and documentation say stays true: code, commands, files, counts, links, the site."""
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import subprocess
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+
+import lipsformer  # noqa: F401  (registers)
+import train
+from lipsformer.config import Config, make_config
+from tests.documents import ROOT, check_command, read_blocks, read_commands
+
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+class FakeTrainer:
+    """Ray's trainer for one worker: the function runs beside the main thread, as under Ray."""
+
+    def __init__(self, function, *, scaling_config: dict, run_config: dict):
+        self.function = function
+
+    def fit(self):
+        with ThreadPoolExecutor() as threads:
+            threads.submit(self.function).result()
+
+
+@pytest.fixture
+def fake_ray(monkeypatch) -> list[Config]:
+    """Stands in for Ray, which is not installed; returns the configs that would be trained."""
+    ray = types.ModuleType("ray")
+    ray.__dict__["init"] = lambda *, runtime_env: None
+    settings = dict.fromkeys(("FailureConfig", "RunConfig", "ScalingConfig"), dict)
+    for name, members in {
+        "ray.train": settings,
+        "ray.train.torch": {"TorchTrainer": FakeTrainer},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        sys.modules[name].__dict__.update(members)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    trained: list[Config] = []
+    monkeypatch.setattr(train, "train", trained.append)
+    return trained
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_a_page_work_in_order(page, tmp_path, monkeypatch, fake_ray):
+    """In an empty folder: Python runs, what it prints is shown, commands and configs are accepted.
+
+    A Python block with a title is a file to save.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    torch.manual_seed(0)
+    names: dict = {"__name__": "page"}
+    saved, printed = [], None
+    for block in read_blocks(page):
+        match block.language:
+            case "python":
+                with contextlib.redirect_stdout(io.StringIO()) as output:
+                    if block.title:
+                        saved.append(block.title)
+                        (tmp_path / block.title).write_text(block.text)
+                        importlib.import_module(Path(block.title).stem)
+                    else:
+                        exec(block.text, names)
+                printed = output.getvalue()
+            case "text":
+                assert block.text == printed
+            case "bash":
+                for words in read_commands(block.text):
+                    check_command(words, saved)
+            case "yaml":
+                make_config(Config, [yaml.safe_load(block.text)], origin=page.name)
+            case language:
+                assert page == README and not language, f"no check for a block of {language!r}"
+    assert [type(config) for config in fake_ray] == [Config] * (page.name == "several-nodes.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_and_modules_exist(page):
+    text = page.read_text()
+    folders = "configs|scripts|benchmarks|notebooks|lipsformer|data|tests|docs"
+    for path in set(re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]+\.\w+", text)):
+        assert (ROOT / path).is_file() or path.startswith("configs/my-"), path
+    for module in set(re.findall(r"\b((?:scripts|benchmarks)\.\w+)", text)):
+        assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file(), module
+
+
+@pytest.mark.parametrize(
+    "target", re.findall(r"\]\((?!http)([^)#]+)\)", README.read_text()), ids=str
+)
+def test_links_of_the_readme(target):
+    assert (ROOT / target).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    re.findall(r"^\| `(lipsformer_\w+)`[^|]*\|[^|]*\| ([\d,]+) \|", README.read_text(), re.M),
+)
+def test_parameter_counts(name, count):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert sum(p.numel() for p in model.parameters()) == int(count.replace(",", ""))
+
+
+def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
+    """Strict: a dead link, a dead anchor or a page outside the navigation is an error."""
+    build = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert build.returncode == 0, build.stderr
+    assert "WARNING" not in build.stderr
+    pages = {page: page.read_text() for page in tmp_path.rglob("*.html")}
+    assert len(pages) > len(PAGES)
+    for page, text in pages.items():
+        fetched = re.findall(r"<(?:link|script|img|iframe)[^>]*(?:href|src)=\"?https?:[^>]*>", text)
+        assert not fetched, page
+        prose = re.sub(r"<(pre|code|script)\b.*?</\1>", "", text, flags=re.DOTALL)
+        assert not re.search(r"\$\$|\\[(\[]|\\(?:frac|mathrm|max|sqrt)|:math:", prose), page
