@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check clean
+.PHONY: help demo test test-slow check docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -22,8 +22,11 @@ test-slow: .venv/.dev  ## the long tests
 
 check: test  ## the same as test
 
+docs: .venv/.dev  ## build the documentation into site/; links and formulas are checked
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+
 clean:  ## remove the virtual environment and build leftovers
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version)'
