@@ -57,6 +57,9 @@ def check_command(words: Sequence[str], own_scripts: Sequence[str] = ()) -> None
         own_scripts: files that the page tells to write, which take the arguments of train.py.
     """
     match list(words):
+        case ["python", "-m", "pytest", "-m", marker, *paths]:
+            assert f'"{marker}: ' in (ROOT / "pyproject.toml").read_text(), f"no marker {marker}"
+            assert all((ROOT / path).exists() for path in paths), paths
         case ["python", "-m", module, *arguments]:
             check_module(module, arguments)
         case ["python", script, *arguments]:
