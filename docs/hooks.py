@@ -1,4 +1,7 @@
-"""Formulas of the site: LaTeX in pages and docstrings becomes MathML, which browsers draw alone."""
+"""Formulas of the site: LaTeX in pages and docstrings becomes MathML, which browsers draw alone.
+
+Lists are read as GitHub reads them.
+"""
 
 import html
 import re
@@ -11,6 +14,15 @@ ARITHMATEX = re.compile(
     r'<(?:span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</(?:span|div)>', re.DOTALL
 )
 MATH_BLOCK = re.compile(r"^( *)\.\. math::(.*\n?(?:\s*^\1 +\S.*\n?)*)", re.MULTILINE)
+LIST_IN_PARAGRAPH = re.compile(r"^(?! *(?:[-*]|\d+\.) )(\S.*)\n(?=(?:[-*]|1\.) )", re.MULTILINE)
+FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let a list follow its paragraph without a blank line, as it may in CommonMark."""
+    parts = FENCED.split(markdown)  # code at odd places
+    parts[::2] = [LIST_IN_PARAGRAPH.sub(r"\1\n\n", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def on_page_content(content: str, **_: Any) -> str:

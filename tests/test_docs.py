@@ -134,3 +134,4 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
         assert not fetched, page
         prose = re.sub(r"<(pre|code|script)\b.*?</\1>", "", text, flags=re.DOTALL)
         assert not re.search(r"\$\$|\\[(\[]|\\(?:frac|mathrm|max|sqrt)|:math:", prose), page
+        assert not re.search(r"<p>(?:(?!</p>).)*\n(?:- |1\. )", prose, re.DOTALL), page  # no list
