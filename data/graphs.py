@@ -5,14 +5,13 @@ are many of them, where only the root carries a label.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset as TorchDataset
 from torch_geometric.data import Data
 from torch_geometric.datasets import Actor, Planetoid, WebKB, WikipediaNetwork
 from torch_geometric.utils import to_undirected
@@ -110,7 +109,7 @@ def missing_nodes(train_mask: Tensor, rate: float, seed: int) -> Tensor:
     return missing
 
 
-class TreeNeighborsMatch(TorchDataset):
+class TreeNeighborsMatch:
     """Binary trees whose root must name the value of the leaf that shares its key.
 
     A tree of depth r has 2^r leaves with the keys 0 ... 2^r - 1 in order and a random permutation
@@ -139,6 +138,9 @@ class TreeNeighborsMatch(TorchDataset):
         self.values = shuffled.argsort(dim=1)
         children = torch.arange(1, 2 * self.num_leaves - 1)  # node 0 is the root, leaves come last
         self.edge_index = torch.stack([children, (children - 1) // 2])
+        self._edges_by_size: dict[int, Tensor] = {}
+        self._place = (torch.arange(num_trees, dtype=torch.double) + 0.5) / num_trees
+        self.num_train = int((self._place < 0.8).sum())
 
     def __len__(self) -> int:
         """Number of trees."""
@@ -148,27 +150,56 @@ class TreeNeighborsMatch(TorchDataset):
         """Build tree `index`."""
         if not 0 <= index < len(self):
             raise IndexError(f"tree {index} is not there; there are {len(self)}")
-        num_nodes = 2 * self.num_leaves - 1
+        return self.batch(torch.tensor([index]))
+
+    def batch(self, index: Tensor) -> Data:
+        """Build the trees `index`, [B], as one graph; those of one size B share `edge_index`."""
         none = self.num_leaves
-        keys = torch.full((num_nodes,), none)
-        values = torch.full((num_nodes,), none)
-        keys[-none:] = torch.arange(none)
-        values[-none:] = self.values[index]
-        keys[0] = self.keys[index]
-        x = torch.cat([F.one_hot(keys, none + 1), F.one_hot(values, none + 1)], dim=1).float()
-        y = torch.full((num_nodes,), -1)
-        y[0] = self.values[index, self.keys[index]]
+        num_nodes = 2 * none - 1
+        keys = torch.full((len(index), num_nodes), none)
+        values = keys.clone()
+        keys[:, -none:] = torch.arange(none)
+        values[:, -none:] = self.values[index]
+        keys[:, 0] = self.keys[index]
+        y = torch.full_like(keys, -1)
+        y[:, 0] = self.values[index, self.keys[index]]
         root = torch.zeros(num_nodes, dtype=torch.bool)
         root[0] = True
-        share = (index + 0.5) / len(self)
+        place = self._place[index, None]
+        features = F.one_hot(torch.stack([keys, values], dim=-1), none + 1)
         return Data(
-            x=x,
-            edge_index=self.edge_index,
-            y=y,
-            train_mask=root & (share < 0.8),
-            val_mask=root & (0.8 <= share < 0.9),
-            test_mask=root & (share >= 0.9),
+            x=features.float().view(keys.numel(), -1),
+            edge_index=self._edges(len(index)),
+            y=y.flatten(),
+            train_mask=(root & (place < 0.8)).flatten(),
+            val_mask=(root & (0.8 <= place) & (place < 0.9)).flatten(),
+            test_mask=(root & (place >= 0.9)).flatten(),
         )
+
+    def _edges(self, num_trees: int) -> Tensor:
+        if num_trees not in self._edges_by_size:
+            offset = torch.arange(num_trees)[:, None] * (2 * self.num_leaves - 1)
+            edges = [(row + offset).flatten() for row in self.edge_index]
+            self._edges_by_size[num_trees] = torch.stack(edges)
+        return self._edges_by_size[num_trees]
+
+
+class TreeBatches:
+    """Batches of the first `num_trees` trees, in order or shuffled anew by every iteration."""
+
+    def __init__(
+        self, trees: TreeNeighborsMatch, num_trees: int, batch_size: int, shuffle: bool = False
+    ) -> None:
+        """Take the trees and the number of trees per batch."""
+        self.trees = trees
+        self.num_trees = num_trees
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+
+    def __iter__(self) -> Iterator[Data]:
+        """Build one batch after the other."""
+        order = torch.randperm(self.num_trees) if self.shuffle else torch.arange(self.num_trees)
+        return map(self.trees.batch, order.split(self.batch_size))
 
 
 def _check(data: Any, name: str) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch_geometric.data import Data
-from torch_geometric.loader import DataLoader, NeighborLoader, RandomNodeLoader
+from torch_geometric.loader import NeighborLoader, RandomNodeLoader
 from tqdm import tqdm
 
 from data.errors import DataError
-from data.graphs import TreeNeighborsMatch, graph_root, load_graph
+from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
 from lipsformer.config import ConfigError, dump_config, read_config
 from lipsformer.graph import create_model
 from lipsformer.graph.config import DataConfig, GraphConfig
@@ -33,10 +33,8 @@ def load_batches(config: DataConfig) -> tuple[Iterable[Data], Iterable[Data], in
     """Training batches, evaluation batches, number of features and of classes."""
     if config.name == "trees":
         trees = TreeNeighborsMatch(config.tree_depth, config.num_trees, config.tree_seed)
-        num_train = sum(bool(trees[i].train_mask[0]) for i in range(len(trees)))
-        train = torch.utils.data.Subset(trees, range(num_train))
-        batches = DataLoader(train, config.batch_size, shuffle=True)  # pyright: ignore
-        evaluation = DataLoader(trees, config.batch_size)  # pyright: ignore[reportArgumentType]
+        batches = TreeBatches(trees, trees.num_train, config.batch_size, shuffle=True)
+        evaluation = TreeBatches(trees, len(trees), config.batch_size)
         return batches, evaluation, trees[0].num_features, trees.num_leaves
     data = load_graph(
         config.name,

@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
+from torch_geometric.data import Batch
 
 from data import graphs
 from data.errors import DataError
-from data.graphs import TreeNeighborsMatch, load_graph, missing_nodes
+from data.graphs import TreeBatches, TreeNeighborsMatch, load_graph, missing_nodes
 
 COUNTS = {  # nodes, edges, features, classes
     "cora": (2708, 10556, 1433, 7),
@@ -104,3 +105,21 @@ def test_trees_ask_for_the_value_of_the_leaf_with_the_root_key(depth):
 def test_trees_are_the_same_for_the_same_seed():
     first, same, other = (TreeNeighborsMatch(3, 20, seed).values for seed in (0, 0, 1))
     assert torch.equal(first, same) and not torch.equal(first, other)
+
+
+def test_batch_of_trees_equals_pygs_batch_of_single_ones():
+    trees = TreeNeighborsMatch(3, 40)
+    order = torch.tensor([31, 2, 36, 11, 38])  # training, validation and test trees
+    ours, pyg = trees.batch(order), Batch.from_data_list([trees[i] for i in order.tolist()])
+    for key in ("x", "edge_index", "y", "train_mask", "val_mask", "test_mask"):
+        assert torch.equal(ours[key], pyg[key]), key
+
+
+def test_tree_batches_cover_the_first_trees_once_in_a_new_order_each_time():
+    trees = TreeNeighborsMatch(2, 23)
+    torch.manual_seed(0)
+    batches = TreeBatches(trees, 17, 5, shuffle=True)
+    orders = [torch.cat([batch.y[batch.y >= 0] for batch in batches]) for _ in range(2)]
+    labels = trees.values.gather(1, trees.keys[:, None])[:17, 0]
+    assert not torch.equal(*orders)
+    assert all(torch.equal(order.sort()[0], labels.sort()[0]) for order in orders)
