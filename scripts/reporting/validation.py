@@ -1,11 +1,13 @@
 """What the best weights of a run make of its validation images, and where they look."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
 from data import DataError, Normalize, build_eval_dataset
@@ -102,7 +104,7 @@ def _validate(run: RunLog, limit: int) -> Validation:
     chosen = range(0, len(dataset), -(-len(dataset) // limit))
     logits, labels = predict(model, dataset, chosen, run.config)
     predicted, probabilities = logits.argmax(-1), logits.softmax(-1)
-    classes = list(dataset.classes)
+    classes = readable(dataset.classes)
     counts = confusion_matrix(labels, predicted, len(classes))
     sizes = counts.sum(1).tolist()
 
@@ -136,6 +138,18 @@ def _validate(run: RunLog, limit: int) -> Validation:
         ],
         attention=attention_columns(model, dataset, samples, run.config),
     )
+
+
+def readable(classes: Sequence[str]) -> list[str]:
+    """Names of classes; for WordNet numbers of ImageNet their words, with the number if shared."""
+    imagenet = ImageNetInfo()
+    if not set(classes) <= set(imagenet.label_names()):
+        return list(classes)
+    words = [imagenet.label_name_to_description(name).partition(",")[0] for name in classes]
+    return [
+        word if words.count(word) == 1 else f"{word} ({name})"
+        for word, name in zip(words, classes, strict=True)
+    ]
 
 
 def best_weights(run: RunLog) -> Path:

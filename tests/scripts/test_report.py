@@ -22,6 +22,7 @@ from lipsformer.config import load_config
 from scripts.report import main, write_report
 from scripts.reporting.figures import confusion_figure, monitor_curves
 from scripts.reporting.runs import read_runs
+from scripts.reporting.validation import readable
 from tests.browser import Browser
 from tests.runs import DIGITS, write_config
 
@@ -304,6 +305,15 @@ def test_confusion_figure_has_classes_in_rows_and_shares_as_opacity(run: Path) -
     red[1, 0], red[66, 0] = 1, (1 / 22 / (3 / 26)) ** 0.5
     blue[1], blue[66] = 21 / 26, 21 / 22
     np.testing.assert_allclose(opacity, 0.75 * (red + np.diag(blue)), atol=1e-6)
+
+
+def test_wordnet_numbers_are_shown_as_words() -> None:
+    assert readable(["n01440764", "n02012849", "n03126707"]) == [
+        "tench",
+        "crane (n02012849)",
+        "crane (n03126707)",
+    ]
+    assert readable(["n01440764", "cat"]) == ["n01440764", "cat"]
 
 
 @pytest.mark.parametrize(
