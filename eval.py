@@ -1,4 +1,7 @@
-"""Evaluates a checkpoint: `python eval.py --checkpoint <run, checkpoint or weights file>`.
+"""Evaluates a checkpoint: a run, a checkpoint or a file of weights.
+
+    python eval.py --checkpoint outputs/demo
+    python eval.py --checkpoint FOLDER --data source=folder root=datasets name=imagenet
 
 Model, class names and preprocessing come from the checkpoint's config.json, the data from its
 config.yaml; `--data key=value` replaces settings of the latter. A bare file of weights needs
@@ -192,7 +195,7 @@ def data_config(card: dict[str, Any], overrides: Sequence[str], *, origin: str) 
     return make_config(DataConfig, [settings], overrides, origin=f"{origin} with --data")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -210,10 +213,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", help="YAML of model and data for a bare file of weights")
     parser.add_argument("--batch-size", type=int, help="of a device; default: of the run's config")
     parser.add_argument("--json", metavar="FILE", help="also write the records there; - for stdout")
-    options = parser.parse_args(argv)
-    if options.certify == []:
-        options.certify = ["36/255"]
-    return options
+    return parser
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -237,7 +237,9 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
+    options = make_parser().parse_args(argv)
+    if options.certify == []:
+        options.certify = ["36/255"]
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         records = evaluate_checkpoint(options)

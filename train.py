@@ -1,4 +1,11 @@
-"""Trains an image model: `accelerate launch train.py --config configs/x.yaml key=value ...`.
+"""Trains an image model.
+
+    python train.py --config configs/demo.yaml                    digits, about a minute on a CPU
+    python train.py --config configs/demo.yaml optim.lr=1e-3      any setting as key=value
+    python train.py --config configs/demo.yaml --dry-run          only shows what would be done
+    accelerate launch train.py --config configs/imagenet/lipsformer_tiny_100ep.yaml
+
+The same command continues a run that was stopped.
 
 Exit codes: 0 done; 2 a mistake in config, data or checkpoint, nothing was written; 3 the loss or
 gradient was not finite; 4 a checkpoint could not be written or read; 5 the Lipschitz bound exceeded
@@ -7,13 +14,14 @@ lipschitz.bound_limit; 75 stopped by a signal after saving, the same command con
 
 import argparse
 import difflib
+import json
 import logging
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import timm
@@ -39,7 +47,7 @@ from lipsformer.analysis.instrument import Instrument
 from lipsformer.analysis.lipschitz import image_domain, lipschitz_bound
 from lipsformer.analysis.monitor import Monitor
 from lipsformer.analysis.plots import plot_monitor
-from lipsformer.config import Config, ConfigError, LipschitzConfig, load_config
+from lipsformer.config import Config, ConfigError, LipschitzConfig, describe, load_config
 from lipsformer.engine import runtime
 from lipsformer.engine.checkpoint import CheckpointError, locate, read_weights
 from lipsformer.engine.loop import Learner, shard_ema
@@ -49,6 +57,7 @@ from lipsformer.engine.run import Run, find_start
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.engine.snapshot import load_initial_weights
 from lipsformer.engine.tracking import METRICS, read_metrics
+from scripts.dry_run import describe_run
 from scripts.report import write_report
 
 logger = logging.getLogger("lipsformer.train")
@@ -187,6 +196,18 @@ def train(config: Config) -> int:
     return stopped
 
 
+def dry_run(config: Config) -> str:
+    """What a run would do. Writes nothing, and fetches nothing."""
+    config = replace(config, data=replace(config.data, download=False))
+    accelerator = runtime.start(config)
+    start = find_start(config, accelerator)
+    text = describe_run(config, assemble(config, accelerator))
+    accelerator.state.destroy_process_group()
+    return (
+        f"{text}\n\nwould start {f'from {start}' if start else 'at update 0'}; nothing was written"
+    )
+
+
 def report(folder: Path) -> None:
     """Writes the run's report.html. The run is complete by now, whatever goes wrong here."""
     try:
@@ -228,8 +249,11 @@ def build_model(config: Config, classes: Sequence[str]) -> nn.Module:
         model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
     if config.model.checkpoint is not None:
         try:
-            weights = read_weights(locate(Path(config.model.checkpoint)))
-            load_initial_weights(model, weights, config.model.checkpoint)
+            path = locate(Path(config.model.checkpoint))
+            card = (path if path.is_dir() else path.parent) / "config.json"
+            if card.exists() and (held := json.loads(card.read_text())["architecture"]) != name:
+                raise CheckpointError(f"{path} holds a {held}; set model.name={held}")
+            load_initial_weights(model, read_weights(path), config.model.checkpoint)
         except CheckpointError as error:
             raise ConfigError(f"model.checkpoint: {error}") from None
     return model
@@ -240,7 +264,10 @@ def draw_monitor(output_dir: Path) -> None:
     records = [r for r in read_metrics(output_dir / METRICS) if r["kind"] in (MONITOR, "raw")]
     bounds = [(r["update"], r["bound_log10"]) for r in records if "bound_log10" in r]
     if seen := [r for r in records if r["kind"] == MONITOR]:
-        plot_monitor(output_dir / "plots" / "monitor.png", seen, bounds)
+        try:
+            plot_monitor(output_dir / "plots" / "monitor.png", seen, bounds)
+        except ImportError as error:
+            logger.warning("what the monitor saw is not drawn: %s", error)
 
 
 def bound_domain(config: Config, model: nn.Module) -> Domain | None:
@@ -309,23 +336,36 @@ def model_card(model: nn.Module, classes: Sequence[str]) -> str:
         return path.read_text()
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"settings:\n\n{describe(Config)}",
     )
     parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show config, model, schedule and memory; no training",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optim.lr=1e-3")
-    return parser.parse_intermixed_args(argv)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
+    options = make_parser().parse_intermixed_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     # Only the first process of a machine speaks.
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     logging.getLogger("lipsformer").setLevel(logging.INFO if first else logging.CRITICAL)
     try:
-        stopped = train(load_config(options.config, options.overrides))
+        config = load_config(options.config, options.overrides)
+        if options.dry_run:
+            text, stopped = dry_run(config), 0
+            if first:
+                print(text)
+        else:
+            stopped = train(config)
     except (ConfigError, DataError) as error:
         code, message = runtime.EXIT_USER_ERROR, str(error)
     except NonFiniteError as error:

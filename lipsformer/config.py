@@ -7,6 +7,7 @@ This is the only module that knows OmegaConf. Whatever is wrong with a config be
 import dataclasses
 import difflib
 import hashlib
+import inspect
 import math
 import types
 import typing
@@ -379,6 +380,9 @@ def make_config(
             raise ConfigError(f"override {override!r} is not of the form key=value")
     try:
         merged = OmegaConf.merge(*layers, OmegaConf.from_dotlist(list(overrides)))
+        if missing := sorted(OmegaConf.missing_keys(merged)):  # ??? in a file
+            be = "is" if len(missing) == 1 else "are"
+            raise ConfigError(f"{', '.join(missing)} {be} required and not given")
         _check_keys(OmegaConf.to_container(merged, resolve=True), schema, prefix="")
         # One merge onto the schema: a second one would meet frozen objects.
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), merged))
@@ -397,6 +401,40 @@ def make_config(
 def dump_config(config: object) -> str:
     """The whole config as YAML; loading it gives an equal object."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def describe(schema: type) -> str:
+    """Every section with its meaning, its settings, their types and defaults, for help texts."""
+    lines = []
+    for section, kind in typing.get_type_hints(schema).items():
+        lines += ["", f"{section}: {inspect.cleandoc(kind.__doc__ or '')}", ""]
+        hints = typing.get_type_hints(kind)
+        for item in dataclasses.fields(kind):
+            value = item.default
+            if item.default_factory is not dataclasses.MISSING:
+                value = item.default_factory()
+            default = "required" if value is dataclasses.MISSING else f"default {_in_yaml(value)}"
+            name = f"{section}.{item.name}"
+            lines.append(f"  {name:32} {_type_name(hints[item.name])}; {default}")
+    return "\n".join(lines[1:])
+
+
+def _type_name(hint: Any) -> str:
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return " | ".join(map(str, options))
+    if isinstance(hint, types.UnionType):
+        return " | ".join("null" if o is types.NoneType else _type_name(o) for o in options)
+    if typing.get_origin(hint) is tuple:
+        inner = ["..." if option is ... else _type_name(option) for option in options]
+        return f"[{', '.join(inner)}]"
+    kind = typing.get_origin(hint) or hint
+    return {str: "text", dict: "mapping"}.get(kind) or kind.__name__
+
+
+def _in_yaml(value: Any) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
 
 
 def config_identity(config: Config) -> dict[str, Any]:

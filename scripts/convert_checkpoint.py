@@ -224,14 +224,20 @@ def convert(
     return f"{out}: {what}; load it with timm.create_model('local-dir:{out}', pretrained=True)"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, help="released .pth, state dict or .safetensors")
     parser.add_argument("out", type=Path, help="folder to be created")
     parser.add_argument("--num-heads", type=int, nargs="+", help="CSwin: heads of every stage")
     parser.add_argument("--split-sizes", type=int, nargs="+", help="CSwin: widths of the stripes")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
+    args = make_parser().parse_args(argv)
     try:
         print(convert(args.source, args.out, args.num_heads, args.split_sizes))
     except CheckpointError as error:

@@ -118,14 +118,21 @@ def export_model(
     return differences
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", help="any timm model, or local-dir:FOLDER")
     parser.add_argument("out", type=Path, help="folder to be created")
     parser.add_argument("--formats", nargs="+", choices=EXPORTS, default=list(EXPORTS))
     parser.add_argument("--checkpoint", type=Path, help="weights of this architecture")
     parser.add_argument("--img-size", type=int, help="side in pixels; default: the model's own")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     if ":" not in args.name and not timm.is_model(args.name):
         parser.error(f"{args.name!r} is no timm model; timm.list_models() lists all")

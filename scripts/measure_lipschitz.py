@@ -131,7 +131,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     plot_bounds(path, title, shown, ("whole model", *whole[1:4]))
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -143,11 +143,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=5, help="levels of modules in the table")
     parser.add_argument("--plot", metavar="FILE", help="draw the blocks into a PNG")
     parser.add_argument("--json", metavar="FILE", help="also write the record there; - for stdout")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
+    options = make_parser().parse_args(argv)
     try:
         if options.images < 1 or options.iters < 1:
             raise ConfigError("--images and --iters must be at least 1")

@@ -140,9 +140,10 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="+", metavar="NAME", help="any timm model")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--img-size", type=int, help="side in pixels; default: the model's own")
@@ -151,6 +152,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--train", action="store_true", help="time training steps")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     for name in args.names:
         if ":" not in name and not timm.is_model(name):

@@ -60,7 +60,7 @@ def write_report(
     return f"{out}  ({size:.1f} MiB, made in {time.perf_counter() - started:.1f} s)"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--images", type=int, default=IMAGES, help="validation images to look at, at most"
     )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
     options = parser.parse_args(argv)
     if options.out is None and len(options.runs) > 1:
         parser.error("several runs: say with --out where the report goes")

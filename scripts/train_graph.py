@@ -159,12 +159,18 @@ def _identity(config: GraphConfig) -> tuple[object, ...]:
     return config.model, config.data, replace(config.train, seeds=(0,)), config.run.device
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; 2 is a mistake in what was given."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", required=True, help="YAML file of a GraphConfig")
     parser.add_argument("overrides", nargs="*", help="key=value")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; 2 is a mistake in what was given."""
+    args = make_parser().parse_args(argv)
     try:
         config = read_config(GraphConfig, args.config, args.overrides)
         summary = run(config, progress=sys.stderr.isatty())

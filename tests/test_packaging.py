@@ -1,9 +1,13 @@
 """What is installed, and who may import whom."""
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -16,6 +20,9 @@ CORE = {"torch", "timm"}
 ALLOWED = {
     "lipsformer": {*CORE, "einops", "lipsformer.models"},
     "lipsformer/config.py": {"omegaconf", "yaml"},
+    "lipsformer/__main__.py": {"lipsformer.cli"},
+    "lipsformer/cli.py": {"lipsformer"},
+    "lipsformer/completion.py": {"lipsformer.cli", "lipsformer.config", "shtab"},
     "lipsformer/layers": {*CORE, "einops", "lipsformer.layers"},
     "lipsformer/models": {*CORE, "einops", "lipsformer.layers", "lipsformer.models"},
     "lipsformer/graph": {
@@ -111,17 +118,77 @@ def test_data_is_the_repositorys_own():
     assert Path(data.__file__).parent == ROOT / "data"
 
 
-def test_wheel_holds_the_library_alone(tmp_path):
+def build_wheel(folder: Path) -> Path:
     pytest.importorskip("hatchling", reason="the build backend is not installed")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("lipsformer-*.whl")
+    (wheel,) = folder.glob("lipsformer-*.whl")
+    return wheel
+
+
+def test_wheel_holds_the_library_and_inside_it_the_application(tmp_path):
+    wheel = build_wheel(tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = [n for n in archive.namelist() if n.endswith("/METADATA")]
         text = archive.read(metadata).decode()
     expected = {p.relative_to(ROOT).as_posix() for p in files("lipsformer")}
+    for part in ("train.py", "eval.py", "data", "scripts", "configs"):
+        paths = [ROOT / part, *(ROOT / part).rglob("*")]
+        application = [p for p in paths if p.is_file() and "__pycache__" not in p.parts]
+        expected |= {f"lipsformer/_app/{p.relative_to(ROOT).as_posix()}" for p in application}
     assert names == expected
     required = {line for line in text.splitlines() if line.startswith("Requires-Dist")}
     core = {re.split(r"[ <>=]+", n)[1] for n in required if "extra ==" not in n}
     assert core == {"torch", "timm", "einops", "omegaconf"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The bin folder of an environment with the wheel, and all else as it is installed here."""
+    folder = tmp_path_factory.mktemp("installed")
+    wheel = build_wheel(folder)
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
+    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    # lines of a .pth file in a folder that is named by one are not read: no editable install
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return python.parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_wheel_trains_outside_the_clone_beside_another_data_package(installed, tmp_path):
+    for name in ("data", "scripts", "train", "eval"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is not ours')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*command: str) -> str:
+        result = subprocess.run(
+            [str(installed / command[0]), *command[1:]],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    where = run("python", "-c", "import lipsformer; print(lipsformer.__file__)")
+    assert Path(where.strip()).is_relative_to(installed.parent)
+    create = "import lipsformer, timm; print(timm.create_model('lipsformer_tiny').embed_dim)"
+    assert run("python", "-c", create) == "64\n"
+    small = ["train.epochs=1", "data.num_workers=2", "run.trackers=[]", "run.output_dir=out"]
+    said = run("lipsformer", "train", "--config", "configs/demo.yaml", *small)
+    assert "epoch 1/1" in said and "report      out/report.html" in said
+    (shown,) = json.loads(run("lipsformer", "eval", "--checkpoint", "out", "--json", "-"))
+    lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert shown["top1"] == next(r["top1"] for r in records if r["kind"] == "raw")
+    assert "2,371,528" in run("lipsformer", "profile", "lipsformer_nano", "--repeats", "1")
+    launched = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lipsformer", "train"]
+    two = ["--config", "configs/demo.yaml", *small[:-1], "run.output_dir=two", "run.report=false"]
+    assert "2 processes x 32" in run("python", *launched, *two)

@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from timm import create_model
+from timm.models import save_for_hf
 
-from lipsformer.config import load_config
+from lipsformer.config import ConfigError, load_config
+from lipsformer.engine.optim import parameter_groups
 from scripts import check_data
 from tests.data.trees import write_tree
 from tests.launch import launch
@@ -13,8 +17,11 @@ from tests.runs import DIGITS, write_config
 from train import build_model
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+FINETUNE = CONFIGS / "finetune.yaml"
 RUNS = sorted(
-    p for p in CONFIGS.rglob("*.yaml") if not p.name.startswith("_") and "graph" not in p.parts
+    path
+    for path in set(CONFIGS.rglob("*.yaml")) - {FINETUNE}
+    if not path.name.startswith("_") and "graph" not in path.parts
 )
 
 
@@ -50,3 +57,45 @@ def test_a_broken_image_ends_the_run_unless_it_is_listed(tmp_path: Path) -> None
     assert "1 images of train are left out" in (tmp_path / "again.0").read_text()
     assert (tmp_path / "out2" / "skipped.txt").read_text() == "train/b/001.png\n"
     assert "1 epochs x 2 updates" in (tmp_path / "again.0").read_text()  # of 8 images, not 9
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the weights of a lipsformer_nano for seven classes."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(3)
+    save_for_hf(create_model("lipsformer_nano", num_classes=7), folder, safe_serialization=True)
+    return folder
+
+
+def test_fine_tuning_preset_asks_for_what_it_needs(checkpoint: Path) -> None:
+    needed = {"model.name": "lipsformer_nano", "model.checkpoint": checkpoint, "data.name": "set"}
+    for left_out in needed:
+        given = [f"{key}={value}" for key, value in needed.items() if key != left_out]
+        with pytest.raises(ConfigError, match=f"{left_out} is required and not given"):
+            load_config(FINETUNE, given)
+    with pytest.raises(ConfigError, match=r"data.name, model.checkpoint, model.name are"):
+        load_config(FINETUNE)
+
+
+def test_fine_tuning_preset_starts_from_the_weights_with_a_lower_lr_in_early_layers(
+    checkpoint: Path,
+) -> None:
+    overrides = ["model.name=lipsformer_nano", f"model.checkpoint={checkpoint}", "data.name=set"]
+    config = load_config(FINETUNE, [*overrides, "data.img_size=32"])
+    model = build_model(config, ["a", "b", "c"])
+    weights = load_file(checkpoint / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name]) == (not name.startswith("head.fc")), name
+    groups = parameter_groups(model, config.optim)
+    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    # eight blocks lie between the stem and the head
+    assert scales[id(model.get_parameter("patch_embed.proj.weight"))] == pytest.approx(0.8**9)
+    assert scales[id(model.get_parameter("head.fc.weight"))] == 1.0
+
+
+def test_weights_of_another_model_are_named(checkpoint: Path) -> None:
+    overrides = ["model.name=lipsformer_swin_nano", f"model.checkpoint={checkpoint}"]
+    config = load_config(FINETUNE, [*overrides, "data.name=set", "data.img_size=32"])
+    with pytest.raises(ConfigError, match=r"holds a lipsformer_nano; set model\.name=lipsformer_n"):
+        build_model(config, ["a", "b", "c"])

@@ -119,20 +119,19 @@ def training_curves(runs: Sequence[RunLog]) -> list[Drawing]:
 
 def monitor_curves(runs: Sequence[RunLog]) -> list[Drawing]:
     """Singular values, residual scales and update sizes, and the bound of the model."""
-    runs = [run for run in runs if run.monitor]
-    if not runs:
-        return []
-    sigma, scale = "largest singular value", "residual scale"
-    drawings = [_over_time(runs, "sigma", sigma), _by_layer(runs, "sigma", sigma)]
-    bounds = [
-        [(r["update"], r["bound_log10"]) for r in run.monitor if "bound_log10" in r] for run in runs
-    ]
-    if any(bounds):
-        drawings.append(_bound(runs, bounds))
-    if any(_keys(run, "residual_scale") for run in runs):
-        drawings.append(_over_time(runs, "residual_scale", scale))
-        drawings.append(_by_layer(runs, "residual_scale", scale))
-    drawings.append(_over_time(runs, "update_ratio", "relative update", log=True))
+    watched = [run for run in runs if run.monitor]
+    drawings = []
+    if watched:
+        sigma = "largest singular value"
+        drawings += [_over_time(watched, "sigma", sigma), _by_layer(watched, "sigma", sigma)]
+    if bounded := [run for run in runs if run.bounds]:
+        drawings.append(_bound(bounded))
+    if weighted := [run for run in watched if _keys(run, "residual_scale")]:
+        scale = "residual scale"
+        drawings.append(_over_time(weighted, "residual_scale", scale))
+        drawings.append(_by_layer(weighted, "residual_scale", scale))
+    if watched:
+        drawings.append(_over_time(watched, "update_ratio", "relative update", log=True))
     return drawings
 
 
@@ -204,9 +203,9 @@ def _curves(
         word, style = STYLES[kind]
         own_colour = SERIES[list(STYLES).index(kind)]
         for run, points in zip(runs, series, strict=True):
-            _plot(axes, points, color=own_colour if len(runs) == 1 else _colour(runs, run), **style)
+            _plot(axes, points, color=own_colour if runs[0].alone else _colour(run), **style)
         if len(kinds) > 1:
-            colour = own_colour if len(runs) == 1 else LIGHT["muted"]
+            colour = own_colour if runs[0].alone else LIGHT["muted"]
             handles.append(Line2D([], [], color=colour, label=word, **style))
         text += f" {word.capitalize()}: {_ends(runs, series)}"
     if floor is not None:
@@ -224,8 +223,8 @@ def _over_time(runs: Sequence[RunLog], kind: str, what: str, *, log: bool = Fals
     for run in runs:
         rows = [(r["update"], [r[key] for key in _keys(run, kind)]) for r in run.monitor]
         tops.append([(update, max(values)) for update, values in rows])
-        _plot(axes, tops[-1], color=_colour(runs, run))
-    if len(runs) == 1:
+        _plot(axes, tops[-1], color=_colour(run))
+    if runs[0].alone:
         updates, values = zip(*rows, strict=True)
         low, high = [min(v) for v in values], [max(v) for v in values]
         axes.fill_between(updates, low, high, color=SERIES[0], alpha=0.15, linewidth=0)
@@ -244,7 +243,7 @@ def _by_layer(runs: Sequence[RunLog], kind: str, what: str) -> Drawing:
     """Values by depth: the last ones, and of a single run the first ones as well."""
     figure, axes = _axes(what)
     handles = _run_handles(runs)
-    if len(runs) == 1:
+    if runs[0].alone:
         marks = [(LIGHT["muted"], runs[0].monitor[0]), (SERIES[0], runs[0].monitor[-1])]
         for colour, record in marks:
             label = f"update {record['update']}"
@@ -253,7 +252,7 @@ def _by_layer(runs: Sequence[RunLog], kind: str, what: str) -> Drawing:
     else:
         for run in runs:
             values = [run.monitor[-1][key] for key in _keys(run, kind)]
-            axes.plot(values, "o", color=_colour(runs, run), markersize=2.5)
+            axes.plot(values, "o", color=_colour(run), markersize=2.5)
     keys = _keys(runs[0], kind)
     places = _groups([key.partition("/")[2] for key in keys])
     axes.set_xticks(list(places), list(places.values()), rotation=30, ha="right")
@@ -268,10 +267,11 @@ def _by_layer(runs: Sequence[RunLog], kind: str, what: str) -> Drawing:
     return Drawing(f"{kind}_by_layer", f"{what.capitalize()} by layer", text, figure)
 
 
-def _bound(runs: Sequence[RunLog], bounds: Sequence[Points]) -> Drawing:
+def _bound(runs: Sequence[RunLog]) -> Drawing:
+    bounds = [run.bounds for run in runs]
     figure, axes = _axes("log10 of the bound")
     for run, points in zip(runs, bounds, strict=True):
-        _plot(axes, points, color=_colour(runs, run), marker="o")
+        _plot(axes, points, color=_colour(run), marker="o")
     _legend(figure, _run_handles(runs))
     text = "Line chart of the decimal logarithm of the proved Lipschitz bound of the model. "
     return Drawing("lipschitz_bound", "Global Lipschitz bound", text + _ends(runs, bounds), figure)
@@ -334,14 +334,14 @@ def _plot(axes: Axes, points: Points, **style) -> None:
     axes.plot([x for x, _ in points], [y for _, y in points], **style)
 
 
-def _colour(runs: Sequence[RunLog], run: RunLog) -> str:
-    return SERIES[list(runs).index(run)]
+def _colour(run: RunLog) -> str:
+    return SERIES[run.position]
 
 
 def _run_handles(runs: Sequence[RunLog]) -> list[Line2D]:
-    if len(runs) == 1:
+    if runs[0].alone:
         return []
-    return [Line2D([], [], color=_colour(runs, run), label=run.name) for run in runs]
+    return [Line2D([], [], color=_colour(run), label=run.name) for run in runs]
 
 
 def _legend(figure: Figure, handles: list[Line2D]) -> None:

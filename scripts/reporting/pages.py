@@ -87,7 +87,7 @@ class Report:
             settings=_settings(self.runs),
             differing=_differing(self.runs),
             environment=_environment(self.runs),
-            no_monitor="No records of the Lipschitz monitor are in metrics.jsonl of these runs.",
+            no_monitor="Nothing was watched: lipschitz.monitor_every was null.",
             footer=f"Made by python -m scripts.report on {datetime.now():%Y-%m-%d %H:%M} in "
             f"{self.seconds:.1f} s on {platform.node()}.",
         )

@@ -21,6 +21,8 @@ class RunLog:
 
     Attributes:
         name: what the report calls it.
+        position: among the runs of the report, which is its colour.
+        alone: whether there are no others.
         folder: where it lies.
         config: as it was resolved.
         starts: one entry of environment.json for each start of the process.
@@ -29,6 +31,8 @@ class RunLog:
     """
 
     name: str
+    position: int
+    alone: bool
     folder: Path
     config: Config
     starts: list[dict[str, Any]]
@@ -43,6 +47,15 @@ class RunLog:
     def monitor(self) -> list[dict[str, Any]]:
         """The records of the Lipschitz monitor; see `lipsformer.analysis.monitor.Monitor`."""
         return [r for r in self.records if any(key.startswith("sigma/") for key in r)]
+
+    @property
+    def bounds(self) -> Points:
+        """(updates made, log10 of the proved bound of the weights as trained)."""
+        return [
+            (r["update"], r["bound_log10"])
+            for r in self.records
+            if "bound_log10" in r and r["kind"] != "ema"
+        ]
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -76,10 +89,12 @@ def read_runs(folders: Sequence[Path]) -> list[RunLog]:
     Raises:
         ConfigError: if one of them is not the folder of a run, or a file of it is damaged.
     """
-    return [_read(f, name) for f, name in zip(folders, _short_names(folders), strict=True)]
+    names = _short_names(folders)
+    alone = len(folders) == 1
+    return [_read(f, names[i], position=i, alone=alone) for i, f in enumerate(folders)]
 
 
-def _read(folder: Path, name: str) -> RunLog:
+def _read(folder: Path, name: str, *, position: int, alone: bool) -> RunLog:
     for file in (CONFIG, METRICS):
         if not (folder / file).is_file():
             raise ConfigError(f"{folder} has no {file}: name the folder of a run of train.py")
@@ -89,6 +104,8 @@ def _read(folder: Path, name: str) -> RunLog:
         summary = folder / "summary.json"
         return RunLog(
             name=name,
+            position=position,
+            alone=alone,
             folder=folder,
             config=load_config(folder / CONFIG),
             starts=starts,

@@ -1,9 +1,11 @@
 """Parameter groups hold every parameter once and decay the right ones; AdamW is AdamW."""
 
+import pytest
 import torch
 from timm import create_model
 from torch import nn
 
+import lipsformer  # noqa: F401  (registers the models)
 from lipsformer.config import OptimConfig
 from lipsformer.engine.optim import make_optimizer, parameter_groups, set_lr
 
@@ -51,6 +53,26 @@ def test_layer_decay_scales_lr_by_distance_from_the_head() -> None:
     assert lr[id(model.blocks[2].mlp.fc1.weight)] == 4.0
     assert lr[id(model.blocks[0].mlp.fc1.weight)] == 1.0
     assert lr[id(model.patch_embed.proj.weight)] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("lipsformer_nano", (1, 2, 4, 1)), ("lipsformer_swin_tiny", (2, 2, 6, 2))],
+)
+def test_layer_decay_counts_blocks_of_all_stages(name: str, blocks: tuple[int, ...]) -> None:
+    model = create_model(name, device="meta")
+    groups = parameter_groups(model, OptimConfig(lr=1.0, layer_decay=0.8))
+    scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    total = sum(blocks)
+    for parameter_name, parameter in model.named_parameters():
+        part, *rest = parameter_name.split(".")
+        if part == "stages":  # merging goes with the block that follows, the norm with the last
+            inner = int(rest[2]) if rest[1] == "blocks" else 0
+            depth = 1 + sum(blocks[: int(rest[0])]) + inner
+        else:
+            depth = {"patch_embed": 0, "norm": total, "head": total + 1}[part]
+        assert scale.pop(id(parameter)) == pytest.approx(0.8 ** (total + 1 - depth), rel=1e-12)
+    assert not scale
 
 
 def test_optimizer_follows_the_adamw_formula_in_float64() -> None:

@@ -22,6 +22,7 @@ from lipsformer.config import load_config
 from scripts.report import main, write_report
 from scripts.reporting.figures import confusion_figure, monitor_curves
 from scripts.reporting.runs import read_runs
+from scripts.reporting.theme import SERIES
 from scripts.reporting.validation import readable
 from tests.browser import Browser
 from tests.runs import DIGITS, write_config
@@ -266,11 +267,9 @@ def test_monitor_records_become_curves(run: Path, tmp_path: Path) -> None:
             record |= {f"update_ratio/{name}": 0.01 * factor for name in names}
             record |= {f"grad_norm/{name}": 1.0 for name in reversed(names)}  # by depth
             record["residual_scale/stages.0.blocks.0.residual_attn"] = 0.125 * factor
-            if update != 5:
-                record["bound_log10"] = 20 + factor
-            file.write(
-                json.dumps({"kind": "monitor", "update": update, "epoch": 0, **record}) + "\n"
-            )
+            evaluation = {"kind": "raw", "bound_log10": 20 + factor}
+            for more in ({"kind": "monitor", **record}, evaluation):
+                file.write(json.dumps({"update": update, "epoch": 0, **more}) + "\n")
     drawings = {drawing.name: drawing for drawing in monitor_curves(read_runs([watched]))}
     assert "watched ends at 6.8." in drawings["sigma_over_time"].text
     assert "6.8 in head.fc." in drawings["sigma_by_layer"].text
@@ -280,8 +279,12 @@ def test_monitor_records_become_curves(run: Path, tmp_path: Path) -> None:
     first, last = drawings["sigma_by_layer"].figure.axes[0].lines
     assert list(first.get_ydata()) == [4, 3, 2, 1]
     assert list(last.get_ydata()) == pytest.approx([6.8, 5.1, 3.4, 1.7])
-    assert main([str(watched), "--images", "0"]) == 0
-    assert "Largest singular value by layer" in read_page(watched)[0]
+    # beside a run that was not watched it keeps its colour and its name
+    both = {drawing.name: drawing for drawing in monitor_curves(read_runs([run, watched]))}
+    (axes,) = both["sigma_over_time"].figure.axes
+    assert [line.get_color() for line in axes.lines] == [SERIES[1]]
+    (legend,) = both["sigma_over_time"].figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["watched"]
 
 
 def test_confusion_figure_has_classes_in_rows_and_shares_as_opacity(run: Path) -> None:
@@ -344,18 +347,24 @@ def test_mistakes_end_in_one_line_and_write_nothing(
 
 
 def test_without_matplotlib_a_run_ends_well(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from lipsformer.engine.plots import plot_curves
 
+    bare = tmp_path / "bare"
+    shutil.copytree(run, bare, ignore=shutil.ignore_patterns("update-*"))
+    with (bare / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "monitor", "update": 1, "epoch": 0, "sigma/a": 1.0}) + "\n")
     for name in [n for n in sys.modules if n.startswith(("matplotlib", "scripts.reporting"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with caplog.at_level(logging.WARNING, "lipsformer"):
-        train.report(run)
-        assert plot_curves(run) == []
+        train.draw_monitor(bare)
+        train.report(bare)
+        assert plot_curves(bare) == []
     assert "no report: a report needs matplotlib: pip install" in caplog.text
     assert "no curves: matplotlib is missing" in caplog.text
+    assert "what the monitor saw is not drawn" in caplog.text
 
 
 @pytest.mark.slow

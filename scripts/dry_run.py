@@ -1,0 +1,71 @@
+"""What `train.py --dry-run` shows: the config, the model, the schedule and the memory."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lipsformer.analysis.memory import training_bytes
+from lipsformer.analysis.profile import count_parameters, part_costs
+from lipsformer.config import Config, dump_config
+
+if TYPE_CHECKING:
+    from train import Parts
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the run, at which the learning rate is shown
+
+
+def describe_run(config: Config, parts: "Parts") -> str:
+    """Sections of text; the model runs forward on two images of noise."""
+    sections = {
+        "config": dump_config(config).rstrip(),
+        "model": _model(config, parts),
+        "data and schedule": _schedule(config, parts),
+        "memory per device, estimated": _memory(config, parts),
+    }
+    return "\n\n".join(f"# {name}\n{text}" for name, text in sections.items())
+
+
+def _model(config: Config, parts: "Parts") -> str:
+    module, size = parts.learner.module, config.data.img_size
+    images = torch.zeros(1, 3, size, size, device=parts.learner.accelerator.device)
+    costs = part_costs(module, images)
+    total = (count_parameters(module), sum(part.macs for part in costs))
+    rows = [(part.name, part.parameters, part.macs) for part in costs]
+    lines = [f"{'part':20} {'parameters':>12} {'GMACs':>8}"]
+    for name, parameters, macs in [*rows, (f"all of {config.model.name}", *total)]:
+        lines.append(f"{name:20} {parameters:12,} {macs / 1e9:8.3f}")
+    return "\n".join(lines)
+
+
+def _schedule(config: Config, parts: "Parts") -> str:
+    updates, schedule = parts.updates.updates_per_epoch, parts.learner.schedule
+    last = config.train.epochs * updates - 1
+    samples, steps = parts.micro_batch
+    processes = parts.learner.accelerator.num_processes
+    lines = [
+        f"{len(parts.train_set):,} training images, {len(parts.val_set):,} validation images, "
+        f"{len(parts.train_set.classes)} classes",
+        f"{config.train.epochs} epochs x {updates} updates; global batch "
+        f"{config.train.global_batch_size} = {processes} processes x {samples} x {steps}",
+    ]
+    lines += [f"lr at update {round(s * last):8}  {schedule(round(s * last)):.3e}" for s in SHARES]
+    return "\n".join(lines)
+
+
+def _memory(config: Config, parts: "Parts") -> str:
+    learner, size = parts.learner, config.data.img_size
+    device = learner.accelerator.device
+    found = training_bytes(
+        learner.module,
+        torch.randn(2, 3, size, size, device=device),
+        micro_batch=parts.micro_batch[0],
+        ema=learner.ema is not None,
+        autocast=learner.accelerator.autocast,
+    )
+    if learner.accelerator.num_processes > 1:
+        found["gradients in transit"] = found["gradients"]
+    lines = [f"{bytes_ / 2**30:8.3f} GiB  {name}" for name, bytes_ in found.items()]
+    lines.append(
+        f"{sum(found.values()) / 2**30:8.3f} GiB  together; what libraries take comes on top"
+    )
+    return "\n".join(lines)
