@@ -90,7 +90,7 @@ Lipschitz-continuous transformers for vision and graphs that train without warmu
 {lines}
 
 Begin with
-  lipsformer train --config configs/demo.yaml            handwritten digits, about a minute
+  lipsformer train --config configs/demo.yaml            handwritten digits, about 2 minutes
   lipsformer train --config configs/demo.yaml --dry-run  only show what that would do
   lipsformer train --help                                all settings, with their meaning
 
