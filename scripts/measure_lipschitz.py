@@ -110,7 +110,9 @@ def table(record: dict[str, Any], depth: int) -> str:
         if row["name"].count(".") >= depth:
             continue
         figures = " ".join(
-            f"{row[key]:9.3f}" for key in ("bound", "paper_bound", "estimate", "slack")
+            # + 0.0: no minus before a zero
+            f"{round(row[key], 3) + 0.0:9.3f}"
+            for key in ("bound", "paper_bound", "estimate", "slack")
         )
         lines.append(f"{row['name'] or 'whole model':44} {row['kind']:18} {figures}")
     return "\n".join(lines)
