@@ -8,8 +8,8 @@ from torch import Tensor
 def cpu_training(x: Tensor, weight: Tensor, training: bool) -> bool:
     """Whether a layer may use gradients written for float32 training on the CPU.
 
-    They are first-order only: evaluation keeps the plain operators, which ``torch.func`` can
-    differentiate twice and forward. Autocast and the compiler keep them too.
+    They are first-order only: evaluation and ``torch.func`` keep the plain operators, which can be
+    differentiated twice, forward and per sample. Autocast and the compiler keep them too.
     """
     return (
         not torch.compiler.is_compiling()  # first: the compiler cannot follow the others
@@ -17,5 +17,6 @@ def cpu_training(x: Tensor, weight: Tensor, training: bool) -> bool:
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
+        and not torch._C._are_functorch_transforms_active()
         and not torch.is_autocast_enabled("cpu")
     )

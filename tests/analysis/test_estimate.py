@@ -2,7 +2,7 @@ import pytest
 import timm
 import torch
 from torch import nn
-from torch.func import jacrev
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipsformer  # noqa: F401  (registers the models)
@@ -76,3 +76,31 @@ def test_bounds_exceed_estimates_for_every_part_and_the_mode_is_kept(name):
     assert estimates.keys() == parts.keys()
     for part, estimate in estimates.items():
         assert 0.0 < estimate <= parts[part].value * (1 + 1e-5), part
+
+
+@pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano"])
+def test_torch_func_differentiates_models_in_training(name):
+    torch.manual_seed(0)
+    kwargs = {"img_size": 8, "embed_dim": 4, "depths": (1, 1), "num_heads": (2, 2)}
+    model = timm.create_model(name, num_classes=5, **kwargs).train()
+    x = torch.randn(3, 3, 8, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        jacobian = jacrev(model)(x[:1])
+        direction = torch.randn(1, 3, 8, 8)
+        pushed = jvp(model, (x[:1],), (direction,))[1]
+        expected = jacrev(model.eval())(x[:1])
+    torch.testing.assert_close(jacobian, expected)
+    torch.testing.assert_close(pushed, expected.flatten(2) @ direction.flatten())
+    model.train()
+
+    def loss(parameters, image):
+        return functional_call(model, parameters, (image[None],)).logsumexp(1).sum()
+
+    parameters = dict(model.named_parameters())
+    values = {key: value.detach() for key, value in parameters.items()}
+    with sdpa_kernel(SDPBackend.MATH):
+        per_sample = vmap(grad(loss), in_dims=(None, 0))(values, x)
+    for i, image in enumerate(x):  # the gradients written for the CPU
+        grads = torch.autograd.grad(loss(parameters, image), list(parameters.values()))
+        for key, value in zip(parameters, grads, strict=True):
+            torch.testing.assert_close(per_sample[key][i], value, rtol=1e-4, atol=1e-6)
