@@ -18,11 +18,15 @@ from lipsformer.layers.score_norm import dense_quadratic_scale
 
 
 class Layout(NamedTuple):
-    """How tokens lie: in windows of (h, w) on a map of (H, W), after a number of class tokens."""
+    """How tokens lie: in windows of (h, w) on a map of (H, W), after a number of class tokens.
+
+    Windows may begin ``shift`` rows and columns inside the map, which is then cyclic.
+    """
 
     window: tuple[int, int]
     size: tuple[int, int]
     num_prefix_tokens: int = 0
+    shift: tuple[int, int] = (0, 0)
 
 
 def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
@@ -34,8 +38,8 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     is also what every token receives where attention is uniform.
 
     Args:
-        model: A LipsFormer, or a timm ViT in its Lipschitz form; runs in evaluation mode and is
-            put back.
+        model: A LipsFormer, or a timm ViT or Swin in its Lipschitz form; runs in evaluation mode
+            and is put back.
         images: Normalised images, [B, 3, H, W].
 
     Returns:
@@ -59,7 +63,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         model.train(training)
         for handle in handles:
             handle.remove()
-    if not maps:
+    if not any(maps.values()):
         raise TypeError(f"{type(model).__name__} has no attention whose map could be drawn")
     return {name: torch.cat(parts, dim=1) for name, parts in maps.items()}
 
@@ -100,10 +104,10 @@ def _watch(
         maps[name] = []
 
     def keep_map(core: nn.Module, args: tuple[Tensor, ...]) -> None:
-        window, size, prefix = layout(module, len(maps[name]), x[0])
+        window, size, prefix, shift = layout(module, len(maps[name]), x[0])
         received = attention_weights(core, *args).sum(-2)[..., prefix:]
         merged = merge_heads(received.unsqueeze(-1), window, size)
-        maps[name].append(merged.permute(0, 3, 1, 2).float())
+        maps[name].append(merged.roll(shift, (1, 2)).permute(0, 3, 1, 2).float())
 
     yield module.register_forward_pre_hook(keep_input)
     for core in module.modules():
@@ -127,9 +131,14 @@ def _sequence(model: Any, _: Any, __: int, ___: Tensor) -> Layout:
     return Layout(grid, grid, model.num_prefix_tokens)
 
 
+def _shifted_windows(_: Any, block: Any, __: int, x: Tensor) -> Layout:
+    return Layout(block.window_size, (x.shape[1], x.shape[2]), shift=block.shift_size)
+
+
 # Named, not imported: analysis stands below the models.
 _LAYOUTS = {
     "lipsformer.models.lipsformer_cswin.StripeAttention": _stripes,
     "lipsformer.models.lipsformer_swin.WindowAttention": _windows,
     "lipsformer.models.lipschitz_form.CosineAttention": _sequence,
+    "timm.models.swin_transformer.SwinTransformerBlock": _shifted_windows,
 }

@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 
-import lipsformer  # noqa: F401  (registers the models)
+import lipsformer
 from lipsformer.analysis.attention_maps import attention_maps
 
 TAU, EPS = 12.0, 1e-2
@@ -124,3 +124,60 @@ def test_other_attention_is_refused():
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
     with pytest.raises(TypeError, match="VisionTransformer has no attention whose map"):
         attention_maps(model, torch.zeros(1, 3, 32, 32))
+
+
+def test_shifted_windows_of_a_converted_swin():
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=(12, 20),
+        patch_size=2,
+        window_size=4,
+        embed_dim=10,
+        depths=(2,),
+        num_heads=(2,),
+    )
+    lipsformer.convert(model).eval()
+    block = model.get_submodule("layers.0.blocks.1")
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    images = torch.randn(2, 3, 12, 20)
+    maps = attention_maps(model, images)
+    assert list(maps) == ["layers.0.blocks.0", "layers.0.blocks.1"]
+    assert block.shift_size == (2, 2)
+
+    kept = []
+    block.norm1.register_forward_hook(lambda *args: kept.append(args[2]))
+    with torch.no_grad():
+        model(images)
+    rows, columns = 8, 12  # 6 x 10 in windows of 4, two rows and columns of padding
+    x = torch.zeros(rows, columns, 10).double()
+    for i in range(6):
+        for j in range(10):
+            x[i, j] = kept[0][1, (i + 2) % 6, (j + 2) % 10]  # shifted by two, cyclic
+    qkv = x @ block.attn.qkv.weight.double().T + block.attn.qkv.bias.double()
+    q, k = qkv.unflatten(-1, (3, 2, 5))[..., :2, 1, :].unbind(-2)
+    bias = block.attn._get_rel_pos_bias()[0, 1].double()
+
+    def region(place: int, length: int) -> int:  # what lay elsewhere does not attend
+        return (place >= length - 4) + (place >= length - 2)
+
+    expected = torch.zeros(6, 10).double()
+    for top in range(0, rows, 4):
+        for left in range(0, columns, 4):
+            places = [(top + i, left + j) for i in range(4) for j in range(4)]
+            regions = [(region(i, rows), region(j, columns)) for i, j in places]
+            mask = torch.tensor([[0.0 if a == b else -100.0 for b in regions] for a in regions])
+            tokens = [torch.stack([part[place] for place in places]) for part in (q, k)]
+            for (i, j), share in zip(places, received(*tokens, 10.0, bias + mask), strict=True):
+                if i < 6 and j < 10:
+                    expected[(i + 2) % 6, (j + 2) % 10] = share
+    found = maps["layers.0.blocks.1"][1, 1].double()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_unconverted_swin_is_refused():
+    model = timm.create_model("swin_tiny_patch4_window7_224", img_size=28, depths=(1,))
+    with pytest.raises(TypeError, match="SwinTransformer has no attention whose map"):
+        attention_maps(model, torch.zeros(1, 3, 28, 28))
