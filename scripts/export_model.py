@@ -1,14 +1,17 @@
 """Export a timm model for deployment, and check what was written against the model.
 
+    python -m scripts.export_model outputs/demo OUT --formats hf
     python -m scripts.export_model lipsformer_tiny OUT --checkpoint weights.safetensors
 
 writes to the folder OUT, which must not exist, the chosen ones of
-    hf     model.safetensors and config.json, for `timm.create_model('local-dir:OUT')`; bit-equal
+    hf     model.safetensors and config.json, for `timm.create_model('local-dir:OUT')` and
+           transformers; of a run also README.md, a model card with its figures; bit-equal
     torch  model.pt2 of torch.export, for any batch size; logits within 1e-4
     onnx   model.onnx, for any batch size; logits within 1e-4 in onnxruntime
 """
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -20,6 +23,10 @@ from timm.models import load_checkpoint, save_for_hf
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
+from lipsformer.config import ConfigError
+from lipsformer.engine.checkpoint import CheckpointError
+from scripts.hub_card import find_weights, model_card
+from scripts.measure_lipschitz import load_model
 
 TOLERANCE = 1e-4
 
@@ -30,7 +37,11 @@ class ExportError(RuntimeError):
 
 def export_hf(model: nn.Module, images: Tensor, folder: Path) -> float:
     """Write timm's local format; return the largest difference of the logits."""
-    save_for_hf(model, str(folder), safe_serialization=True)
+    labels = model.pretrained_cfg.get("label_names")
+    save_for_hf(model, str(folder), safe_serialization=True, model_config={"label_names": labels})
+    config = json.loads((folder / "config.json").read_text())
+    config.get("model_args", {}).pop("num_classes", None)  # transformers gives it from the root
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     restored = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     return _difference(restored(images), model(images), tolerance=0.0)
 
@@ -75,6 +86,11 @@ def _difference(actual: Tensor, expected: Tensor, tolerance: float) -> float:
     return difference
 
 
+def is_folder(name: str) -> bool:
+    """Whether a model is named by its folder; timm's own names come first."""
+    return not timm.is_model(name) and Path(name).is_dir()
+
+
 @torch.no_grad()
 def export_model(
     name: str, out: Path, formats: list[str], *, checkpoint: Path | None, img_size: int | None
@@ -82,7 +98,8 @@ def export_model(
     """Export to the folder ``out``, which appears complete or not at all.
 
     Args:
-        name: Any timm model, also `local-dir:` and `hf-hub:`, whose weights are then loaded.
+        name: Any timm model, also `local-dir:` and `hf-hub:`, whose weights are then loaded; or
+            the folder of a run or of a checkpoint of a run.
         out: Folder to be created.
         formats: Keys of ``EXPORTS``.
         checkpoint: Weights to load; None keeps the model's own.
@@ -93,10 +110,18 @@ def export_model(
 
     Raises:
         ExportError: If ``out`` exists or an export differs from the model.
+        CheckpointError: If a run has no usable weights.
+        ConfigError: If ``name`` is a folder but not of a run, or its weights were not evaluated.
     """
     if out.exists():
         raise ExportError(f"{out} exists: choose another folder or remove it")
-    model = timm.create_model(name, pretrained=":" in name)
+    card = None
+    if is_folder(name):
+        weights, run = find_weights(Path(name))
+        model = load_model(str(weights))
+        card = model_card(model, weights, run)
+    else:
+        model = timm.create_model(name, pretrained=":" in name)
     if checkpoint is not None:
         load_checkpoint(model, str(checkpoint), weights_only=True)
     channels, height, width = model.pretrained_cfg["input_size"]
@@ -111,6 +136,8 @@ def export_model(
     try:
         scratch.chmod(0o755)
         differences = {key: EXPORTS[key](model, images, scratch) for key in formats}
+        if card is not None and "hf" in formats:
+            (scratch / "README.md").write_text(card)
         scratch.rename(out)
     except BaseException:
         shutil.rmtree(scratch)
@@ -122,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", help="any timm model, or local-dir:FOLDER")
+    parser.add_argument("name", help="a run, its checkpoint, or any timm model")
     parser.add_argument("out", type=Path, help="folder to be created")
     parser.add_argument("--formats", nargs="+", choices=EXPORTS, default=list(EXPORTS))
     parser.add_argument("--checkpoint", type=Path, help="weights of this architecture")
@@ -134,8 +161,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if ":" not in args.name and not timm.is_model(args.name):
-        parser.error(f"{args.name!r} is no timm model; timm.list_models() lists all")
+    if not (":" in args.name or timm.is_model(args.name) or is_folder(args.name)):
+        parser.error(f"{args.name!r} is no folder and no timm model; timm.list_models() lists all")
+    if is_folder(args.name) and args.checkpoint is not None:
+        parser.error("--checkpoint has no effect on a run, which has its own weights: leave it out")
     if args.checkpoint is not None and not args.checkpoint.is_file():
         parser.error(f"--checkpoint {args.checkpoint}: no such file")
     try:
@@ -146,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
             checkpoint=args.checkpoint,
             img_size=args.img_size,
         )
-    except ExportError as error:
+    except (ExportError, CheckpointError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for key, difference in differences.items():

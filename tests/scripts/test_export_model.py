@@ -61,7 +61,7 @@ def test_an_export_that_differs_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_command_line_names_mistakes_before_it_writes(tmp_path, capsys):
     out = str(tmp_path / "out")
     for argv, message in [
-        (["lipsformer_nan", out], "'lipsformer_nan' is no timm model"),
+        (["lipsformer_nan", out], "'lipsformer_nan' is no folder and no timm model"),
         (["lipsformer_nano", out, "--checkpoint", "none.pth"], "none.pth: no such file"),
         (["lipsformer_nano", out, "--formats", "coreml"], "invalid choice: 'coreml'"),
     ]:
