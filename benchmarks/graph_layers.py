@@ -27,7 +27,7 @@ import torch_geometric
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCNConv, TransformerConv
 
-from benchmarks.models import machine, peak_memory, synchronize
+from benchmarks.machine import machine, peak_memory, synchronize
 from data.graphs import graph_root, load_graph
 from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
 

@@ -1,24 +1,29 @@
 """Training step and inference of LipsFormer beside other models, interleaved in one run.
 
     python -m benchmarks.models --output benchmarks/results/models_cpu.json
-    python -m benchmarks.models --device cuda --precision bf16 --batch-size 128 --compile \
-        --output benchmarks/results/models_cuda.json
+    python -m benchmarks.models --batch-size 1 8 32 --output benchmarks/results/batch_cpu.json
+    python -m benchmarks.models --img-size 160 224 288 --output benchmarks/results/size_cpu.json
+    python -m benchmarks.models swin_tiny_patch4_window7_224 lipsformer_swin_tiny \
+        --depths 2,2,2,2 2,2,6,2 2,2,18,2 --output benchmarks/results/depth_cpu.json
+    python -m benchmarks.models --device cuda --precision bf16 --modes eager compiled graphs \
+        --batch-size 64 128 256 --output benchmarks/results/models_cuda.json
     python -m benchmarks.models --table benchmarks/results/models_*.json
 
-The models take turns within every round, so that a busy machine slows all alike; the ratio to the
-first model is the median over the rounds. The first rounds warm up. A model of another repository
-joins by its import path: ``--peer package.module:function`` (called without arguments).
+The models, each in all of its modes, take turns within every round, so that a busy machine slows
+all alike; the ratio is to the first model in its fastest mode, the median over the rounds. The
+first rounds warm up. A model of another repository joins by its import path:
+``--peer package.module:function`` (called without arguments).
+
+The share of the machine's FLOP/s takes a model's multiply-adds times two, three times over for a
+training step, against the measured rate of a large matrix product; the share of its bandwidth takes
+the bytes that the eager operators read and write against a large copy.
 """
 
 import argparse
-import datetime
 import importlib
 import json
-import platform
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +31,31 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.profiler import ProfilerActivity, profile
 
-import lipsformer
+from benchmarks.counting import OperatorCounter
+from benchmarks.machine import PRECISIONS, limits, machine, peak_memory, synchronize
+from lipsformer.analysis.profile import count_parameters, part_costs
 
 MODELS = ("swin_tiny_patch4_window7_224", "lipsformer_swin_tiny", "lipsformer_tiny")
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # of torch.compile
+PASSES = {"train": 3, "infer": 1}  # a backward pass multiplies as much as two forward passes
 
 
 class Contestant:
-    """One model with its optimizer and the two things it is timed at."""
+    """One model in one mode with its optimizer and the two things it is timed at."""
 
-    def __init__(self, name: str, images: Tensor, precision: str, compiled: bool) -> None:
-        """Create the model on the device of ``images``."""
-        if ":" in name:
-            module, function = name.split(":")
-            model: nn.Module = getattr(importlib.import_module(module), function)()
-        else:
-            model = timm.create_model(name, drop_path_rate=0.2)
-        self.model = model.to(images.device)
-        if images.device.type == "cuda":
-            self.model = self.model.to(memory_format=torch.channels_last)
-        self.run = torch.compile(self.model) if compiled else self.model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+    def __init__(self, model: nn.Module, mode: str, images: Tensor, precision: str) -> None:
+        """Bring the model to the device of ``images``."""
+        if images.is_cuda:
+            model = model.to(images.device, memory_format=torch.channels_last)
+        self.model = model
+        self.run = torch.compile(model, mode=MODES[mode]) if MODES[mode] else model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.images = images
         self.labels = torch.arange(images.shape[0], device=images.device) % 1000
         dtype = PRECISIONS[precision]
-        device = images.device.type
-        self.autocast = lambda: torch.autocast(device, dtype) if dtype else nullcontext()
+        mixed = dtype != torch.float32
+        self.autocast = lambda: torch.autocast(images.device.type, dtype, enabled=mixed)
 
     def train(self) -> None:
         """One training step."""
@@ -67,104 +69,145 @@ class Contestant:
     def infer(self) -> None:
         """One forward pass in evaluation."""
         self.model.eval()
-        with torch.inference_mode(), self.autocast():
+        with torch.no_grad(), self.autocast():
             self.run(self.images)
 
+    def gmacs(self) -> float:
+        """Billion multiply-adds per image."""
+        return sum(part.macs for part in part_costs(self.model, self.images[:1])) / 1e9
 
-def peak_memory(step: Callable[[], None], device: torch.device) -> int:
-    """Most bytes that torch's allocator holds at once during a step beyond those before it."""
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step()
-    held = peak = 0
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+
+def build(name: str, img_size: int, depths: tuple[int, ...] | None) -> nn.Module:
+    """A model of timm's, or the peer that ``module:function`` makes."""
+    if ":" in name:
+        module, function = name.split(":")
+        return getattr(importlib.import_module(module), function)()
+    changed = {"depths": depths} if depths else {}
+    model = timm.create_model(name, drop_path_rate=0.2, **changed)
+    if hasattr(model, "set_input_size"):
+        model.set_input_size(img_size=img_size)
+    return model
 
 
 def measure(
-    contestants: dict[str, Contestant], task: str, rounds: int, warmup: int
-) -> dict[str, dict[str, float]]:
-    """Times of a task over interleaved rounds, and its peak memory."""
-    device = next(iter(contestants.values())).images.device
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    contestants: dict[tuple[str, str], Contestant],
+    task: str,
+    rounds: int,
+    warmup: int,
+    rates: dict[str, float],
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Speed over interleaved rounds, and memory, of every (model, mode)."""
+    images = next(iter(contestants.values())).images
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in contestants}
     for index in range(warmup + rounds):
-        for name, contestant in contestants.items():
+        for key, contestant in contestants.items():
             step = getattr(contestant, task)
-            synchronize(device)
+            synchronize(images.device)
             start = time.perf_counter()
             step()
-            synchronize(device)
+            synchronize(images.device)
             if index >= warmup:
-                seconds[name].append(time.perf_counter() - start)
-    base = next(iter(contestants))
-    memory = {n: peak_memory(getattr(c, task), device) for n, c in contestants.items()}
+                seconds[key].append(time.perf_counter() - start)
+    first = next(iter(contestants))[0]
+    base = min(
+        (key for key in contestants if key[0] == first), key=lambda k: statistics.median(seconds[k])
+    )
+    memory = {
+        key: peak_memory(getattr(contestant, task), images.device)
+        for key, contestant in contestants.items()
+    }
     result = {}
-    for name, contestant in contestants.items():
-        ratios = [b / own for b, own in zip(seconds[base], seconds[name], strict=True)]
-        result[name] = {
-            "images_per_s": len(contestant.images) / statistics.median(seconds[name]),
+    for key, contestant in contestants.items():
+        ratios = [b / own for b, own in zip(seconds[base], seconds[key], strict=True)]
+        median = statistics.median(seconds[key])
+        flops = 2e9 * contestant.gmacs() * PASSES[task] * len(images)
+        result[key] = {
+            "images_per_s": len(images) / median,
             "speed_ratio": statistics.median(ratios),
             "speed_ratio_min": min(ratios),
             "speed_ratio_max": max(ratios),
-            "peak_mb": memory[name] / 2**20,
-            "memory_ratio": memory[name] / memory[base],
+            "peak_mb": memory[key] / 2**20,
+            "memory_ratio": memory[key] / memory[base],
+            "flops_share": flops / median / rates["flops_per_s"],
         }
+        if key[1] == "eager":
+            with OperatorCounter() as counter:
+                getattr(contestant, task)()
+            result[key]["gb_per_image"] = counter.bytes / len(images) / 1e9
+            result[key]["bandwidth_share"] = counter.bytes / median / rates["bytes_per_s"]
     return result
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What was measured on."""
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    return {
-        "cpu": cpu,
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "lipsformer": lipsformer.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
+def run_setting(
+    options: argparse.Namespace,
+    rates: dict[str, float],
+    batch_size: int,
+    img_size: int,
+    depths: tuple[int, ...] | None,
+) -> dict[str, Any]:
+    """One batch size, image size and depth."""
+    images = torch.randn(batch_size, 3, img_size, img_size).to(options.device)
+    if images.is_cuda:
+        images = images.contiguous(memory_format=torch.channels_last)
+    contestants = {}
+    models = {}
+    for name in [*options.models, *options.peer]:
+        for mode in options.modes:
+            torch.manual_seed(0)
+            contestant = Contestant(build(name, img_size, depths), mode, images, options.precision)
+            contestants[name, mode] = contestant
+        models[name] = {
+            "parameters": count_parameters(contestants[name, options.modes[0]].model),
+            "gmacs": contestants[name, options.modes[0]].gmacs(),
+        } | {task: {} for task in options.tasks}
+    for task in options.tasks:
+        figures = measure(contestants, task, options.rounds, options.warmup, rates)
+        for (name, mode), own in figures.items():
+            models[name][task][mode] = own
+    torch.compiler.reset()
+    return {"batch_size": batch_size, "img_size": img_size, "depths": depths, "models": models}
 
 
 def table(record: dict[str, Any]) -> str:
     """The figures of one record as Markdown."""
-    options, host = record["options"], record["machine"]
+    options, host, rates = record["options"], record["machine"], record["limits"]
     lines = [
         f"{host['device']} ({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
-        f"{options['precision']}, batch {options['batch_size']}, {options['img_size']} px"
-        f"{', compiled' if options['compile'] else ''}, {host['date']}",
-        "",
-        "| model | training images/s | ratio | peak MB | ratio | inference images/s | ratio |",
-        "|---|---|---|---|---|---|---|",
+        f"{options['precision']}, {options['rounds']} rounds, {host['date']}; measured limits "
+        f"{rates['flops_per_s'] / 1e9:.0f} GFLOP/s, {rates['bytes_per_s'] / 1e9:.1f} GB/s",
     ]
-    for name, step in record["train"].items():
-        infer = record["infer"][name]
-        lines.append(
-            f"| {name} | {step['images_per_s']:.2f} | {step['speed_ratio']:.2f} | "
-            f"{step['peak_mb']:.0f} | {step['memory_ratio']:.2f} | "
-            f"{infer['images_per_s']:.2f} | {infer['speed_ratio']:.2f} |"
-        )
+    for task in options["tasks"]:
+        lines += [
+            "",
+            f"| {'training' if task == 'train' else 'inference'} | GMACs | px | batch | mode "
+            "| images/s | ratio (range) | of FLOP/s | GB/image | of bandwidth | peak MB | ratio |",
+            "|" + 12 * "---|",
+        ]
+        for setting in record["settings"]:
+            for name, model in setting["models"].items():
+                shown = name if setting["depths"] is None else f"{name} {setting['depths']}"
+                lines += [
+                    f"| {shown} | {model['gmacs']:.2f} | {setting['img_size']} | "
+                    f"{setting['batch_size']} | {mode} | {figures(own)} |"
+                    for mode, own in model[task].items()
+                ]
     return "\n".join(lines)
+
+
+def figures(own: dict[str, float]) -> str:
+    """The measured cells of a row."""
+    moved = ["", ""]
+    if "gb_per_image" in own:
+        moved = [f"{own['gb_per_image']:.2f}", f"{own['bandwidth_share']:.0%}"]
+    cells = [
+        f"{own['images_per_s']:.2f}",
+        f"{own['speed_ratio']:.2f} ({own['speed_ratio_min']:.2f} to {own['speed_ratio_max']:.2f})",
+        f"{own['flops_share']:.0%}",
+        *moved,
+        f"{own['peak_mb']:.0f}",
+        f"{own['memory_ratio']:.2f}",
+    ]
+    return " | ".join(cells)
 
 
 def main() -> None:
@@ -176,31 +219,39 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="module:function")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager"])
+    parser.add_argument("--tasks", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[8])
+    parser.add_argument("--img-size", type=int, nargs="+", default=[224])
+    parser.add_argument(
+        "--depths",
+        nargs="+",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=[None],
+        help="blocks of each stage, instead of the models' own, as in 2,2,6,2",
+    )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--table", type=Path, nargs="+", help="print the tables of JSON files")
     options = parser.parse_args()
     if options.table:
         print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
         return
-    torch.manual_seed(0)
-    images = torch.randn(options.batch_size, 3, options.img_size, options.img_size)
-    images = images.to(options.device)
-    contestants = {
-        name: Contestant(name, images, options.precision, options.compile)
-        for name in [*options.models, *options.peer]
-    }
-    kept = ("precision", "batch_size", "img_size", "rounds", "warmup", "compile")
+    device = torch.device(options.device)
+    rates = limits(device, options.precision)
+    kept = ("precision", "rounds", "warmup", "tasks")
     record: dict[str, Any] = {
-        "machine": machine(images.device),
+        "machine": machine(device),
+        "limits": rates,
         "options": {name: getattr(options, name) for name in kept},
+        "settings": [
+            run_setting(options, rates, batch_size, img_size, depths)
+            for depths in options.depths
+            for img_size in options.img_size
+            for batch_size in options.batch_size
+        ],
     }
-    for task in ("train", "infer"):
-        record[task] = measure(contestants, task, options.rounds, options.warmup)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,96 @@
+"""The machine that figures are measured on: its description, its limits, and what a step holds."""
+
+import datetime
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import lipsformer
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What was measured on."""
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "lipsformer": lipsformer.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def limits(device: torch.device, precision: str) -> dict[str, float]:
+    """FLOP/s of a large matrix product in this precision, and bytes/s of a large copy.
+
+    On the CPU the product is also taken as a 1x1 convolution, oneDNN's instead of MKL's; the faster
+    counts. A copy moves its size twice, once read and once written.
+    """
+    on_gpu = device.type == "cuda"
+    n = 8192 if on_gpu else 2048
+    a, b = torch.randn(2, n, n, device=device, dtype=PRECISIONS[precision])
+    source = torch.zeros(2**28 if on_gpu else 2**26, device=device)
+    target = torch.empty_like(source)
+    products = [best_seconds(lambda: a @ b, device)]
+    if not on_gpu:
+        image, kernel = a.T.reshape(1, n, n, 1), b[:, :, None, None]
+        image = image.contiguous(memory_format=torch.channels_last)
+        convolve = lambda: torch.nn.functional.conv2d(image, kernel)  # noqa: E731
+        products.append(best_seconds(convolve, device))
+    copy = best_seconds(lambda: target.copy_(source), device)
+    return {
+        "flops_per_s": 2 * n**3 / min(products),
+        "bytes_per_s": 2 * source.nbytes / copy,
+    }
+
+
+def best_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 10) -> float:
+    """Shortest duration of some work, after one call that warms up."""
+    durations = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        durations.append(time.perf_counter() - start)
+    return min(durations[1:])
+
+
+def peak_memory(step: Callable[[], None], device: torch.device) -> int:
+    """Most bytes that torch's allocator holds at once during a step beyond those before it."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    held = peak = 0
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,282 @@
+"""What limits each kind of operator of a LipsFormer: its roof, and what it reaches alone.
+
+    python -m benchmarks.roofline lipsformer_swin_tiny \
+        --output benchmarks/results/roofline_swin_tiny_cpu.json --plot docs/images/roofline_cpu.png
+    python -m benchmarks.roofline lipsformer_swin_tiny --device cuda --precision bf16 \
+        --batch-size 128 --output benchmarks/results/roofline_swin_tiny_cuda.json
+    python -m benchmarks.roofline --table benchmarks/results/roofline_*.json
+
+One training step tells which operators run on which shapes. Each then runs alone, forward and
+backward, on random inputs of these shapes that no cache holds. Its traffic is every input,
+parameter, result and their gradients once: no implementation moves less when nothing stays in a
+cache from one operator to the next. The roof is the longer of its operations over the measured
+FLOP/s and its traffic over the measured bandwidth. "moved" is what the operators that it is made of
+read and write, over that traffic: what fusing them could save.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import timm
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from benchmarks.counting import OperatorCounter
+from benchmarks.machine import PRECISIONS, limits, machine, synchronize
+from lipsformer.layers import (
+    CenterNorm,
+    DepthwiseConv2d,
+    ScaledCosineAttention,
+    WeightedResidual,
+)
+from lipsformer.models import lipsformer_cswin, lipsformer_swin
+
+KINDS: dict[type[nn.Module], str] = {
+    nn.Linear: "linear",
+    nn.Conv2d: "patch convolution",
+    DepthwiseConv2d: "depthwise convolution",
+    CenterNorm: "CenterNorm",
+    ScaledCosineAttention: "attention",
+    WeightedResidual: "residual",
+}
+WINDOW_FUNCTIONS = ("partition_heads", "merge_heads")
+
+
+@dataclass
+class Operator:
+    """One call of a module or function, and how often the model makes it."""
+
+    kind: str
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    calls: int = 0
+
+    def tensors(self) -> list[Tensor]:
+        """Inputs and parameters."""
+        given = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+        own = self.function.parameters() if isinstance(self.function, nn.Module) else ()
+        return [*given, *own]
+
+    def forward(self) -> Tensor:
+        """Run the operator."""
+        return self.function(*self.args, **self.kwargs)
+
+    def backward(self, result: Tensor) -> None:
+        """Gradients of all that needs one."""
+        wanted = [x for x in self.tensors() if x.requires_grad]
+        # a residual whose branch is scaled already does not use its scale
+        torch.autograd.grad(result, wanted, torch.ones_like(result), allow_unused=True)
+
+
+def operators(model: nn.Module, images: Tensor) -> list[Operator]:
+    """The operators of a forward pass, those of equal shapes joined."""
+    found: dict[Any, Operator] = {}
+
+    def note(kind: str, function: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
+        if kwargs.get("gelu"):
+            kind += " with GELU"
+        if isinstance(function, DepthwiseConv2d):
+            kind += " {0}x{0}".format(function.weight.shape[-1])
+        args, kwargs = tree_map(random_like, (tuple(args), dict(kwargs)))
+        operator = Operator(kind, function, args, kwargs)
+        key = (kind, repr([tuple(x.shape) for x in operator.tensors()]))
+        found.setdefault(key, operator).calls += 1
+
+    def noting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any) -> Tensor:
+            note("windows", function, args, {})
+            return function(*args)
+
+        return call
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            kind = next((KINDS[c] for c in type(module).__mro__ if c in KINDS), None)
+            if kind is not None:
+                hook = lambda m, args, kwargs, kind=kind: note(kind, m, args, kwargs)  # noqa: E731
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+        for source in (lipsformer_swin, lipsformer_cswin):
+            for name in WINDOW_FUNCTIONS:
+                stack.enter_context(patch.object(source, name, noting(getattr(source, name))))
+        model(images)
+    return list(found.values())
+
+
+def random_like(value: Any) -> Any:
+    """Random values of a tensor's shape, type and layout; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.randn_like(value).requires_grad_(value.requires_grad)
+
+
+def cold_seconds(operator: Operator, device: torch.device, repeats: int) -> float:
+    """Median duration of both passes, each with caches that hold none of its tensors."""
+    other = torch.empty(2**26, device=device)
+
+    def timed(step: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+        other.zero_()
+        synchronize(device)
+        start = time.perf_counter()
+        result = step(*args)
+        synchronize(device)
+        return result, time.perf_counter() - start
+
+    durations = []
+    for _ in range(repeats + 1):
+        result, forward = timed(operator.forward)
+        _, backward = timed(operator.backward, result)
+        durations.append(forward + backward)
+    return statistics.median(durations[1:])
+
+
+def traffic(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors and of the gradients that they need."""
+    return sum(x.numel() * x.itemsize * (2 if x.requires_grad else 1) for x in tensors)
+
+
+def measure(
+    model: nn.Module, images: Tensor, precision: str, rates: dict[str, float], repeats: int
+) -> dict[str, dict[str, float]]:
+    """What each kind of operator computes, moves, may take and takes, in one training step."""
+    dtype = PRECISIONS[precision]
+    totals: dict[str, dict[str, float]] = {}
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+        for operator in operators(model, images):
+            with OperatorCounter() as counter:
+                result = operator.forward()
+                operator.backward(result)
+            least = traffic([*operator.tensors(), result])
+            roofs = (counter.flops / rates["flops_per_s"], least / rates["bytes_per_s"])
+            own = {
+                "calls": 1,
+                "seconds": cold_seconds(operator, images.device, repeats),
+                "flops": counter.flops,
+                "bytes": least,
+                "bytes_of_operators": counter.bytes,
+                "compute_seconds": roofs[0],
+                "memory_seconds": roofs[1],
+                "roof_seconds": max(roofs),
+            }
+            total = totals.setdefault(operator.kind, dict.fromkeys(own, 0))
+            for name, value in own.items():
+                total[name] += operator.calls * value
+    return dict(sorted(totals.items(), key=lambda item: -item[1]["seconds"]))
+
+
+def step_seconds(model: nn.Module, images: Tensor, precision: str, repeats: int) -> float:
+    """Median duration of the whole model's forward and backward pass."""
+    dtype = PRECISIONS[precision]
+    durations = []
+    for _ in range(repeats + 1):
+        model.zero_grad()
+        synchronize(images.device)
+        start = time.perf_counter()
+        with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+            loss = model(images).float().square().mean()
+        loss.backward()
+        synchronize(images.device)
+        durations.append(time.perf_counter() - start)
+    return statistics.median(durations[1:])
+
+
+def table(record: dict[str, Any]) -> str:
+    """The figures of one record as Markdown."""
+    host, rates, options = record["machine"], record["limits"], record["options"]
+    lines = [
+        f"{options['model']}, {options['precision']}, batch {options['batch_size']}, "
+        f"{options['img_size']} px, {host['device']} ({host['cpu']}, {host['threads']} threads), "
+        f"{host['date']}: forward and backward {1e3 * record['step_seconds']:.0f} ms; limits "
+        f"{rates['flops_per_s'] / 1e9:.0f} GFLOP/s, {rates['bytes_per_s'] / 1e9:.1f} GB/s",
+        "",
+        "| operator | calls | ms alone | GFLOP | MB | FLOP/byte | limit | roof ms | share of roof "
+        "| moved |",
+        "|" + 10 * "---|",
+    ]
+    kinds = record["operators"]
+    total = {name: sum(own[name] for own in kinds.values()) for name in next(iter(kinds.values()))}
+    for kind, own in [*kinds.items(), ("all", total)]:
+        limit = "FLOP/s" if own["compute_seconds"] > own["memory_seconds"] else "bandwidth"
+        lines.append(
+            f"| {kind} | {own['calls']} | {1e3 * own['seconds']:.0f} | {own['flops'] / 1e9:.1f} | "
+            f"{own['bytes'] / 1e6:.0f} | {own['flops'] / own['bytes']:.1f} | "
+            f"{'' if kind == 'all' else limit} | {1e3 * own['roof_seconds']:.0f} | "
+            f"{own['roof_seconds'] / own['seconds']:.0%} | "
+            f"{own['bytes_of_operators'] / own['bytes']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """FLOP/s of each kind of operator over its FLOP per byte, under the roof."""
+    rates = record["limits"]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    intensity = [0.05, rates["flops_per_s"] / rates["bytes_per_s"], 1000.0]
+    roof = [min(rates["flops_per_s"], rates["bytes_per_s"] * x) / 1e9 for x in intensity]
+    axes.plot(intensity, roof, color="black", label="roof")
+    for kind, own in record["operators"].items():
+        point = (own["flops"] / own["bytes"], own["flops"] / own["seconds"] / 1e9)
+        axes.plot(*point, "o", label=f"{kind}, {1e3 * own['seconds']:.0f} ms")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="GFLOP/s")
+    options = record["options"]
+    axes.set_title(f"{options['model']}, {options['precision']}, batch {options['batch_size']}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="lipsformer_swin_tiny")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, help="PNG file to write")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of JSON files")
+    options = parser.parse_args()
+    if options.table:
+        print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
+        return
+    torch.manual_seed(0)
+    device = torch.device(options.device)
+    # no drop path: it would change the shapes from one step to the next
+    model = timm.create_model(options.model, device=device).train()
+    images = torch.randn(options.batch_size, 3, options.img_size, options.img_size, device=device)
+    rates = limits(device, options.precision)
+    kept = ("model", "precision", "batch_size", "img_size", "repeats")
+    record = {
+        "machine": machine(device),
+        "limits": rates,
+        "options": {name: getattr(options, name) for name in kept},
+        "step_seconds": step_seconds(model, images, options.precision, options.repeats),
+        "operators": measure(model, images, options.precision, rates, options.repeats),
+    }
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(record, indent=2) + "\n")
+    if options.plot:
+        plot(record, options.plot)
+    print(table(record))
+
+
+if __name__ == "__main__":
+    main()
