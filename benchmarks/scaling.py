@@ -1,0 +1,155 @@
+"""Weak scaling: a training step on one process, and on several that exchange their gradients.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.scaling --output benchmarks/results/scaling_cpu.json
+    python -m benchmarks.scaling --device cuda --processes 8 --precision bf16 --batch-size 128 \
+        --output benchmarks/results/scaling_cuda.json
+    python -m benchmarks.scaling --table benchmarks/results/scaling_*.json
+
+Every process has the same batch, one GPU or the same number of threads. Within every round they
+take turns at
+
+- alone: process 0 steps while the others wait;
+- without exchange: all step, each for itself: what is lost to memory and heat that they share;
+- after: all step, gradients are averaged when the backward pass is over;
+- overlapped: all step, DistributedDataParallel averages them during the backward pass;
+- exchange: the gradients are averaged, nothing else.
+
+A round's duration is that of its slowest process; medians are over the rounds.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.machine import PRECISIONS, machine, synchronize
+from lipsformer.analysis.profile import count_parameters
+
+
+def work(rank: int, options: argparse.Namespace, threads: int, store: str, path: Path) -> None:
+    """One process; the first writes the record."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    cuda = options.device == "cuda"
+    device = torch.device(options.device, rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend, size = "nccl" if cuda else "gloo", options.processes
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
+    # no drop path: every process has the same work
+    model = timm.create_model(options.model, device=device).train()
+    # gradients are views of the buckets that are exchanged: nothing is copied to overlap
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    images = torch.randn(options.batch_size, 3, options.img_size, options.img_size, device=device)
+    labels = torch.arange(options.batch_size, device=device) % 1000
+    dtype = PRECISIONS[options.precision]
+    gradients = torch.zeros(count_parameters(model), device=device)
+
+    def step(run: Callable[[Tensor], Tensor], finish: Callable[[], None] = lambda: None) -> None:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = cross_entropy(run(images), labels)
+        loss.backward()
+        finish()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    def exchange() -> None:
+        dist.all_reduce(gradients)
+
+    turns: dict[str, Callable[[], None]] = {
+        "alone": lambda: step(model) if rank == 0 else None,
+        "without exchange": lambda: step(model),
+        "after": lambda: step(model, exchange),
+        "overlapped": lambda: step(parallel),
+        "exchange": exchange,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for index in range(options.warmup + options.rounds):
+        for name, turn in turns.items():
+            synchronize(device)
+            dist.barrier()
+            start = time.perf_counter()
+            turn()
+            synchronize(device)
+            duration = torch.tensor(time.perf_counter() - start, device=device)
+            dist.all_reduce(duration, dist.ReduceOp.MAX)
+            if index >= options.warmup:
+                seconds[name].append(duration.item())
+    if rank == 0:
+        kept = ("model", "precision", "processes", "batch_size", "img_size", "rounds", "warmup")
+        record = {
+            "machine": machine(device),
+            "options": {name: getattr(options, name) for name in kept},
+            "parameters": count_parameters(model),
+            "seconds": {name: statistics.median(own) for name, own in seconds.items()},
+        }
+        path.write_text(json.dumps(record, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+def table(record: dict[str, Any]) -> str:
+    """The figures of one record as Markdown."""
+    host, options, seconds = record["machine"], record["options"], record["seconds"]
+    processes, batch = options["processes"], options["batch_size"]
+    lines = [
+        f"{options['model']}, {options['precision']}, {processes} processes x batch {batch}, "
+        f"{options['img_size']} px, {host['device']} ({host['cpu']}, {host['threads']} threads "
+        f"each), {4e-6 * record['parameters']:.0f} MB of gradients, {host['date']}",
+        "",
+        "| step | ms | images/s | efficiency |",
+        "|---|---|---|---|",
+        f"| alone | {1e3 * seconds['alone']:.0f} | {batch / seconds['alone']:.2f} | |",
+    ]
+    for name in ("without exchange", "after", "overlapped"):
+        speed = processes * batch / seconds[name]
+        efficiency = seconds["alone"] / seconds[name]
+        lines.append(f"| {name} | {1e3 * seconds[name]:.0f} | {speed:.2f} | {efficiency:.2f} |")
+    lines.append(f"| exchange | {1e3 * seconds['exchange']:.0f} | | |")
+    hidden = 1 - (seconds["overlapped"] - seconds["without exchange"]) / seconds["exchange"]
+    return "\n".join([*lines, "", f"Share of the exchange that is hidden: {hidden:.0%}."])
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="lipsformer_swin_tiny")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--batch-size", type=int, default=4, help="of every process")
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of JSON files")
+    options = parser.parse_args()
+    if options.table:
+        print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        arguments = (options, torch.get_num_threads(), f"file://{folder}/store", path)
+        torch.multiprocessing.spawn(work, arguments, options.processes)
+        record = json.loads(path.read_text())
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(record, indent=2) + "\n")
+    print(table(record))
+
+
+if __name__ == "__main__":
+    main()
