@@ -117,8 +117,7 @@ def table(record: dict[str, Any]) -> str:
         efficiency = seconds["alone"] / seconds[name]
         lines.append(f"| {name} | {1e3 * seconds[name]:.0f} | {speed:.2f} | {efficiency:.2f} |")
     lines.append(f"| exchange | {1e3 * seconds['exchange']:.0f} | | |")
-    hidden = 1 - (seconds["overlapped"] - seconds["without exchange"]) / seconds["exchange"]
-    return "\n".join([*lines, "", f"Share of the exchange that is hidden: {hidden:.0%}."])
+    return "\n".join(lines)
 
 
 def main() -> None:
