@@ -37,7 +37,7 @@ ROWS: dict[str, tuple[str, int, dict[str, dict[str, Any]]]] = {
         {
             "lipsformer_nano": {"patch_size": 2},  # 2.12, 0.032
             SWIN: {"patch_size": 2, **NANO_SWIN},  # 2.07, 0.031
-            VIT: {"patch_size": 8, **NANO_VIT},  # 1.89, 0.030
+            VIT: {"patch_size": 8, **NANO_VIT},  # 1.89, 0.032
         },
     ),
     "cifar10-tiny": (
@@ -55,7 +55,7 @@ ROWS: dict[str, tuple[str, int, dict[str, dict[str, Any]]]] = {
         {
             "lipsformer_nano": {"patch_size": 4},  # 2.12, 0.033
             SWIN: {"patch_size": 4, **NANO_SWIN},  # 2.07, 0.031
-            VIT: {"patch_size": 16, **NANO_VIT},  # 1.97, 0.032
+            VIT: {"patch_size": 16, **NANO_VIT},  # 1.98, 0.034
         },
     ),
     "imagenette-tiny": (
