@@ -17,8 +17,9 @@ import torch
 
 TINY = "swin_tiny_patch4_window7_224 lipsformer_swin_tiny lipsformer_tiny"
 OTHERS = (
-    "swin_small_patch4_window7_224 swin_base_patch4_window7_224 convnext_tiny vit_small_patch16_224 "
-    "lipsformer_swin_small lipsformer_swin_base lipsformer_small lipsformer_base"
+    "swin_small_patch4_window7_224 swin_base_patch4_window7_224 convnext_tiny "
+    "vit_small_patch16_224 lipsformer_swin_small lipsformer_swin_base lipsformer_small "
+    "lipsformer_base"
 )
 CUDA = "--device cuda --precision bf16"
 RESULTS = "benchmarks/results"
@@ -35,7 +36,8 @@ COMMANDS = (
     f"python -m benchmarks.models {TINY} {CUDA} --modes compiled --batch-size 64 "
     f"--depths 2,2,2,2 2,2,6,2 2,2,18,2 --output {RESULTS}/depth_cuda.json",
     f"python -m benchmarks.roofline lipsformer_swin_tiny {CUDA} --batch-size 128 "
-    f"--output {RESULTS}/roofline_swin_tiny_cuda.json --plot docs/images/roofline_swin_tiny_cuda.png",
+    f"--output {RESULTS}/roofline_swin_tiny_cuda.json "
+    "--plot docs/images/roofline_swin_tiny_cuda.png",
     f"python -m benchmarks.roofline lipsformer_tiny {CUDA} --batch-size 128 "
     f"--output {RESULTS}/roofline_tiny_cuda.json --plot docs/images/roofline_tiny_cuda.png",
     f"python -m benchmarks.graph_layers --graph medium --device cuda "
@@ -44,7 +46,10 @@ COMMANDS = (
     f"--output {RESULTS}/graph/layers_large_cuda.json",
     f"python -m benchmarks.scaling {CUDA} --processes {max(1, torch.cuda.device_count())} "
     f"--batch-size 128 --rounds 21 --warmup 5 --output {RESULTS}/scaling_cuda.json",
-    "python -m benchmarks.convergence data.download=true",
+    "python -m benchmarks.convergence cifar10-nano cifar10-tiny data.download=true "
+    f"--output {RESULTS}/convergence_cifar10.json",
+    "python -m benchmarks.convergence imagenette-nano imagenette-tiny "
+    f"--output {RESULTS}/convergence_imagenette.json",
 )
 
 
@@ -53,7 +58,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", metavar="PART", help="commands with one of these words")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="commands with one of these words"
+    )
     parser.add_argument("--list", action="store_true", help="print the commands instead")
     options = parser.parse_args()
     words = options.only or [""]

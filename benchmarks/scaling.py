@@ -1,11 +1,11 @@
 """Weak scaling: a training step on one process, and on several that exchange their gradients.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.scaling --output benchmarks/results/scaling_cpu.json
+    python -m benchmarks.scaling --output benchmarks/results/scaling_cpu.json
     python -m benchmarks.scaling --device cuda --processes 8 --precision bf16 --batch-size 128 \
         --output benchmarks/results/scaling_cuda.json
     python -m benchmarks.scaling --table benchmarks/results/scaling_*.json
 
-Every process has the same batch, one GPU or the same number of threads. Within every round they
+Every process has the same batch and one GPU, or an equal share of the threads. Within every round they
 take turns at
 
 - alone: process 0 steps while the others wait;
@@ -141,7 +141,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
-        arguments = (options, torch.get_num_threads(), f"file://{folder}/store", path)
+        threads = max(1, torch.get_num_threads() // options.processes)
+        arguments = (options, threads, f"file://{folder}/store", path)
         torch.multiprocessing.spawn(work, arguments, options.processes)
         record = json.loads(path.read_text())
     if options.output:
