@@ -5,8 +5,8 @@
         --output benchmarks/results/scaling_cuda.json
     python -m benchmarks.scaling --table benchmarks/results/scaling_*.json
 
-Every process has the same batch and one GPU, or an equal share of the threads. Within every round they
-take turns at
+Every process has the same batch and one GPU, or an equal share of the threads. Within every round
+they take turns at
 
 - alone: process 0 steps while the others wait;
 - without exchange: all step, each for itself: what is lost to memory and heat that they share;
