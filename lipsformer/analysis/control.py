@@ -149,7 +149,7 @@ class UpdateLimit(Instrument):
         self.share = share
         self.operators = operators(model)
         self.weights = SigmaTracker(self.operators)
-        self.updates = SigmaTracker(self.operators, steps=16)
+        self.updates = SigmaTracker(self.operators)
         self.trackers = {"weights": self.weights, "updates": self.updates}
         self._before: dict[str, Tensor] = {}
 

@@ -62,7 +62,7 @@ class Monitor(Instrument):
         self.probe, self.domain = probe, domain
         self.operators = operators(model)
         self.weights = SigmaTracker(self.operators)
-        self.updates = SigmaTracker(self.operators, steps=16)
+        self.updates = SigmaTracker(self.operators)
         self.trackers = {"weights": self.weights, "updates": self.updates}
         self._before: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
 """Largest singular values of all weights of a model, cheaply and again and again.
 
-Weights of one shape are handled as one batch; each keeps its singular vector as the start of the
-next measurement. Nothing here waits for the device.
+Weights of one shape are handled as one batch; each keeps its singular vector as part of the start
+of the next measurement. Nothing here waits for the device.
 """
 
 from collections import defaultdict
@@ -115,7 +115,7 @@ class SigmaTracker:
     training; convolutions get the proved bound of ``conv_sigma_bound``, the largest over channels.
     """
 
-    def __init__(self, tracked: list[Operator], steps: int = 8, first_steps: int = 64) -> None:
+    def __init__(self, tracked: list[Operator], steps: int = 16, first_steps: int = 64) -> None:
         """Create the tracker.
 
         Args:
@@ -157,13 +157,14 @@ class SigmaTracker:
         for shape, group in self.groups.items():
             matrices = torch.stack([weights[op.name].flatten(1) for op in group])
             matrices = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
-            start = self.vectors.get(shape)
-            if start is None:
-                generator = torch.Generator(matrices.device).manual_seed(0)
-                size = (len(group), shape[1])
-                start = torch.randn(
-                    size, dtype=matrices.dtype, device=matrices.device, generator=generator
-                )
+            generator = torch.Generator(matrices.device).manual_seed(0)
+            size = (len(group), shape[1])
+            start = torch.randn(
+                size, dtype=matrices.dtype, device=matrices.device, generator=generator
+            )
+            if shape in self.vectors:
+                # not the old vector alone: a direction orthogonal to it may have become the largest
+                start = self.vectors[shape] + 0.3 * start / start.norm(dim=1, keepdim=True)
             steps = self.steps if shape in self.vectors else self.first_steps
             found, vectors = krylov_sigma(matrices, start, steps)
             # a zero matrix, such as a skipped update, tells no direction

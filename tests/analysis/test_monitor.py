@@ -75,6 +75,20 @@ def test_tracker_follows_moving_weights():
                 parameter.add_(0.02 * parameter.abs().mean() * torch.randn_like(parameter))
 
 
+@pytest.mark.parametrize("shape", [(131, 127), (257, 251)])
+def test_tracker_finds_a_direction_orthogonal_to_the_one_it_knows(shape):
+    torch.manual_seed(0)
+    layer = nn.Linear(shape[1], shape[0])
+    u, s, vh = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    s = s / s[0]
+    tracker = SigmaTracker(operators(nn.Sequential(layer)))
+    tracker.measure({"0.weight": (u * s) @ vh})
+    s[-1] = 1.03  # the direction that W shrank most is now the largest
+    weight = (u * s) @ vh
+    sigma = tracker.measure({"0.weight": weight})["0.weight"].item()
+    assert sigma == pytest.approx(svd_sigma(weight), rel=1e-3)
+
+
 def test_record_agrees_with_what_it_measures():
     torch.manual_seed(0)
     model = small_model(official_compat=True).train()
