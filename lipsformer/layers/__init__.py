@@ -8,7 +8,7 @@ from lipsformer.layers.attention import (
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.linear import Linear
 from lipsformer.layers.norm import CenterNorm
-from lipsformer.layers.residual import WeightedResidual
+from lipsformer.layers.residual import WeightedResidual, kept_samples
 from lipsformer.layers.spectral import largest_singular_value, spectral_init_
 from lipsformer.layers.window import (
     fit_window,
@@ -26,6 +26,7 @@ __all__ = [
     "WeightedResidual",
     "cosine_normalize",
     "fit_window",
+    "kept_samples",
     "largest_singular_value",
     "merge_heads",
     "partition_heads",

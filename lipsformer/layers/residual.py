@@ -11,19 +11,45 @@ from lipsformer.layers._cpu import cpu_training
 
 
 class _GeluResidualFunction(torch.autograd.Function):
-    """x + scale * GELU(z); keeps z alone for the backward pass."""
+    """x + scale * GELU(z), where z may hold the samples of ``index`` alone; keeps z."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(z, scale)
-        return torch.addcmul(x, F.gelu(z), scale)
+    def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
+        ctx.save_for_backward(z, scale, index)
+        if index is None:
+            return torch.addcmul(x, F.gelu(z), scale)
+        return x.index_add(0, index, F.gelu(z).mul_(scale))
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        z, scale = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        z, scale, index = ctx.saved_tensors
         (grad,) = grad_outputs
-        grad_scale = (grad * F.gelu(z)).sum_to_size(scale.shape)
-        return grad, torch.ops.aten.gelu_backward(grad * scale, z), grad_scale
+        grad_branch = grad if index is None else grad.index_select(0, index)
+        grad_scale = (grad_branch * F.gelu(z)).sum_to_size(scale.shape)
+        return grad, torch.ops.aten.gelu_backward(grad_branch * scale, z), grad_scale, None
+
+
+def kept_samples(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the samples of ``x`` whose branch is not dropped: only they need computing.
+
+    On the CPU in float32 training alone: elsewhere the host would have to wait for the number of
+    samples. If every sample is dropped all are returned, so that each parameter gets a gradient.
+
+    Args:
+        x: [B, ..., C].
+        mask: Drawn by ``WeightedResidual.draw_mask``.
+
+    Returns:
+        [K, ..., C], 1 <= K <= B, in the order of ``x``.
+    """
+    if mask is None or torch.jit.is_scripting() or not cpu_training(x, mask, True):
+        return x
+    index = _kept_index(mask)
+    return x if index.shape[0] in (0, x.shape[0]) else x.index_select(0, index)
+
+
+def _kept_index(mask: Tensor) -> Tensor:
+    return mask.flatten().nonzero().flatten()
 
 
 class WeightedResidual(nn.Module):
@@ -76,32 +102,63 @@ class WeightedResidual(nn.Module):
         """Set every channel's weight to its initial value."""
         nn.init.constant_(self.residual_scale, self.init_value)
 
+    def draw_mask(self, x: Tensor) -> Tensor | None:
+        """Draw which samples of ``x`` ([B, ..., C]) keep their branch.
+
+        Returns:
+            [B, 1, ..., 1] of 0 or 1 / (1 - drop_path); None where nothing can be dropped.
+        """
+        if not self.training or self.drop_path == 0.0:
+            return None
+        keep = 1.0 - self.drop_path
+        shape = [x.shape[0]] + [1] * (x.ndim - 1)
+        scale = self.residual_scale
+        return torch.empty(shape, dtype=scale.dtype, device=x.device).bernoulli_(keep) / keep
+
     def forward(
-        self, x: Tensor, branch: Tensor, gelu: bool = False, scaled: bool = False
+        self,
+        x: Tensor,
+        branch: Tensor,
+        mask: Tensor | None = None,
+        gelu: bool = False,
+        scaled: bool = False,
     ) -> Tensor:
         """Add the branch.
 
         Args:
             x: [B, ..., C].
-            branch: f(x), or its value before a last GELU.
+            branch: f(x), or its value before a last GELU; of all samples or of those that
+                ``kept_samples`` returned.
+            mask: Drawn by ``draw_mask``.
             gelu: Apply that GELU here; training on the CPU then recomputes it in the backward pass
                 instead of keeping it.
             scaled: The branch has been multiplied by ``residual_scale`` already, as its last
                 linear layer can do for nothing.
+
+        Raises:
+            ValueError: If branches are to be dropped and ``mask`` is missing.
         """
+        if mask is None and self.training and self.drop_path > 0.0:
+            raise ValueError(
+                f"training with drop_path={self.drop_path} needs the mask of draw_mask(x)"
+            )
+        index: Tensor | None = None
+        if mask is not None and branch.shape[0] != x.shape[0]:
+            index = _kept_index(mask)
+            mask = mask[index]
         scale = self.residual_scale
-        if self.training and self.drop_path > 0.0:
-            # the mask is folded into the scale: [B, 1, ..., C] instead of one more pass over x
-            keep = 1.0 - self.drop_path
-            shape = [x.shape[0]] + [1] * (x.ndim - 1)
-            mask = torch.empty(shape, dtype=scale.dtype, device=x.device).bernoulli_(keep) / keep
-            scale = mask if scaled else scale * mask
-        elif scaled:
-            return x + branch
+        if scaled:
+            if mask is None:
+                return x + branch
+            scale = mask
+        elif mask is not None:
+            scale = scale * mask  # [B, 1, ..., C] instead of one more pass over x
         if gelu:
             if not torch.jit.is_scripting() and cpu_training(x, scale, self.training):
-                return _GeluResidualFunction.apply(x, branch, scale)
+                return _GeluResidualFunction.apply(x, branch, scale, index)
             branch = F.gelu(branch)
+        if index is not None:
+            return x.index_add(0, index, branch * scale)
         return torch.addcmul(x, branch, scale.to(x.dtype))
 
     def extra_repr(self) -> str:

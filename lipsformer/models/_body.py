@@ -19,6 +19,7 @@ from lipsformer.layers import (
     LipschitzNormAttention,
     ScaledCosineAttention,
     WeightedResidual,
+    kept_samples,
     spectral_init_,
 )
 
@@ -191,12 +192,19 @@ class LipsFormerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block to ``x`` ([B, H, W, C])."""
-        x = self.residual_conv1(x, self.conv1(x), gelu=True)
-        x = self.residual_conv2(x, self.conv2(x), gelu=True)
-        attended = self.attn(x, self.residual_attn.residual_scale)
-        x = self.norm1(self.residual_attn(x, attended, scaled=True))
-        mixed = self.mlp(x, self.residual_mlp.residual_scale)
-        return self.norm2(self.residual_mlp(x, mixed, scaled=True))
+        mask = self.residual_conv1.draw_mask(x)
+        x = self.residual_conv1(x, self.conv1(kept_samples(x, mask)), mask, gelu=True)
+        mask = self.residual_conv2.draw_mask(x)
+        x = self.residual_conv2(x, self.conv2(kept_samples(x, mask)), mask, gelu=True)
+        mask = self.residual_attn.draw_mask(x)
+        branch = self.attn(kept_samples(x, mask), self.residual_attn.residual_scale)
+        x = self.norm1(self.residual_attn(x, branch, mask, scaled=True))
+        mask = self.residual_mlp.draw_mask(x)
+        branch = self.mlp(kept_samples(x, mask), self.residual_mlp.residual_scale)
+        return self.norm2(self.residual_mlp(x, branch, mask, scaled=True))
+
+
+register_notrace_module(LipsFormerBlock)  # the samples that are computed are drawn at run time
 
 
 class LipsFormerStage(nn.Module):

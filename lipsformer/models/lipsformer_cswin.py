@@ -94,11 +94,12 @@ class StripeAttention(nn.Module):
         """Attend within the stripes of ``x`` ([B, H, W, C]), multiplied by ``scale`` ([C])."""
         height, width = x.shape[1], x.shape[2]
         qkv = self.qkv(x).unflatten(-1, (3, self.num_branches, self.dim // self.num_branches))
+        parts = qkv.unbind(4)
         outputs = []
         pairs = zip(self.attention, self.lepe)  # noqa: B905  (TorchScript knows no strict=)
         for branch, (attention, lepe) in enumerate(pairs):
             h, w = self.stripe(branch, height, width)
-            q, k, v = partition_heads(qkv[:, :, :, :, branch], (h, w), self.num_heads).unbind(0)
+            q, k, v = partition_heads(parts[branch], (h, w), self.num_heads).unbind(0)
             # contiguous: as a view, the convolution would keep queries and keys for its backward
             position = lepe(v.transpose(1, 2).reshape(v.shape[0], h, w, -1).contiguous())
             position = position.reshape(v.shape[0], h * w, self.num_heads, -1).transpose(1, 2)
