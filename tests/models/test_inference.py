@@ -1,0 +1,106 @@
+"""Folding changes no value: float64 to 1e-12, float32 to rounding, features and logits."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import lipsformer
+from lipsformer.layers import CenterNorm, WeightedResidual
+
+SWIN = {"embed_dim": 24, "depths": (1, 2), "num_heads": (3, 6), "window_size": 7}
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+HEADS = {"num_classes": 5}
+
+
+def make(form: str, img_size: int = 56) -> nn.Module:
+    """A small model of each form, converted where the form is timm's."""
+    if form == "vit":
+        return timm.create_model("lipsformer_vit_tiny", **VIT, **HEADS)
+    if form in ("timm_vit", "timm_swin"):
+        name = "vit_tiny_patch16_224" if form == "timm_vit" else "swin_tiny_patch4_window7_224"
+        kwargs = VIT if form == "timm_vit" else {**SWIN, "img_size": img_size}
+        return lipsformer.convert(timm.create_model(name, **kwargs, **HEADS), value_scale=1.7)
+    body, _, option = form.partition("-")
+    options = {
+        "": {"value_scale": 1.7},
+        "official": {"official_compat": True},
+        "learned": {"learn_logit_scale": True, "value_scale": 0.3},
+        "lipschitznorm": {"attn": "lipschitznorm"},
+    }[option]
+    return timm.create_model(f"lipsformer_{body}", **options, **HEADS)
+
+
+def randomize(model: nn.Module) -> nn.Module:
+    """Values for which no gain, scale or bias is neutral."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.4, 1.6)
+            else:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        for name, parameter in model.named_parameters():
+            if name.endswith("log_logit_scale"):
+                parameter.uniform_(1.0, 6.0)  # some beyond the ceiling of 100
+    return model.eval()
+
+
+FORMS = [
+    *("nano", "nano-official", "nano-learned", "nano-lipschitznorm"),
+    *("swin_nano", "swin_nano-official", "swin_nano-learned"),
+    *("vit", "timm_vit", "timm_swin"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_fold_is_exact(form):
+    model = randomize(make(form)).double()
+    size = {"vit": 32, "timm_vit": 32, "timm_swin": 56}.get(form, 44)
+    images = torch.randn(2, 3, size, size, dtype=torch.float64)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    folded = lipsformer.optimize_for_inference(model)
+    with torch.no_grad():
+        for call in ("__call__", "forward_features"):
+            expected = getattr(model, call)(images)
+            actual = getattr(folded, call)(images)
+            error = (actual - expected).abs().max() / expected.abs().max()
+            assert error.item() < 1e-12
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    single = lipsformer.optimize_for_inference(model.float())
+    with torch.no_grad():
+        actual, expected = single(images.float()).double(), folded(images)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("img_size", [56, 60])
+def test_windows_padded_behind_the_norm_stay_exact(img_size):
+    """60 px are 15 tokens, three windows of 7 with padding: norm1 must stay there."""
+    model = randomize(make("timm_swin", img_size)).double()
+    folded = lipsformer.optimize_for_inference(model)
+    norm1 = folded.layers[0].blocks[0].norm1
+    assert isinstance(norm1, CenterNorm if img_size == 60 else nn.Identity)
+    images = torch.randn(2, 3, img_size, img_size, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(folded(images), model(images), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("form", "norms"), [("vit", 1), ("nano", 8), ("swin_nano", 17)])
+def test_what_is_left(form, norms):
+    """ViT keeps the last norm, CSwin one per block, Swin two per block and the last."""
+    folded = lipsformer.optimize_for_inference(make(form).eval())
+    assert sum(isinstance(module, CenterNorm) for module in folded.modules()) == norms
+    residuals = [module for module in folded.modules() if isinstance(module, WeightedResidual)]
+    assert len(residuals) == {"vit": 0, "nano": 16, "swin_nano": 16}[form]  # behind a GELU
+    assert not any(parameter.requires_grad for parameter in folded.parameters())
+
+
+def test_training_mode_is_refused():
+    with pytest.raises(ValueError, match=r"training mode: call model.eval\(\) first"):
+        lipsformer.optimize_for_inference(make("nano").train())
+
+
+def test_a_model_without_lipschitz_layers_is_refused():
+    model = timm.create_model("swin_tiny_patch4_window7_224", **SWIN, img_size=56).eval()
+    with pytest.raises(TypeError, match="SwinTransformer has nothing to fold"):
+        lipsformer.optimize_for_inference(model)
