@@ -1,80 +1,60 @@
 """Fold what is affine into the neighbouring layers: the same function with fewer passes."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from timm.layers import register_notrace_module
+from timm.layers import Mlp as TimmMlp
 from timm.models.swin_transformer import PatchMerging as TimmPatchMerging
 from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from lipsformer.layers import CenterNorm, ScaledCosineAttention, cosine_normalize
-from lipsformer.layers.attention import MAX_LOGIT_SCALE
+from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention
+from lipsformer.layers.frozen import FrozenCosineAttention, FrozenLinear
 from lipsformer.models._body import LipsFormerBlock, PatchEmbed
 from lipsformer.models.lipsformer_cswin import ConvMerging, StripeAttention
 from lipsformer.models.lipsformer_swin import PatchMerging
 
 
-class FoldedResidual(nn.Module):
-    """x + branch, where the branch's last layer holds the residual scale."""
+class FoldedBlock(nn.Module):
+    r"""LipsFormerBlock as it is run: residual scales in the last linear layer of their branch.
 
-    residual_scale: Tensor | None
+    A CenterNorm behind a sum is split: its matrix and bias enter the branch's last layer, and the
+    shortcut is centred while the branch is added,
+    :math:`CN(x + f) = \gamma \tfrac{d}{d-1} (x - \mathrm{mean}(x)) + f'`.
 
-    def __init__(self) -> None:
-        """Create the sum, which has no parameters."""
-        super().__init__()
-        self.residual_scale = None
-
-    def draw_mask(self, x: Tensor) -> Tensor | None:
-        """Nothing is dropped."""
-        return None
-
-    def forward(
-        self,
-        x: Tensor,
-        branch: Tensor,
-        mask: Tensor | None = None,
-        gelu: bool = False,
-        scaled: bool = True,
-    ) -> Tensor:
-        """Add ``branch`` to ``x`` (both [B, ..., C]); the arguments are WeightedResidual's."""
-        return x + branch
-
-
-class FoldedCosineAttention(nn.Module):
-    """Scaled cosine attention with fixed tau and nu, which cost nothing inside the normalisation.
-
-    Shape:
-        q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].
+    Shape: [B, H, W, C] to the same.
     """
 
-    def __init__(self, attention: ScaledCosineAttention) -> None:
-        """Take tau per head, nu and eps from ``attention``."""
+    def __init__(self, block: LipsFormerBlock) -> None:
+        """Take over and change the layers of ``block``."""
         super().__init__()
-        self.eps = attention.eps
-        tau = attention.init_logit_scale
-        self.logit_scale = 1.0 if attention.log_logit_scale is not None else tau
-        per_head = None
-        if attention.log_logit_scale is not None:
-            per_head = attention.log_logit_scale.detach().exp().clamp(max=MAX_LOGIT_SCALE)
-        self.register_buffer("logit_scale_per_head", per_head)
-        nu = attention.value_scale
-        self.value_scale = None if nu is None else float(nu)
+        pointwise = FrozenLinear(cast(nn.Linear, block.conv1.pointwise), gelu=True)
+        self.conv1 = nn.Sequential(block.conv1.depthwise, nn.GELU(), pointwise)
+        self.conv2 = nn.Sequential(block.conv2.depthwise, nn.GELU())
+        self.register_buffer("scale1", block.residual_conv1.residual_scale.detach())
+        self.register_buffer("scale2", block.residual_conv2.residual_scale.detach())
+        self.attn = block.attn
+        _scale_output(self.attn.proj, block.residual_attn.residual_scale)  # pyright: ignore[reportArgumentType]
+        self.register_buffer("gain_attn", _fold_norm_of_sum(self.attn.proj, block.norm1))  # pyright: ignore[reportArgumentType]
+        _scale_output(block.mlp.fc2, block.residual_mlp.residual_scale)
+        self.register_buffer("gain_mlp", _fold_norm_of_sum(block.mlp.fc2, block.norm2))
+        fc1, fc2 = FrozenLinear(block.mlp.fc1, gelu=True), FrozenLinear(block.mlp.fc2)
+        self.mlp = nn.Sequential(fc1, fc2)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores."""
-        q, k = cosine_normalize(q, self.eps, self.logit_scale), cosine_normalize(k, self.eps)
-        if self.logit_scale_per_head is not None:
-            q = q * self.logit_scale_per_head.to(q.dtype)
-        if self.value_scale is not None:
-            v = cosine_normalize(v, self.eps, self.value_scale)
-        return F.scaled_dot_product_attention(q, k, v, bias, scale=1.0)
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block to ``x`` ([B, H, W, C])."""
+        x = torch.addcmul(x, self.conv1(x), self.get_buffer("scale1"))
+        x = torch.addcmul(x, self.conv2(x), self.get_buffer("scale2"))
+        x = self._sum(x, self.attn(x), self.get_buffer("gain_attn"))
+        return self._sum(x, self.mlp(x), self.gain_mlp)
 
-
-register_notrace_module(FoldedCosineAttention)  # the normalisation depends on the input's type
+    @staticmethod
+    def _sum(x: Tensor, branch: Tensor, gain: Tensor | None) -> Tensor:
+        if gain is None:
+            return x + branch
+        return torch.addcmul(branch, x - x.mean(dim=-1, keepdim=True), gain)
 
 
 @torch.no_grad()
@@ -86,9 +66,9 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
 
     and :math:`CN(Wx + b)` likewise from the other side; residual scales enter the last linear
     layer of their branch, tau and nu the normalisation of queries and values. Computed in float64
-    and rounded once. Not folded: a CenterNorm whose result the shortcut needs too, one before a
-    depthwise convolution, the last one (``forward_features`` returns its result) and scales behind
-    a GELU.
+    and rounded once. On the CPU in float32 linear layers run from a copy of their
+    weights in oneDNN's layout, GELU included, which takes their memory twice. Not folded: the last
+    CenterNorm (``forward_features`` returns its result) and scales behind a GELU.
 
     The copy gives the same logits and features. Its parameters have other names and no gradients;
     keep the model itself for training, checkpoints and Lipschitz bounds.
@@ -103,42 +83,49 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
     folded = copy.deepcopy(model)
-    count = sum(_fold_module(module) for module in list(folded.modules()))
-    for parent in list(folded.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, ScaledCosineAttention):
-                setattr(parent, name, FoldedCosineAttention(child))
-                count += 1
-    if count == 0:
+    if not any(
+        isinstance(module, (CenterNorm, ScaledCosineAttention)) for module in folded.modules()
+    ):
         raise TypeError(
             f"{type(model).__name__} has nothing to fold: pass a LipsFormer or a model of convert()"
         )
+    for module in list(folded.modules()):
+        _fold_inside(module)
+    classifier = folded.get_classifier()
+    for parent in list(folded.modules()):
+        for name, child in parent.named_children():
+            if child is not classifier and (frozen := _frozen(child)) is not None:
+                setattr(parent, name, frozen)
     return folded.requires_grad_(False).eval()
 
 
-def _fold_module(module: Any) -> bool:
-    """Fold what ``module`` itself joins; tell whether there was anything."""
+def _frozen(module: nn.Module) -> nn.Module | None:
+    """What stands for ``module`` where nothing is trained any more, None for itself."""
+    if isinstance(module, LipsFormerBlock):
+        return FoldedBlock(module)
+    if isinstance(module, ScaledCosineAttention):
+        return FrozenCosineAttention(module)
+    if type(module) in (Linear, nn.Linear):
+        return FrozenLinear(module)
+    return None
+
+
+def _fold_inside(module: Any) -> None:
+    """Fold what ``module`` joins into the layers that stay."""
     if isinstance(module, PatchEmbed):
         _fold_norm_behind(module.proj, module.norm)
+        module.norm = nn.Identity()
     elif isinstance(module, ConvMerging):
         _fold_norm_behind(module.conv, module.norm)
+        module.norm = nn.Identity()
     elif isinstance(module, (PatchMerging, TimmPatchMerging)):
-        if not isinstance(module.norm, CenterNorm):
-            return False
-        _fold_norm_before(module.norm, module.reduction)
-    elif isinstance(module, LipsFormerBlock):
-        for branch, name in ((module.attn.proj, "attn"), (module.mlp.fc2, "mlp")):
-            residual = getattr(module, f"residual_{name}")
-            _scale_output(branch, residual.residual_scale)
-            setattr(module, f"residual_{name}", FoldedResidual())
-        return True
+        if isinstance(module.norm, CenterNorm):
+            _fold_norm_before(module.norm, module.reduction)
+            module.norm = nn.Identity()
     elif isinstance(module, StripeAttention):
-        if module.output_scale == 1.0:
-            return False
         weight = module.proj.weight
         weight.copy_((weight.double() * module.output_scale).to(weight.dtype))
         module.output_scale = 1.0
-        return True
     elif isinstance(module, Block) and isinstance(module.norm1, CenterNorm):
         _fold_norm_before(module.norm1, module.attn.qkv)
         _fold_norm_before(module.norm2, module.mlp.fc1)
@@ -146,7 +133,6 @@ def _fold_module(module: Any) -> bool:
         _scale_output(module.mlp.fc2, module.ls2.gamma)  # pyright: ignore[reportArgumentType]
         module.norm1, module.norm2 = nn.Identity(), nn.Identity()
         module.ls1, module.ls2 = nn.Identity(), nn.Identity()
-        return True
     elif isinstance(module, SwinTransformerBlock) and isinstance(module.norm1, CenterNorm):
         if _keeps_zero_padding(module):
             _fold_norm_before(module.norm1, module.attn.qkv)
@@ -155,11 +141,9 @@ def _fold_module(module: Any) -> bool:
         _scale_output(module.attn.proj, module.drop_path1[0].gamma)
         _scale_output(module.mlp.fc2, module.drop_path2[0].gamma)
         module.norm2, module.drop_path1, module.drop_path2 = (nn.Identity() for _ in range(3))
-        return True
-    else:
-        return False
-    module.norm = nn.Identity()
-    return True
+    elif isinstance(module, TimmMlp) and type(module.act) is nn.GELU:
+        module.fc1 = FrozenLinear(module.fc1, gelu=True)
+        module.act = nn.Identity()
 
 
 def _keeps_zero_padding(block: Any) -> bool:
@@ -186,18 +170,31 @@ def _fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
     _assign(linear, centred, bias)
 
 
-def _fold_norm_behind(conv: nn.Conv2d, norm: CenterNorm) -> None:
-    """Make ``conv`` compute what ``norm`` gives behind it."""
-    weight, gain = conv.weight.double(), _gain(norm)
-    bias = weight.new_zeros(norm.dim) if conv.bias is None else conv.bias.double()
-    weight = (weight - weight.mean(0, keepdim=True)) * gain[:, None, None, None]
-    _assign(conv, weight, (bias - bias.mean()) * gain + norm.bias.double())
+def _fold_norm_behind(layer: nn.Linear | nn.Conv2d, norm: CenterNorm) -> None:
+    """Make ``layer`` compute what ``norm`` gives behind it."""
+    weight, gain = layer.weight.double(), _gain(norm)
+    bias = weight.new_zeros(norm.dim) if layer.bias is None else layer.bias.double()
+    weight = (weight - weight.mean(0, keepdim=True)).movedim(0, -1) * gain
+    _assign(layer, weight.movedim(-1, 0), (bias - bias.mean()) * gain + norm.bias.double())
+
+
+def _fold_norm_of_sum(layer: nn.Linear, norm: nn.Module) -> Tensor | None:
+    """Make ``layer``, the branch's last, compute the branch's part of ``norm`` of the sum.
+
+    Returns:
+        [C], by which the centred shortcut is multiplied; None where nothing is normalised.
+    """
+    if not isinstance(norm, CenterNorm):
+        return None
+    _fold_norm_behind(layer, norm)
+    return _gain(norm).to(norm.weight.dtype)
 
 
 def _scale_output(linear: nn.Linear, scale: Tensor) -> None:
     """Make ``linear`` multiply its output by ``scale`` ([C_out])."""
-    weight = linear.weight.double() * scale.double()[:, None]
-    _assign(linear, weight, None if linear.bias is None else linear.bias.double() * scale.double())
+    scale = scale.double()
+    bias = None if linear.bias is None else linear.bias.double() * scale
+    _assign(linear, linear.weight.double() * scale[:, None], bias)
 
 
 def _assign(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor | None) -> None:
