@@ -1,6 +1,7 @@
 """Fold what is affine into the neighbouring layers: the same function with fewer passes."""
 
 import copy
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -27,17 +28,20 @@ class FoldedBlock(nn.Module):
     Shape: [B, H, W, C] to the same.
     """
 
-    def __init__(self, block: LipsFormerBlock) -> None:
+    gain_attn: Tensor | None
+    gain_mlp: Tensor
+
+    def __init__(self, block: Any) -> None:
         """Take over and change the layers of ``block``."""
         super().__init__()
-        pointwise = FrozenLinear(cast(nn.Linear, block.conv1.pointwise), gelu=True)
+        pointwise = FrozenLinear(block.conv1.pointwise, gelu=True)
         self.conv1 = nn.Sequential(block.conv1.depthwise, nn.GELU(), pointwise)
         self.conv2 = nn.Sequential(block.conv2.depthwise, nn.GELU())
-        self.register_buffer("scale1", block.residual_conv1.residual_scale.detach())
-        self.register_buffer("scale2", block.residual_conv2.residual_scale.detach())
+        self.scale1 = nn.Buffer(block.residual_conv1.residual_scale.detach())
+        self.scale2 = nn.Buffer(block.residual_conv2.residual_scale.detach())
         self.attn = block.attn
-        _scale_output(self.attn.proj, block.residual_attn.residual_scale)  # pyright: ignore[reportArgumentType]
-        self.register_buffer("gain_attn", _fold_norm_of_sum(self.attn.proj, block.norm1))  # pyright: ignore[reportArgumentType]
+        _scale_output(self.attn.proj, block.residual_attn.residual_scale)
+        self.register_buffer("gain_attn", _fold_norm_of_sum(self.attn.proj, block.norm1))
         _scale_output(block.mlp.fc2, block.residual_mlp.residual_scale)
         self.register_buffer("gain_mlp", _fold_norm_of_sum(block.mlp.fc2, block.norm2))
         fc1, fc2 = FrozenLinear(block.mlp.fc1, gelu=True), FrozenLinear(block.mlp.fc2)
@@ -45,9 +49,9 @@ class FoldedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block to ``x`` ([B, H, W, C])."""
-        x = torch.addcmul(x, self.conv1(x), self.get_buffer("scale1"))
-        x = torch.addcmul(x, self.conv2(x), self.get_buffer("scale2"))
-        x = self._sum(x, self.attn(x), self.get_buffer("gain_attn"))
+        x = torch.addcmul(x, self.conv1(x), self.scale1)
+        x = torch.addcmul(x, self.conv2(x), self.scale2)
+        x = self._sum(x, self.attn(x), self.gain_attn)
         return self._sum(x, self.mlp(x), self.gain_mlp)
 
     @staticmethod
@@ -90,8 +94,10 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has nothing to fold: pass a LipsFormer or a model of convert()"
         )
     for module in list(folded.modules()):
-        _fold_inside(module)
-    classifier = folded.get_classifier()
+        for kind, fold in FOLDS.items():
+            if isinstance(module, kind):
+                fold(module)
+    classifier = cast(Any, folded).get_classifier()
     for parent in list(folded.modules()):
         for name, child in parent.named_children():
             if child is not classifier and (frozen := _frozen(child)) is not None:
@@ -106,44 +112,55 @@ def _frozen(module: nn.Module) -> nn.Module | None:
     if isinstance(module, ScaledCosineAttention):
         return FrozenCosineAttention(module)
     if type(module) in (Linear, nn.Linear):
-        return FrozenLinear(module)
+        return FrozenLinear(cast(nn.Linear, module))
     return None
 
 
-def _fold_inside(module: Any) -> None:
-    """Fold what ``module`` joins into the layers that stay."""
-    if isinstance(module, PatchEmbed):
-        _fold_norm_behind(module.proj, module.norm)
-        module.norm = nn.Identity()
-    elif isinstance(module, ConvMerging):
-        _fold_norm_behind(module.conv, module.norm)
-        module.norm = nn.Identity()
-    elif isinstance(module, (PatchMerging, TimmPatchMerging)):
-        if isinstance(module.norm, CenterNorm):
-            _fold_norm_before(module.norm, module.reduction)
-            module.norm = nn.Identity()
-    elif isinstance(module, StripeAttention):
-        weight = module.proj.weight
-        weight.copy_((weight.double() * module.output_scale).to(weight.dtype))
-        module.output_scale = 1.0
-    elif isinstance(module, Block) and isinstance(module.norm1, CenterNorm):
-        _fold_norm_before(module.norm1, module.attn.qkv)
-        _fold_norm_before(module.norm2, module.mlp.fc1)
-        _scale_output(module.attn.proj, module.ls1.gamma)  # pyright: ignore[reportArgumentType]
-        _scale_output(module.mlp.fc2, module.ls2.gamma)  # pyright: ignore[reportArgumentType]
-        module.norm1, module.norm2 = nn.Identity(), nn.Identity()
-        module.ls1, module.ls2 = nn.Identity(), nn.Identity()
-    elif isinstance(module, SwinTransformerBlock) and isinstance(module.norm1, CenterNorm):
-        if _keeps_zero_padding(module):
-            _fold_norm_before(module.norm1, module.attn.qkv)
-            module.norm1 = nn.Identity()
-        _fold_norm_before(module.norm2, module.mlp.fc1)
-        _scale_output(module.attn.proj, module.drop_path1[0].gamma)
-        _scale_output(module.mlp.fc2, module.drop_path2[0].gamma)
-        module.norm2, module.drop_path1, module.drop_path2 = (nn.Identity() for _ in range(3))
-    elif isinstance(module, TimmMlp) and type(module.act) is nn.GELU:
-        module.fc1 = FrozenLinear(module.fc1, gelu=True)
-        module.act = nn.Identity()
+def _fold_patch_embed(embed: Any) -> None:
+    _fold_norm_behind(embed.proj, embed.norm)
+    embed.norm = nn.Identity()
+
+
+def _fold_conv_merging(merging: Any) -> None:
+    _fold_norm_behind(merging.conv, merging.norm)
+    merging.norm = nn.Identity()
+
+
+def _fold_patch_merging(merging: Any) -> None:
+    if isinstance(merging.norm, CenterNorm):
+        _fold_norm_before(merging.norm, merging.reduction)
+        merging.norm = nn.Identity()
+
+
+def _fold_stripes(attn: Any) -> None:
+    weight = attn.proj.weight
+    weight.copy_((weight.double() * attn.output_scale).to(weight.dtype))
+    attn.output_scale = 1.0
+
+
+def _fold_vit_block(block: Any) -> None:
+    if isinstance(block.norm1, CenterNorm):
+        _fold_norm_before(block.norm1, block.attn.qkv)
+        _fold_norm_before(block.norm2, block.mlp.fc1)
+        _scale_output(block.attn.proj, block.ls1.gamma)
+        _scale_output(block.mlp.fc2, block.ls2.gamma)
+        block.norm1, block.norm2, block.ls1, block.ls2 = (nn.Identity() for _ in range(4))
+
+
+def _fold_swin_block(block: Any) -> None:
+    if isinstance(block.norm1, CenterNorm):
+        if _keeps_zero_padding(block):
+            _fold_norm_before(block.norm1, block.attn.qkv)
+            block.norm1 = nn.Identity()
+        _fold_norm_before(block.norm2, block.mlp.fc1)
+        _scale_output(block.attn.proj, block.drop_path1[0].gamma)
+        _scale_output(block.mlp.fc2, block.drop_path2[0].gamma)
+        block.norm2, block.drop_path1, block.drop_path2 = (nn.Identity() for _ in range(3))
+
+
+def _fold_mlp(mlp: Any) -> None:
+    if type(mlp.act) is nn.GELU:
+        mlp.fc1, mlp.act = FrozenLinear(mlp.fc1, gelu=True), nn.Identity()
 
 
 def _keeps_zero_padding(block: Any) -> bool:
@@ -200,4 +217,17 @@ def _scale_output(linear: nn.Linear, scale: Tensor) -> None:
 def _assign(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor | None) -> None:
     dtype = layer.weight.dtype
     layer.weight.copy_(weight.to(dtype))
-    layer.bias = None if bias is None else nn.Parameter(bias.to(dtype))
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.to(dtype))
+
+
+FOLDS: dict[type[nn.Module], Callable[[Any], None]] = {
+    PatchEmbed: _fold_patch_embed,
+    ConvMerging: _fold_conv_merging,
+    PatchMerging: _fold_patch_merging,
+    TimmPatchMerging: _fold_patch_merging,
+    StripeAttention: _fold_stripes,
+    Block: _fold_vit_block,
+    SwinTransformerBlock: _fold_swin_block,
+    TimmMlp: _fold_mlp,
+}
