@@ -59,6 +59,18 @@ def test_last_intermediate_state_gives_the_logits(graph, name):
     assert len(states) == len(model.layers) + 1
 
 
+@pytest.mark.parametrize("name", ["deep_gat", "deep_graph_transformer"])
+def test_narrow_heads_are_no_bottleneck_of_the_features(graph, name):
+    x, edge_index = graph
+    settings = {"heads": 4, "norm": "lipschitznorm"}
+    for extra, rank in (({}, FEATURES), ({"encoder_channels": 2}, 2)):
+        torch.manual_seed(0)
+        model = create_model(name, FEATURES, 2, CLASSES, LAYERS, **settings, **extra).double()
+        _, states = model.forward_intermediates(x, edge_index)
+        centred = states[0] - states[0].mean(0)
+        assert torch.linalg.matrix_rank(centred) == rank
+
+
 def dense_adjacency(edge_index, dtype):
     """D^-1/2 (A + I) D^-1/2 by node pairs, duplicate edges added up."""
     adjacency = torch.zeros(NODES, NODES, dtype=dtype)

@@ -13,7 +13,7 @@ __all__ = ["DeepGAT", "DeepGraphTransformer"]
 class DeepGAT(GraphNet):
     """Graph attention network of any depth, with a choice of normalisations.
 
-    With ``linear_ends`` a linear map to ``hidden_channels``, ``num_layers`` layers of dropout,
+    With ``linear_ends`` a linear map to ``encoder_channels``, ``num_layers`` layers of dropout,
     attention with concatenated heads and ELU (none after the last), and a linear head; node
     normalisations follow the ELU. Without, the first and the last attention layer map features and
     logits themselves, as in the original GAT.
@@ -34,6 +34,7 @@ class DeepGAT(GraphNet):
         dropout: float = 0.6,
         attn_dropout: float = 0.3,
         linear_ends: bool = True,
+        encoder_channels: int | None = None,
         scale_individually: bool = True,
         released_code: bool = False,
         grad_checkpointing: bool = False,
@@ -50,13 +51,16 @@ class DeepGAT(GraphNet):
             dropout: Dropout probability before every convolution.
             attn_dropout: Dropout probability of the attention weights.
             linear_ends: Linear maps before and after the attention layers.
+            encoder_channels: Channels after the first linear map; None for those of the layers,
+                ``heads * hidden_channels``. The authors' have ``hidden_channels``, which is a
+                bottleneck where heads are narrow.
             scale_individually: See ``LipschitzGATConv``.
             released_code: See ``LipschitzGATConv``.
             grad_checkpointing: See ``GraphNet``.
         """
         score_norm, node_norm = parse_norm(norm)
         width = heads * hidden_channels
-        channels = hidden_channels if linear_ends else in_channels
+        channels = (encoder_channels or width) if linear_ends else in_channels
         layers = []
         for index in range(num_layers):
             last = index == num_layers - 1
@@ -73,7 +77,7 @@ class DeepGAT(GraphNet):
             activation = nn.Identity() if last else nn.ELU()
             node = NodeNorm("none" if last else node_norm, width)
             layers.append(ConvLayer(conv, dropout, activation, node))
-        encoder = nn.Linear(in_channels, hidden_channels) if linear_ends else nn.Identity()
+        encoder = nn.Linear(in_channels, channels) if linear_ends else nn.Identity()
         head = nn.Linear(width, out_channels) if linear_ends else nn.Identity()
         super().__init__(encoder, layers, head, grad_checkpointing)
 
@@ -97,6 +101,7 @@ class DeepGraphTransformer(GraphNet):
         dropout: float = 0.5,
         attn_dropout: float = 0.0,
         beta: bool = False,
+        encoder_channels: int | None = None,
         released_code: bool = False,
         grad_checkpointing: bool = False,
     ) -> None:
@@ -112,15 +117,17 @@ class DeepGraphTransformer(GraphNet):
             dropout: Dropout probability before every convolution.
             attn_dropout: Dropout probability of the attention weights.
             beta: Gate the skip connection.
+            encoder_channels: See ``DeepGAT``.
             released_code: See ``LipschitzTransformerConv``.
             grad_checkpointing: See ``GraphNet``.
         """
         score_norm, node_norm = parse_norm(norm)
         width = heads * hidden_channels
+        channels = encoder_channels or width
         layers = [
             ConvLayer(
                 LipschitzTransformerConv(
-                    hidden_channels if index == 0 else width,
+                    channels if index == 0 else width,
                     hidden_channels,
                     heads,
                     beta=beta,
@@ -135,5 +142,5 @@ class DeepGraphTransformer(GraphNet):
             )
             for index in range(num_layers)
         ]
-        encoder, head = nn.Linear(in_channels, hidden_channels), nn.Linear(width, out_channels)
+        encoder, head = nn.Linear(in_channels, channels), nn.Linear(width, out_channels)
         super().__init__(encoder, layers, head, grad_checkpointing)
