@@ -22,7 +22,7 @@ class _CosineNormalizeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, length: float) -> Tensor:
-        inverse = torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + eps)
+        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(eps).rsqrt_()
         y = x * (inverse * length)
         ctx.save_for_backward(y, inverse)
         ctx.length = length
@@ -33,7 +33,8 @@ class _CosineNormalizeFunction(torch.autograd.Function):
         y, inverse = ctx.saved_tensors
         (grad,) = grad_outputs
         along = (grad * y).sum(dim=-1, keepdim=True) * (inverse / ctx.length)
-        return torch.addcmul(grad * (inverse * ctx.length), y, along, value=-1.0), None, None
+        grad_x = grad * (inverse * ctx.length)
+        return grad_x.addcmul_(y, along, value=-1.0), None, None
 
 
 @register_notrace_function  # the CPU path depends on the input's type

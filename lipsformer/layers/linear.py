@@ -58,7 +58,7 @@ class _LinearFunction(torch.autograd.Function):
         if grad_x is not None:
             grad_x = grad_x.permute(0, 2, 3, 1).reshape(x.shape)
             if ctx.gelu:
-                grad_x = torch.ops.aten.gelu_backward(grad_x, x)
+                torch.ops.aten.gelu_backward.grad_input(grad_x, x, grad_input=grad_x)
         if grad_weight is not None:
             grad_weight = grad_weight.reshape(weight.shape)
         grad_bias = grad_scale = None

@@ -17,7 +17,8 @@ class _GeluResidualFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
         ctx.save_for_backward(z, scale, index)
         if index is None:
-            return torch.addcmul(x, F.gelu(z), scale)
+            activated = F.gelu(z)
+            return torch.addcmul(x, activated, scale, out=activated)
         return x.index_add(0, index, F.gelu(z).mul_(scale))
 
     @staticmethod
@@ -25,8 +26,10 @@ class _GeluResidualFunction(torch.autograd.Function):
         z, scale, index = ctx.saved_tensors
         (grad,) = grad_outputs
         grad_branch = grad if index is None else grad.index_select(0, index)
-        grad_scale = (grad_branch * F.gelu(z)).sum_to_size(scale.shape)
-        return grad, torch.ops.aten.gelu_backward(grad_branch * scale, z), grad_scale, None
+        grad_scale = F.gelu(z).mul_(grad_branch).sum_to_size(scale.shape)
+        grad_z = grad_branch * scale
+        torch.ops.aten.gelu_backward.grad_input(grad_z, z, grad_input=grad_z)
+        return grad, grad_z, grad_scale, None
 
 
 def kept_samples(x: Tensor, mask: Tensor | None) -> Tensor:
