@@ -9,10 +9,10 @@
         --batch-size 64 128 256 --output benchmarks/results/models_cuda.json
     python -m benchmarks.models --table benchmarks/results/models_*.json
 
-The models, each in all of its modes, take turns within every round, so that a busy machine slows
-all alike; the ratio is to the first model in its fastest mode, the median over the rounds. The
-first rounds warm up. A model of another repository joins by its import path:
-``--peer package.module:function`` (called without arguments).
+The models, each in all of its modes and in inference LipsFormers also folded, take turns within
+every round, so that a busy machine slows all alike; the ratio is to the first model in its fastest
+mode, the median over the rounds. The first rounds warm up. A model of another repository joins by
+its import path: ``--peer package.module:function`` (called without arguments).
 
 The share of the machine's FLOP/s takes a model's multiply-adds times two, three times over for a
 training step, against the measured rate of a large matrix product; the share of its bandwidth takes
@@ -21,6 +21,7 @@ the bytes that the eager operators read and write against a large copy.
 
 import argparse
 import importlib
+import itertools
 import json
 import statistics
 import time
@@ -32,12 +33,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import lipsformer
 from benchmarks.counting import OperatorCounter
 from benchmarks.machine import PRECISIONS, limits, machine, peak_memory, synchronize
 from lipsformer.analysis.profile import count_parameters, part_costs
+from lipsformer.models import LipsFormerCSwin, LipsFormerSwin, LipsFormerViT
 
 MODELS = ("swin_tiny_patch4_window7_224", "lipsformer_swin_tiny", "lipsformer_tiny")
 MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # of torch.compile
+LIPSFORMERS = (LipsFormerCSwin, LipsFormerSwin, LipsFormerViT)
 PASSES = {"train": 3, "infer": 1}  # a backward pass multiplies as much as two forward passes
 
 
@@ -45,9 +49,9 @@ class Contestant:
     """One model in one mode with its optimizer and the two things it is timed at."""
 
     def __init__(self, model: nn.Module, mode: str, images: Tensor, precision: str) -> None:
-        """Bring the model to the device of ``images``."""
+        """Take over a model on the device of ``images``."""
         if images.is_cuda:
-            model = model.to(images.device, memory_format=torch.channels_last)
+            model = model.to(memory_format=torch.channels_last)
         self.model = model
         self.run = torch.compile(model, mode=MODES[mode]) if MODES[mode] else model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -72,10 +76,6 @@ class Contestant:
         with torch.no_grad(), self.autocast():
             self.run(self.images)
 
-    def gmacs(self) -> float:
-        """Billion multiply-adds per image."""
-        return sum(part.macs for part in part_costs(self.model, self.images[:1])) / 1e9
-
 
 def build(name: str, img_size: int, depths: tuple[int, ...] | None) -> nn.Module:
     """A model of timm's, or the peer that ``module:function`` makes."""
@@ -92,21 +92,20 @@ def build(name: str, img_size: int, depths: tuple[int, ...] | None) -> nn.Module
 def measure(
     contestants: dict[tuple[str, str], Contestant],
     task: str,
-    rounds: int,
-    warmup: int,
+    options: argparse.Namespace,
     rates: dict[str, float],
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Speed over interleaved rounds, and memory, of every (model, mode)."""
     images = next(iter(contestants.values())).images
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in contestants}
-    for index in range(warmup + rounds):
+    for index in range(options.warmup + options.rounds):
         for key, contestant in contestants.items():
             step = getattr(contestant, task)
             synchronize(images.device)
             start = time.perf_counter()
             step()
             synchronize(images.device)
-            if index >= warmup:
+            if index >= options.warmup:
                 seconds[key].append(time.perf_counter() - start)
     first = next(iter(contestants))[0]
     base = min(
@@ -120,7 +119,6 @@ def measure(
     for key, contestant in contestants.items():
         ratios = [b / own for b, own in zip(seconds[base], seconds[key], strict=True)]
         median = statistics.median(seconds[key])
-        flops = 2e9 * contestant.gmacs() * PASSES[task] * len(images)
         result[key] = {
             "images_per_s": len(images) / median,
             "speed_ratio": statistics.median(ratios),
@@ -128,7 +126,6 @@ def measure(
             "speed_ratio_max": max(ratios),
             "peak_mb": memory[key] / 2**20,
             "memory_ratio": memory[key] / memory[base],
-            "flops_share": flops / median / rates["flops_per_s"],
         }
         if key[1] == "eager":
             with OperatorCounter() as counter:
@@ -149,22 +146,28 @@ def run_setting(
     images = torch.randn(batch_size, 3, img_size, img_size).to(options.device)
     if images.is_cuda:
         images = images.contiguous(memory_format=torch.channels_last)
-    contestants = {}
-    models = {}
+    models: dict[str, dict[str, Any]] = {}
+    built: dict[str, nn.Module] = {}
     for name in [*options.models, *options.peer]:
-        for mode in options.modes:
-            torch.manual_seed(0)
-            contestant = Contestant(build(name, img_size, depths), mode, images, options.precision)
-            contestants[name, mode] = contestant
-        models[name] = {
-            "parameters": count_parameters(contestants[name, options.modes[0]].model),
-            "gmacs": contestants[name, options.modes[0]].gmacs(),
-        } | {task: {} for task in options.tasks}
+        torch.manual_seed(0)
+        model = build(name, img_size, depths).to(images.device)
+        macs = sum(part.macs for part in part_costs(model, images[:1]))
+        models[name] = {"parameters": count_parameters(model), "gmacs": macs / 1e9}
+        built[name] = model
     for task in options.tasks:
-        figures = measure(contestants, task, options.rounds, options.warmup, rates)
-        for (name, mode), own in figures.items():
-            models[name][task][mode] = own
-    torch.compiler.reset()
+        contestants = {}
+        for name, model in built.items():
+            forms = {"": model}
+            if task == "infer" and isinstance(model, LIPSFORMERS):
+                forms["folded "] = lipsformer.optimize_for_inference(model.eval())
+            for form, mode in itertools.product(forms, options.modes):
+                contestant = Contestant(forms[form], mode, images, options.precision)
+                contestants[name, form + mode] = contestant
+        for (name, mode), own in measure(contestants, task, options, rates).items():
+            flops = 2e9 * models[name]["gmacs"] * PASSES[task] * own["images_per_s"]
+            own["flops_share"] = flops / rates["flops_per_s"]
+            models[name].setdefault(task, {})[mode] = own
+        torch.compiler.reset()
     return {"batch_size": batch_size, "img_size": img_size, "depths": depths, "models": models}
 
 
