@@ -124,6 +124,7 @@ def measure(
             "speed_ratio": statistics.median(ratios),
             "speed_ratio_min": min(ratios),
             "speed_ratio_max": max(ratios),
+            "seconds": [round(own, 4) for own in seconds[key]],
             "peak_mb": memory[key] / 2**20,
             "memory_ratio": memory[key] / memory[base],
         }
