@@ -138,12 +138,12 @@ def measure(
 
 def run_setting(
     options: argparse.Namespace,
-    rates: dict[str, float],
-    batch_size: int,
-    img_size: int,
+    record: dict[str, Any],
     depths: tuple[int, ...] | None,
-) -> dict[str, Any]:
-    """One batch size, image size and depth."""
+    img_size: int,
+    batch_size: int,
+) -> None:
+    """One batch size, image size and depth; the record is saved after each task."""
     images = torch.randn(batch_size, 3, img_size, img_size).to(options.device)
     if images.is_cuda:
         images = images.contiguous(memory_format=torch.channels_last)
@@ -155,6 +155,8 @@ def run_setting(
         macs = sum(part.macs for part in part_costs(model, images[:1]))
         models[name] = {"parameters": count_parameters(model), "gmacs": macs / 1e9}
         built[name] = model
+    setting = {"batch_size": batch_size, "img_size": img_size, "depths": depths, "models": models}
+    record["settings"].append(setting)
     for task in options.tasks:
         contestants = {}
         for name, model in built.items():
@@ -164,12 +166,14 @@ def run_setting(
             for form, mode in itertools.product(forms, options.modes):
                 contestant = Contestant(forms[form], mode, images, options.precision)
                 contestants[name, form + mode] = contestant
-        for (name, mode), own in measure(contestants, task, options, rates).items():
+        for (name, mode), own in measure(contestants, task, options, record["limits"]).items():
             flops = 2e9 * models[name]["gmacs"] * PASSES[task] * own["images_per_s"]
-            own["flops_share"] = flops / rates["flops_per_s"]
+            own["flops_share"] = flops / record["limits"]["flops_per_s"]
             models[name].setdefault(task, {})[mode] = own
         torch.compiler.reset()
-    return {"batch_size": batch_size, "img_size": img_size, "depths": depths, "models": models}
+        if options.output:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def table(record: dict[str, Any]) -> str:
@@ -193,7 +197,7 @@ def table(record: dict[str, Any]) -> str:
                 lines += [
                     f"| {shown} | {model['gmacs']:.2f} | {setting['img_size']} | "
                     f"{setting['batch_size']} | {mode} | {figures(own)} |"
-                    for mode, own in model[task].items()
+                    for mode, own in model.get(task, {}).items()
                 ]
     return "\n".join(lines)
 
@@ -243,22 +247,15 @@ def main() -> None:
         print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
         return
     device = torch.device(options.device)
-    rates = limits(device, options.precision)
     kept = ("precision", "rounds", "warmup", "tasks")
     record: dict[str, Any] = {
         "machine": machine(device),
-        "limits": rates,
+        "limits": limits(device, options.precision),
         "options": {name: getattr(options, name) for name in kept},
-        "settings": [
-            run_setting(options, rates, batch_size, img_size, depths)
-            for depths in options.depths
-            for img_size in options.img_size
-            for batch_size in options.batch_size
-        ],
+        "settings": [],
     }
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
+    for setting in itertools.product(options.depths, options.img_size, options.batch_size):
+        run_setting(options, record, *setting)
     print(table(record))
 
 
