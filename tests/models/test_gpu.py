@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import nn
 
-import lipsformer  # noqa: F401  (registers the models)
+import lipsformer
 
 DEVICE = "cuda"
 pytestmark = [
@@ -46,3 +46,24 @@ def test_step_equals_double_precision(name, mode, dtype, monkeypatch):
     for tensor, own, truth in zip(names, actual, expected, strict=True):
         bound = TOLERANCES[dtype] * truth.abs().max().item()
         torch.testing.assert_close(own, truth, rtol=0, atol=bound, msg=lambda m, t=tensor: t + m)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
+@pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano"])
+def test_folded_inference_equals_double_precision(name, mode, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=7).eval()
+    for parameter in model.parameters():
+        nn.init.trunc_normal_(parameter, mean=parameter.mean().item(), std=0.1)
+    images = torch.randn(5, 3, 36, 44)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(images.double())
+        folded = lipsformer.optimize_for_inference(model.to(DEVICE))
+        run = torch.compile(folded, mode=mode) if mode else folded
+        with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
+            actual = run(images.to(DEVICE)).double().cpu()
+    bound = TOLERANCES[dtype] * expected.abs().max().item()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
