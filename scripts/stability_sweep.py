@@ -259,7 +259,7 @@ def plot_losses(records: Sequence[dict[str, Any]], path: Path) -> None:
             axes.set_title(f"{part}, {blocks} blocks, warmup {warmup}", fontsize=8)
             axes.grid(alpha=0.3)
         row[0].set_ylabel("training loss")
-    panels[0, 0].set(yscale="log", ylim=(0.3 * guess, 30.0 * guess))
+    panels[0, 0].set(yscale="log", ylim=(0.5 * guess, 4.0 * guess))
     for axes in panels[-1]:
         axes.set_xlabel("update")
     handles, labels = panels[0, 0].get_legend_handles_labels()
