@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check docs clean
+.PHONY: help demo test test-slow newcomer check docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -19,6 +19,9 @@ test: .venv/.dev  ## lint, types and the default test suite
 
 test-slow: .venv/.dev  ## the long tests
 	$(PY) -m pytest -m slow
+
+newcomer: .venv/.dev  ## type the README's commands on a bare machine and check their output (about 5 minutes)
+	$(PY) -m tests.newcomer
 
 check: test  ## the same as test
 

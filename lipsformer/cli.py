@@ -34,9 +34,10 @@ COMMANDS = {
     "convert": Command("scripts.convert_checkpoint", "train", "read a released checkpoint"),
     "export": Command("scripts.export_model", "export", "write torch.export, ONNX, timm's format"),
     "report": Command("scripts.report", "train", "tell the story of runs in one HTML page"),
-    "graph": Command("scripts.train_graph", "graph", "train a graph network"),
+    "graph": Command("scripts.train_graph", "train,graph", "train a graph network"),
     "measure": Command("scripts.measure_lipschitz", "train", "Lipschitz bounds and estimates"),
     "check-data": Command("scripts.check_data", "train", "find images that cannot be read"),
+    "demo": Command("scripts.demo", "train,web", "a page in the browser for your own pictures"),
 }
 COMPLETION = "completion"
 

@@ -332,15 +332,19 @@ def serve(checkpoint: str, *, host: str, port: int | None) -> None:
         threading.Event().wait()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoint", required=True, help="run, checkpoint or timm's folder")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    args = make_parser().parse_args(argv)
     try:
         serve(args.checkpoint, host=args.host, port=args.port)
     except ImportError as error:

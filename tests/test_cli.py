@@ -99,7 +99,7 @@ def test_missing_package_is_named_with_its_extra(
     monkeypatch.setattr(importlib, "import_module", absent)
     error = said(capsys, "graph", "--help", code=2)
     assert error == (
-        "error: `lipsformer graph` needs torch_geometric: pip install 'lipsformer[graph]'\n"
+        "error: `lipsformer graph` needs torch_geometric: pip install 'lipsformer[train,graph]'\n"
     )
 
 

@@ -19,6 +19,7 @@ import yaml
 import lipsformer  # noqa: F401  (registers)
 import train
 from lipsformer.config import Config, make_config
+from tests import newcomer
 from tests.documents import ROOT, check_command, read_blocks, read_commands
 
 README = ROOT / "README.md"
@@ -87,6 +88,13 @@ def test_blocks_of_a_page_work_in_order(page, tmp_path, monkeypatch, fake_ray):
             case language:
                 assert page == README and not language, f"no check for a block of {language!r}"
     assert [type(config) for config in fake_ray] == [Config] * (page.name == "several-nodes.md")
+
+
+def test_the_newcomer_types_every_command_or_says_why_not():
+    blocks = [block.text for block in read_blocks(README) if block.language == "bash"]
+    commands = [command for text in blocks for command in newcomer.commands_of(text)]
+    known = {newcomer.key_of(command) for command in commands}
+    assert known == {*newcomer.STEPS, *newcomer.LEFT_OUT}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
