@@ -20,7 +20,7 @@ test: .venv/.dev  ## lint, types and the default test suite
 test-slow: .venv/.dev  ## the long tests
 	$(PY) -m pytest -m slow
 
-newcomer: .venv/.dev  ## type the README's commands on a bare machine and check their output (about 5 minutes)
+newcomer: .venv/.dev  ## type the README's commands on a bare machine and check their output (about 7 minutes)
 	$(PY) -m tests.newcomer
 
 check: test  ## the same as test

@@ -179,7 +179,7 @@ def trained(output: str, terminal: Terminal) -> None:
             (r"^best: .*top-1 ([\d.]+) %", output),
         )
     )
-    assert promised and found and abs(float(promised[1]) - float(found[1])) < 1, output
+    assert promised and found and abs(float(promised[1]) - float(found[1])) < 2, output
     for name, inside in {
         "checkpoint": "*.safetensors",
         "curves": "*.png",
