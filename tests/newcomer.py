@@ -336,9 +336,9 @@ def main() -> None:
     """Runs the test."""
     with tempfile.TemporaryDirectory() as folder:
         terminal = Terminal(Path(folder))
-        subprocess.run(["git", "clone", "--quiet", ROOT, clone(terminal)], check=True)
-        follow(terminal)
-        terminal.shell.kill()
+        with terminal.shell:  # it ends when nothing more is typed
+            subprocess.run(["git", "clone", "--quiet", ROOT, clone(terminal)], check=True)
+            follow(terminal)
 
 
 if __name__ == "__main__":
