@@ -16,6 +16,7 @@ from lipsformer.layers.window import (
     partition_heads,
     relative_position_index,
 )
+from lipsformer.layers.window_attention import cosine_windows
 
 __all__ = [
     "CenterNorm",
@@ -25,6 +26,7 @@ __all__ = [
     "ScaledCosineAttention",
     "WeightedResidual",
     "cosine_normalize",
+    "cosine_windows",
     "fit_window",
     "kept_samples",
     "largest_singular_value",

@@ -164,6 +164,21 @@ class ScaledCosineAttention(nn.Module):
         scale = self.log_logit_scale.clamp(max=math.log(MAX_LOGIT_SCALE)).exp()
         return cosine_normalize(q, self.eps, training=self.training) * scale.to(q.dtype), k
 
+    @torch.jit.unused
+    def kernel_scales(self) -> tuple[Tensor, float, float] | None:
+        """Return tau per head, nu (0 for raw values) and eps for ``cosine_windows``.
+
+        None where the kernel does not compute what this layer does: with dropout or unfused.
+        """
+        if not self.fused_attn or (self.training and self.attn_drop > 0.0):
+            return None
+        nu = 0.0 if self.value_scale is None else float(self.value_scale)
+        if self.log_logit_scale is None:
+            tau = torch.full((self.num_heads,), self.init_logit_scale)
+        else:
+            tau = self.log_logit_scale.clamp(max=math.log(MAX_LOGIT_SCALE)).exp().flatten()
+        return tau, nu, self.eps
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores."""
         q, k = self.normalize(q, k)

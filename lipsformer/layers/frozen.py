@@ -76,6 +76,8 @@ class FrozenCosineAttention(nn.Module):
     def __init__(self, attention: ScaledCosineAttention) -> None:
         """Take over tau, nu and eps from ``attention``."""
         super().__init__()
+        self.num_heads = attention.num_heads
+        self.fused_attn = attention.fused_attn
         self.eps = attention.eps
         nu, log_tau = attention.value_scale, attention.log_logit_scale
         if log_tau is None:
@@ -91,6 +93,13 @@ class FrozenCosineAttention(nn.Module):
         if self.scale_v is not None:
             v = self._normalize(v, self.scale_v)
         return F.scaled_dot_product_attention(q, k, v, bias, scale=1.0)
+
+    def kernel_scales(self) -> tuple[Tensor, float, float] | None:
+        """Return tau per head, nu (0 for raw values) and eps for ``cosine_windows``."""
+        if not self.fused_attn:
+            return None
+        nu = 0.0 if self.scale_v is None else float(self.scale_v)
+        return self.scale_q.flatten().expand(self.num_heads), nu, self.eps
 
     def _normalize(self, x: Tensor, scale: Tensor | None) -> Tensor:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -19,6 +19,7 @@ from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
     Linear,
+    cosine_windows,
     fit_window,
     merge_heads,
     partition_heads,
@@ -94,6 +95,11 @@ class StripeAttention(nn.Module):
         """Attend within the stripes of ``x`` ([B, H, W, C]), multiplied by ``scale`` ([C])."""
         height, width = x.shape[1], x.shape[2]
         qkv = self.qkv(x).unflatten(-1, (3, self.num_branches, self.dim // self.num_branches))
+        if not torch.jit.is_scripting():
+            stripes = [self.stripe(branch, height, width) for branch in range(self.num_branches)]
+            y = cosine_windows(qkv, stripes, list(self.attention), None, list(self.lepe))
+            if y is not None:
+                return self._project(y, scale)
         parts = qkv.unbind(4)
         outputs = []
         pairs = zip(self.attention, self.lepe)  # noqa: B905  (TorchScript knows no strict=)
@@ -105,7 +111,11 @@ class StripeAttention(nn.Module):
             position = position.reshape(v.shape[0], h * w, self.num_heads, -1).transpose(1, 2)
             y = attention(q, k, v) + position
             outputs.append(merge_heads(y, (h, w), (height, width)))
-        x = torch.cat(outputs, dim=-1) if self.num_branches > 1 else outputs[0]
+        return self._project(
+            torch.cat(outputs, dim=-1) if self.num_branches > 1 else outputs[0], scale
+        )
+
+    def _project(self, x: Tensor, scale: Tensor | None) -> Tensor:
         if self.output_scale != 1.0:
             x = x * self.output_scale
         return self.proj_drop(self.proj(x, scale=scale))

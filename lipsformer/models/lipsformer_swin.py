@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lipsformer.layers import (
     CenterNorm,
     Linear,
+    cosine_windows,
     fit_window,
     merge_heads,
     partition_heads,
@@ -122,9 +123,13 @@ class WindowAttention(nn.Module):
         height, width = x.shape[1], x.shape[2]
         h, w = fit_window(height, self.window_size[0]), fit_window(width, self.window_size[1])
         qkv = self.qkv(x).unflatten(-1, (3, self.dim))
+        bias = self.position_bias(h, w).to(qkv.dtype)
+        if not torch.jit.is_scripting():
+            y = cosine_windows(qkv.unsqueeze(-2), [(h, w)], [self.attention], bias)
+            if y is not None:
+                return self.proj_drop(self.proj(y, scale=scale))
         q, k, v = partition_heads(qkv, (h, w), self.num_heads).unbind(0)
-        x = self.attention(q, k, v, self.position_bias(h, w).to(q.dtype))
-        x = merge_heads(x, (h, w), (height, width))
+        x = merge_heads(self.attention(q, k, v, bias), (h, w), (height, width))
         return self.proj_drop(self.proj(x, scale=scale))
 
 

@@ -25,10 +25,30 @@ static inline void store_first(float *p, vec x, int64_t n) { memcpy(p, &x, n * s
 
 static inline vec splat(float x) { return x - vec{}; }
 
+typedef float half_vec __attribute__((vector_size(32)));
+typedef float quarter_vec __attribute__((vector_size(16)));
+
+static inline half_vec low(vec x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
+
+static inline half_vec high(vec x) {
+    return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
+static inline quarter_vec low(half_vec x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
+
+static inline quarter_vec high(half_vec x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
+
 static inline float sum(vec x) {
-    float total = 0.0f;
-    for (int64_t i = 0; i < LANES; ++i) total += x[i];
-    return total;
+    const half_vec h = low(x) + high(x);
+    const quarter_vec q = low(h) + high(h);
+    return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+static inline float max(vec x) {
+    const half_vec h = low(x) > high(x) ? low(x) : high(x);
+    const quarter_vec q = low(h) > high(h) ? low(h) : high(h);
+    const float a = q[0] > q[1] ? q[0] : q[1], b = q[2] > q[3] ? q[2] : q[3];
+    return a > b ? a : b;
 }
 
 // e^x, relative error 2e-7; 0 and infinity only beyond float's range, NaN stays NaN.

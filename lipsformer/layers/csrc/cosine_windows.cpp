@@ -1,0 +1,369 @@
+// Scaled cosine attention in the windows of a map of projected tokens, in one pass: a window and head
+// at a time is normalised, attended and written back while it lies in the cache.
+#include <omp.h>
+
+#include <initializer_list>
+#include <memory>
+
+#include "vec.h"
+
+namespace {
+
+constexpr int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+struct Map {
+    int64_t batch, height, width, heads, dim;  // dim: channels per head
+    int64_t h, w;                              // window, in tokens
+    int64_t in_stride, out_stride;             // floats from one token to the next
+    int64_t rows = (height + h - 1) / h, cols = (width + w - 1) / w;
+    int64_t windows = batch * rows * cols;
+    int64_t n = h * w, padded_n = round_up(n), padded_dim = round_up(dim);
+
+    // Token number of every place of a window in the map, -1 beyond its edge.
+    void places(int64_t window, int64_t *place) const {
+        const int64_t top = window / cols % rows * h, left = window % cols * w;
+        const int64_t image = window / (rows * cols);
+        for (int64_t y = 0; y < h; ++y)
+            for (int64_t x = 0; x < w; ++x) {
+                const bool inside = top + y < height && left + x < width;
+                place[y * w + x] =
+                    inside ? (image * height + top + y) * width + left + x : -1;
+            }
+    }
+
+    // Copy one head's channels of the window's tokens to rows of padded_dim.
+    void gather(const float *from, int64_t stride, const int64_t *place, float *to) const {
+        for (int64_t t = 0; t < n; ++t)
+            for (int64_t c = 0; c < dim; c += LANES) {
+                const int64_t left = dim - c;
+                vec x = {};
+                if (place[t] >= 0) {
+                    const float *p = from + place[t] * stride + c;
+                    x = left >= LANES ? load(p) : load_first(p, left);
+                }
+                store(to + t * padded_dim + c, x);
+            }
+    }
+
+    // Start to load what a task will gather.
+    void prefetch(int64_t task, std::initializer_list<const float *> parts, int64_t *place) const {
+        if (task >= windows * heads) return;
+        places(task / heads, place);
+        for (const float *part : parts)
+            for (int64_t t = 0; t < n; ++t)
+                for (int64_t c = 0; c < dim && place[t] >= 0; c += LANES)
+                    __builtin_prefetch(part + place[t] * in_stride + task % heads * dim + c);
+    }
+
+    void scatter(const float *from, const int64_t *place, int64_t stride, float *to) const {
+        for (int64_t t = 0; t < n; ++t)
+            for (int64_t c = 0; c < dim && place[t] >= 0; c += LANES) {
+                const vec x = load(from + t * padded_dim + c);
+                float *p = to + place[t] * stride + c;
+                if (dim - c >= LANES)
+                    store(p, x);
+                else
+                    store_first(p, x, dim - c);
+            }
+    }
+
+    // x <- length * x / sqrt(|x|^2 + eps) for every row; keeps 1 / sqrt(|x|^2 + eps).
+    void normalize(float *x, float length, float eps, float *inverse) const {
+        for (int64_t t = 0; t < n; ++t) {
+            float *row = x + t * padded_dim;
+            vec squares = {};
+            for (int64_t c = 0; c < padded_dim; c += LANES) squares += load(row + c) * load(row + c);
+            inverse[t] = 1.0f / __builtin_sqrtf(sum(squares) + eps);
+            const float factor = inverse[t] * length;
+            for (int64_t c = 0; c < padded_dim; c += LANES) store(row + c, load(row + c) * factor);
+        }
+    }
+
+    // Gradient of normalize, in place; y is its result.
+    void normalize_backward(float *grad, const float *y, float length, const float *inverse) const {
+        for (int64_t t = 0; t < n; ++t) {
+            float *g = grad + t * padded_dim;
+            const float *row = y + t * padded_dim;
+            vec products = {};
+            for (int64_t c = 0; c < padded_dim; c += LANES) products += load(g + c) * load(row + c);
+            const float along = sum(products) / (length * length);
+            const float factor = inverse[t] * length;
+            for (int64_t c = 0; c < padded_dim; c += LANES)
+                store(g + c, (load(g + c) - load(row + c) * along) * factor);
+        }
+    }
+
+    void transpose(const float *x, float *y) const {
+        for (int64_t t = 0; t < n; ++t)
+            for (int64_t c = 0; c < padded_dim; ++c) y[c * padded_n + t] = x[t * padded_dim + c];
+    }
+};
+
+// c[m][j] += sum_k a[m * a_row + k * a_col] * b[k][j] for M rows and 16 V columns.
+template <int M, int V>
+inline void product_block(const float *a, int64_t a_row, int64_t a_col, const float *b,
+                          int64_t b_row, int64_t depth, float *c, int64_t c_row) {
+    vec total[M][V];
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < V; ++v) total[m][v] = load(c + m * c_row + v * LANES);
+    for (int64_t k = 0; k < depth; ++k) {
+        vec right[V];
+        for (int v = 0; v < V; ++v) right[v] = load(b + k * b_row + v * LANES);
+        for (int m = 0; m < M; ++m) {
+            const float left = a[m * a_row + k * a_col];
+            for (int v = 0; v < V; ++v) total[m][v] += left * right[v];
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < V; ++v) store(c + m * c_row + v * LANES, total[m][v]);
+}
+
+template <int M>
+inline void product_rows(const float *a, int64_t a_row, int64_t a_col, const float *b,
+                         int64_t b_row, int64_t depth, float *c, int64_t c_row, int64_t columns) {
+    int64_t j = 0;
+    for (; j + 2 * LANES <= columns; j += 2 * LANES)
+        product_block<M, 2>(a, a_row, a_col, b + j, b_row, depth, c + j, c_row);
+    if (j < columns) product_block<M, 1>(a, a_row, a_col, b + j, b_row, depth, c + j, c_row);
+}
+
+// c += a b, with a read as [rows][depth] by the two strides; columns in multiples of sixteen.
+void product(int64_t rows, const float *a, int64_t a_row, int64_t a_col, const float *b,
+             int64_t b_row, int64_t depth, float *c, int64_t c_row, int64_t columns) {
+    constexpr int M = 7;
+    int64_t m = 0;
+    for (; m + M <= rows; m += M)
+        product_rows<M>(a + m * a_row, a_row, a_col, b, b_row, depth, c + m * c_row, c_row, columns);
+    for (; m < rows; ++m)
+        product_rows<1>(a + m * a_row, a_row, a_col, b, b_row, depth, c + m * c_row, c_row, columns);
+}
+
+void clear(float *x, int64_t n) { memset(x, 0, n * sizeof(float)); }
+
+// Row-wise softmax of [n][padded_n]; the padding holds scores that vanish.
+void softmax(float *x, int64_t n, int64_t padded_n) {
+    for (int64_t i = 0; i < n; ++i) {
+        float *row = x + i * padded_n;
+        vec most = load(row);
+        for (int64_t j = LANES; j < padded_n; j += LANES) {
+            const vec next = load(row + j);
+            most = next > most ? next : most;
+        }
+        const float top = max(most);
+        vec total = {};
+        for (int64_t j = 0; j < padded_n; j += LANES) {
+            const vec e = exp(load(row + j) - top);
+            total += e;
+            store(row + j, e);
+        }
+        const float factor = 1.0f / sum(total);
+        for (int64_t j = 0; j < padded_n; j += LANES) store(row + j, load(row + j) * factor);
+    }
+}
+
+// The biases [heads][n][n], or zeros for one head, in rows of padded_n that end in -1e30.
+std::unique_ptr<float[]> pad_bias(const Map &map, const float *bias) {
+    const int64_t heads = bias ? map.heads : 1;
+    std::unique_ptr<float[]> padded(new float[heads * map.n * map.padded_n]);
+    for (int64_t i = 0; i < heads * map.n; ++i)
+        for (int64_t j = 0; j < map.padded_n; ++j)
+            padded[i * map.padded_n + j] = j >= map.n ? -1e30f : bias ? bias[i * map.n + j] : 0.0f;
+    return padded;
+}
+
+// LePE: a depthwise 3x3 convolution inside the window, its kernels [9][channels].
+template <typename Visit>
+inline void neighbours(const Map &map, Visit visit) {
+    for (int64_t y = 0; y < map.h; ++y)
+        for (int64_t x = 0; x < map.w; ++x)
+            for (int64_t dy = -1; dy <= 1; ++dy)
+                for (int64_t dx = -1; dx <= 1; ++dx)
+                    if (y + dy >= 0 && y + dy < map.h && x + dx >= 0 && x + dx < map.w)
+                        visit(y * map.w + x, (y + dy) * map.w + x + dx, (dy + 1) * 3 + dx + 1);
+}
+
+struct Scratch {
+    std::unique_ptr<float[]> memory;
+    float *free;
+
+    explicit Scratch(int64_t floats) : memory(new float[floats]()), free(memory.get()) {}
+
+    float *take(int64_t floats) {
+        float *p = free;
+        free += floats;
+        return p;
+    }
+};
+
+}  // namespace
+
+// q, k, v: first token's and head's channels in maps of tokens in_stride apart, heads side by side;
+// out likewise with out_stride. bias [heads][n][n] or null; tau [heads]; nu <= 0 leaves the values as
+// they are; lepe [10][heads * dim] (nine kernels, then the bias) or null.
+extern "C" void cosine_windows_forward(const float *q, const float *k, const float *v, float *out,
+                                       const float *bias, const float *tau, const float *lepe,
+                                       float nu, float eps, int64_t batch, int64_t height,
+                                       int64_t width, int64_t heads, int64_t dim, int64_t h,
+                                       int64_t w, int64_t in_stride, int64_t out_stride,
+                                       int64_t threads) {
+    const Map map{batch, height, width, heads, dim, h, w, in_stride, out_stride};
+    const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
+    const std::unique_ptr<float[]> padded_bias = pad_bias(map, bias);
+#pragma omp parallel num_threads(threads)
+    {
+        std::unique_ptr<int64_t[]> place(new int64_t[n]), place_next(new int64_t[n]);
+        Scratch scratch(n * (pn + 4 * pd + 1) + pd * (pn + 10));
+        float *queries = scratch.take(n * pd), *keys = scratch.take(n * pd);
+        float *values = scratch.take(n * pd), *result = scratch.take(n * pd);
+        float *keys_t = scratch.take(pd * pn), *attn = scratch.take(n * pn);
+        float *inverse = scratch.take(n), *kernels = scratch.take(10 * pd);
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < map.windows * heads; ++task) {
+            const int64_t head = task % heads, channel = head * dim;
+            map.places(task / heads, place.get());
+            map.gather(q + channel, in_stride, place.get(), queries);
+            map.gather(k + channel, in_stride, place.get(), keys);
+            map.gather(v + channel, in_stride, place.get(), values);
+            map.prefetch(task + 1, {q, k, v}, place_next.get());
+            clear(result, n * pd);
+            if (lepe) {
+                for (int64_t i = 0; i < 10; ++i)
+                    memcpy(kernels + i * pd, lepe + i * heads * dim + channel, dim * sizeof(float));
+                for (int64_t t = 0; t < n; ++t) memcpy(result + t * pd, kernels + 9 * pd, pd * 4);
+                neighbours(map, [&](int64_t to, int64_t from, int64_t tap) {
+                    for (int64_t c = 0; c < pd; c += LANES)
+                        store(result + to * pd + c,
+                              load(result + to * pd + c) +
+                                  load(kernels + tap * pd + c) * load(values + from * pd + c));
+                });
+            }
+            map.normalize(queries, tau[head], eps, inverse);
+            map.normalize(keys, 1.0f, eps, inverse);
+            if (nu > 0.0f) map.normalize(values, nu, eps, inverse);
+            map.transpose(keys, keys_t);
+            memcpy(attn, padded_bias.get() + (bias ? head * n * pn : 0), n * pn * sizeof(float));
+            product(n, queries, pd, 1, keys_t, pn, dim, attn, pn, pn);
+            softmax(attn, n, pn);
+            product(n, attn, pn, 1, values, pd, n, result, pd, pd);
+            map.scatter(result, place.get(), out_stride, out + channel);
+        }
+    }
+}
+
+// Gradients of the above; grad_bias, grad_tau and grad_lepe (null where there is none) are added to.
+extern "C" void cosine_windows_backward(const float *q, const float *k, const float *v,
+                                        const float *grad_out, const float *bias, const float *tau,
+                                        const float *lepe, float *grad_q, float *grad_k,
+                                        float *grad_v, float *grad_bias, float *grad_tau,
+                                        float *grad_lepe, float nu, float eps, int64_t batch,
+                                        int64_t height, int64_t width, int64_t heads, int64_t dim,
+                                        int64_t h, int64_t w, int64_t in_stride, int64_t out_stride,
+                                        int64_t threads) {
+    const Map map{batch, height, width, heads, dim, h, w, in_stride, out_stride};
+    const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
+    const std::unique_ptr<float[]> padded_bias = pad_bias(map, bias);
+#pragma omp parallel num_threads(threads)
+    {
+        std::unique_ptr<int64_t[]> place(new int64_t[n]), place_next(new int64_t[n]);
+        const int64_t bias_floats = grad_bias ? heads * n * pn : 0;
+        const int64_t lepe_floats = lepe ? heads * 10 * pd : 0;
+        Scratch scratch(n * (2 * pn + 8 * pd + 3) + pd * (2 * pn + 10) + heads + bias_floats +
+                        lepe_floats);
+        float *queries = scratch.take(n * pd), *keys = scratch.take(n * pd);
+        float *values = scratch.take(n * pd), *raw = scratch.take(n * pd);
+        float *grads = scratch.take(n * pd), *grad_queries = scratch.take(n * pd);
+        float *grad_keys = scratch.take(n * pd), *grad_values = scratch.take(n * pd);
+        float *keys_t = scratch.take(pd * pn), *values_t = scratch.take(pd * pn);
+        float *attn = scratch.take(n * pn), *grad_attn = scratch.take(n * pn);
+        float *inverse_q = scratch.take(n), *inverse_k = scratch.take(n);
+        float *inverse_v = scratch.take(n), *kernels = scratch.take(10 * pd);
+        float *own_tau = scratch.take(heads), *own_bias = scratch.take(bias_floats);
+        float *own_lepe = scratch.take(lepe_floats);
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < map.windows * heads; ++task) {
+            const int64_t head = task % heads, channel = head * dim;
+            map.places(task / heads, place.get());
+            map.gather(q + channel, in_stride, place.get(), queries);
+            map.gather(k + channel, in_stride, place.get(), keys);
+            map.gather(v + channel, in_stride, place.get(), values);
+            map.gather(grad_out + channel, out_stride, place.get(), grads);
+            map.prefetch(task + 1, {q, k, v}, place_next.get());
+            if (lepe) memcpy(raw, values, n * pd * sizeof(float));
+            map.normalize(queries, tau[head], eps, inverse_q);
+            map.normalize(keys, 1.0f, eps, inverse_k);
+            if (nu > 0.0f) map.normalize(values, nu, eps, inverse_v);
+            map.transpose(keys, keys_t);
+            map.transpose(values, values_t);
+            memcpy(attn, padded_bias.get() + (bias ? head * n * pn : 0), n * pn * sizeof(float));
+            product(n, queries, pd, 1, keys_t, pn, dim, attn, pn, pn);
+            softmax(attn, n, pn);
+
+            clear(grad_values, n * pd);
+            product(n, attn, 1, pn, grads, pd, n, grad_values, pd, pd);
+            clear(grad_attn, n * pn);
+            product(n, grads, pd, 1, values_t, pn, dim, grad_attn, pn, pn);
+            for (int64_t i = 0; i < n; ++i) {
+                float *g = grad_attn + i * pn;
+                const float *p = attn + i * pn;
+                vec products = {};
+                for (int64_t j = 0; j < pn; j += LANES) products += load(g + j) * load(p + j);
+                const float mean = sum(products);
+                for (int64_t j = 0; j < pn; j += LANES)
+                    store(g + j, load(p + j) * (load(g + j) - mean));
+            }
+            if (grad_bias) {
+                float *total = own_bias + head * n * pn;
+                for (int64_t i = 0; i < n * pn; i += LANES)
+                    store(total + i, load(total + i) + load(grad_attn + i));
+            }
+            clear(grad_queries, n * pd);
+            product(n, grad_attn, pn, 1, keys, pd, n, grad_queries, pd, pd);
+            clear(grad_keys, n * pd);
+            product(n, grad_attn, 1, pn, queries, pd, n, grad_keys, pd, pd);
+
+            vec products = {};
+            for (int64_t i = 0; i < n * pd; i += LANES)
+                products += load(grad_queries + i) * load(queries + i);
+            own_tau[head] += sum(products) / tau[head];
+            map.normalize_backward(grad_queries, queries, tau[head], inverse_q);
+            map.normalize_backward(grad_keys, keys, 1.0f, inverse_k);
+            if (nu > 0.0f) map.normalize_backward(grad_values, values, nu, inverse_v);
+            if (lepe) {
+                for (int64_t i = 0; i < 9; ++i)
+                    memcpy(kernels + i * pd, lepe + i * heads * dim + channel, dim * sizeof(float));
+                float *total = own_lepe + head * 10 * pd;
+                neighbours(map, [&](int64_t to, int64_t from, int64_t tap) {
+                    for (int64_t c = 0; c < pd; c += LANES) {
+                        const vec g = load(grads + to * pd + c);
+                        store(grad_values + from * pd + c, load(grad_values + from * pd + c) +
+                                                               load(kernels + tap * pd + c) * g);
+                        store(total + tap * pd + c,
+                              load(total + tap * pd + c) + load(raw + from * pd + c) * g);
+                    }
+                });
+                for (int64_t t = 0; t < n; ++t)
+                    for (int64_t c = 0; c < pd; c += LANES)
+                        store(total + 9 * pd + c,
+                              load(total + 9 * pd + c) + load(grads + t * pd + c));
+            }
+            map.scatter(grad_queries, place.get(), in_stride, grad_q + channel);
+            map.scatter(grad_keys, place.get(), in_stride, grad_k + channel);
+            map.scatter(grad_values, place.get(), in_stride, grad_v + channel);
+        }
+        // thread after thread, so that the sums repeat
+#pragma omp for ordered schedule(static, 1)
+        for (int64_t thread = 0; thread < omp_get_num_threads(); ++thread) {
+#pragma omp ordered
+            {
+                for (int64_t head = 0; head < heads; ++head) {
+                    grad_tau[head] += own_tau[head];
+                    for (int64_t i = 0; grad_bias && i < n * n; ++i)
+                        grad_bias[head * n * n + i] += own_bias[(head * n + i / n) * pn + i % n];
+                    for (int64_t i = 0; lepe && i < 10 * dim; ++i)
+                        grad_lepe[i / dim * heads * dim + head * dim + i % dim] +=
+                            own_lepe[(head * 10 + i / dim) * pd + i % dim];
+                }
+            }
+        }
+    }
+}

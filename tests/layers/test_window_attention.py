@@ -1,0 +1,125 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lipsformer.layers import (
+    DepthwiseConv2d,
+    ScaledCosineAttention,
+    cosine_windows,
+    merge_heads,
+    partition_heads,
+)
+from lipsformer.layers._native import native
+
+pytestmark = pytest.mark.skipif(
+    not native(torch.empty(1)), reason="the CPU kernels need g++ on a processor with AVX2"
+)
+
+# (height, width), windows of the partitions, heads and channels per head, with LePE
+CASES = [
+    ((7, 7), [(7, 7)], 3, 32, False),
+    ((11, 13), [(5, 3)], 2, 5, False),
+    ((11, 13), [(11, 2), (3, 13)], 2, 17, True),
+    ((1, 19), [(1, 19)], 1, 7, True),
+]
+
+
+def parts(windows: list[tuple[int, int]], heads: int, dim: int, lepe: bool, **kwargs):
+    torch.manual_seed(1)
+    attentions = [ScaledCosineAttention(heads, **kwargs) for _ in windows]
+    for attention in attentions:
+        if attention.log_logit_scale is not None:
+            scales = torch.linspace(3.0, 130.0, heads).log()  # the last beyond the ceiling
+            attention.log_logit_scale.data.copy_(scales.view(-1, 1, 1))
+    lepes = [DepthwiseConv2d(heads * dim, 3) for _ in windows] if lepe else []
+    return nn.ModuleList(attentions), nn.ModuleList(lepes)
+
+
+def reference(qkv, windows, attentions, bias, lepes):
+    """Partition, attend, convolve and merge, in evaluation mode: plain differentiable operators."""
+    outputs = []
+    for part, window in enumerate(windows):
+        heads = attentions[part].num_heads
+        q, k, v = partition_heads(qkv[..., part, :], window, heads).unbind(0)
+        out = attentions[part](q, k, v, bias)
+        if len(lepes) > 0:
+            cut = v.transpose(1, 2).reshape(v.shape[0], *window, -1)
+            position = lepes[part](cut).reshape(v.shape[0], v.shape[2], heads, -1)
+            out = out + position.transpose(1, 2)
+        outputs.append(merge_heads(out, window, qkv.shape[1:3]))
+    return torch.cat(outputs, -1)
+
+
+@pytest.mark.parametrize(("size", "windows", "heads", "dim", "lepe"), CASES)
+@pytest.mark.parametrize("value_scale", [None, 2.5])
+def test_value_and_gradients_equal_float64(size, windows, heads, dim, lepe, value_scale):
+    attentions, lepes = parts(
+        windows, heads, dim, lepe, value_scale=value_scale, learn_logit_scale=True
+    )
+    qkv = torch.randn(3, *size, 3, len(windows), heads * dim)
+    qkv[0, 0, 0] = 0.0  # a zero token
+    tokens = math.prod(windows[0])
+    bias = torch.randn(1, heads, tokens, tokens) if len(windows) == 1 else None
+    upstream = torch.randn(3, *size, len(windows) * heads * dim)
+
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        modules = nn.ModuleList([attentions, lepes]).to(dtype)
+        modules.zero_grad()
+        inputs = [x if x is None else x.to(dtype).requires_grad_() for x in (qkv, bias)]
+        if dtype == torch.float64:
+            modules.eval()
+            out = reference(inputs[0], windows, attentions, inputs[1], lepes)
+        else:
+            modules.train()
+            out = cosine_windows(inputs[0], windows, list(attentions), inputs[1], list(lepes))
+            assert out is not None
+        out.backward(upstream.to(dtype))
+        gradients = [x.grad.clone() for x in (*inputs, *modules.parameters()) if x is not None]
+        results.append([out.detach(), *gradients])
+    for exact, fast in zip(*results, strict=True):
+        torch.testing.assert_close(
+            fast.double(), exact.double(), rtol=1e-5, atol=1e-5 * exact.abs().max().item()
+        )
+
+
+def test_one_head_at_a_time_equals_all_heads():
+    heads, dim, window = 3, 5, (2, 7)
+    qkv, bias = torch.randn(2, 5, 11, 3, 1, heads * dim), torch.randn(1, heads, 14, 14)
+    with torch.no_grad():
+        together = cosine_windows(qkv, [window], [ScaledCosineAttention(heads)], bias)
+        for head in range(heads):
+            own = slice(head * dim, (head + 1) * dim)
+            alone = cosine_windows(
+                qkv[..., own], [window], [ScaledCosineAttention(1)], bias[:, head : head + 1]
+            )
+            torch.testing.assert_close(together[..., own], alone, rtol=0, atol=0)
+
+
+def test_a_nan_stays_in_its_window():
+    qkv = torch.randn(1, 3, 6, 3, 1, 4)
+    clean = qkv.clone()
+    qkv[0, 1, 1, 2] = torch.nan
+    with torch.no_grad():
+        out, expected = (
+            cosine_windows(x, [(3, 3)], [ScaledCosineAttention(1)]) for x in (qkv, clean)
+        )
+    assert out[:, :, :3].isnan().all()
+    assert torch.equal(out[:, :, 3:], expected[:, :, 3:])
+
+
+@pytest.mark.parametrize("reason", ["hook", "dropout", "float64", "second order", "autocast"])
+def test_leaves_to_the_caller_what_it_does_not_compute(reason):
+    attention = ScaledCosineAttention(1, attn_drop=0.5 if reason == "dropout" else 0.0)
+    qkv = torch.randn(1, 2, 3, 3, 1, 4)
+    assert cosine_windows(qkv, [(2, 3)], [ScaledCosineAttention(1)]) is not None
+    if reason == "hook":
+        attention.register_forward_hook(lambda *_: None)
+    if reason == "second order":
+        attention.eval()  # evaluation with gradients may be differentiated twice
+    if reason == "float64":
+        qkv = qkv.double()
+    with torch.autocast("cpu", torch.bfloat16, enabled=reason == "autocast"):
+        assert cosine_windows(qkv, [(2, 3)], [attention]) is None
