@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+import torch
 from timm.layers import (
     Attention,
     LayerScale,
@@ -12,10 +13,18 @@ from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, 
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from lipsformer.layers import CenterNorm, ScaledCosineAttention
+from lipsformer.layers import CenterNorm, ScaledCosineAttention, cosine_windows
 from lipsformer.models._body import spectral_init_modules_
 
 LOGIT_SCALE = 10.0
+
+
+def _one_row(qkv: Tensor, attention: nn.Module, bias: Tensor | None = None) -> Tensor | None:
+    """``cosine_windows`` with every sequence of ``qkv`` ([B, N, 3 * C]) as a window of one row."""
+    y = cosine_windows(
+        qkv[:, None].unflatten(-1, (3, 1, -1)), [(1, qkv.shape[1])], [attention], bias
+    )
+    return None if y is None else y.squeeze(1)
 
 
 class CosineAttention(nn.Module):
@@ -59,7 +68,12 @@ class CosineAttention(nn.Module):
             is_causal: Let token i attend to tokens 0 to i only.
         """
         batch, num_tokens = x.shape[0], x.shape[1]
-        qkv = self.qkv(x).reshape(batch, num_tokens, 3, self.num_heads, self.head_dim)
+        qkv = self.qkv(x)
+        if not torch.jit.is_scripting() and attn_mask is None and not is_causal:
+            y = _one_row(qkv, self.attention)
+            if y is not None:
+                return self.proj_drop(self.proj(y))
+        qkv = qkv.reshape(batch, num_tokens, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         mask = resolve_self_attn_mask(num_tokens, q, attn_mask, is_causal)
         x = self.attention(q, k, v, mask)
@@ -107,9 +121,14 @@ class CosineWindowAttention(WindowAttention):
             mask: [num_windows, N, N], added to the scores of the shifted windows.
         """
         windows, num_tokens, channels = x.shape
-        qkv = self.qkv(x).reshape(windows, num_tokens, 3, self.num_heads, -1)
+        qkv = self.qkv(x)
+        bias = self._get_rel_pos_bias().to(qkv.dtype)
+        if not torch.jit.is_scripting() and mask is None:
+            y = _one_row(qkv, self.attention, bias)
+            if y is not None:
+                return self.proj_drop(self.proj(y))
+        qkv = qkv.reshape(windows, num_tokens, 3, self.num_heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        bias = self._get_rel_pos_bias().to(q.dtype)
         if mask is not None:
             bias = bias + mask.unsqueeze(1).to(q.dtype)
             bias = bias.repeat(windows // mask.shape[0], 1, 1, 1)
