@@ -19,11 +19,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import timm
 import torch
@@ -36,28 +34,41 @@ from benchmarks.machine import PRECISIONS, limits, machine, synchronize
 from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
-    ScaledCosineAttention,
     WeightedResidual,
 )
-from lipsformer.models import lipsformer_cswin, lipsformer_swin
+from lipsformer.models.lipsformer_cswin import StripeAttention
+from lipsformer.models.lipsformer_swin import WindowAttention
 
 KINDS: dict[type[nn.Module], str] = {
     nn.Linear: "linear",
     nn.Conv2d: "patch convolution",
     DepthwiseConv2d: "depthwise convolution",
     CenterNorm: "CenterNorm",
-    ScaledCosineAttention: "attention",
     WeightedResidual: "residual",
 }
-WINDOW_FUNCTIONS = ("partition_heads", "merge_heads")
+
+
+class Attention(nn.Module):
+    """What an attention does between its projections: normalise, attend in windows, LePE."""
+
+    def __init__(self, module: WindowAttention | StripeAttention) -> None:
+        """Take over the parameters of ``module``, those of its projections left out."""
+        super().__init__()
+        self.bias = getattr(module, "relative_position_bias_table", None)
+        self.lepe = getattr(module, "lepe", None)
+        self.attend = module.attend
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """Attend with the projected tokens ``qkv``."""
+        return self.attend(qkv)
 
 
 @dataclass
 class Operator:
-    """One call of a module or function, and how often the model makes it."""
+    """One call of a module, and how often the model makes it."""
 
     kind: str
-    function: Callable[..., Tensor]
+    module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     calls: int = 0
@@ -65,12 +76,11 @@ class Operator:
     def tensors(self) -> list[Tensor]:
         """Inputs and parameters."""
         given = [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
-        own = self.function.parameters() if isinstance(self.function, nn.Module) else ()
-        return [*given, *own]
+        return [*given, *self.module.parameters()]
 
     def forward(self) -> Tensor:
         """Run the operator."""
-        return self.function(*self.args, **self.kwargs)
+        return self.module(*self.args, **self.kwargs)
 
     def backward(self, result: Tensor) -> None:
         """Gradients of all that needs one."""
@@ -83,34 +93,30 @@ def operators(model: nn.Module, images: Tensor) -> list[Operator]:
     """The operators of a forward pass, those of equal shapes joined."""
     found: dict[Any, Operator] = {}
 
-    def note(kind: str, function: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
+    def note(kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if kwargs.get("gelu"):
             kind += " with GELU"
-        if isinstance(function, DepthwiseConv2d):
-            kind += " {0}x{0}".format(function.weight.shape[-1])
         args, kwargs = tree_map(random_like, (tuple(args), dict(kwargs)))
-        operator = Operator(kind, function, args, kwargs)
+        operator = Operator(kind, module, args, kwargs)
         key = (kind, repr([tuple(x.shape) for x in operator.tensors()]))
         found.setdefault(key, operator).calls += 1
 
-    def noting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(*args: Any) -> Tensor:
-            note("windows", function, args, {})
-            return function(*args)
-
-        return call
-
-    with ExitStack() as stack:
-        for module in model.modules():
+    handles = []
+    for parent in model.modules():
+        if isinstance(parent, (WindowAttention, StripeAttention)):
+            core = Attention(parent)
+            look = lambda _, __, qkv, core=core: note("attention", core, (qkv,), {})  # noqa: E731
+            handles.append(parent.qkv.register_forward_hook(look))
+        if isinstance(parent, nn.ModuleList):
+            continue  # LePE is a part of the attention
+        for module in parent.children():
             kind = next((KINDS[c] for c in type(module).__mro__ if c in KINDS), None)
             if kind is not None:
                 hook = lambda m, args, kwargs, kind=kind: note(kind, m, args, kwargs)  # noqa: E731
-                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                stack.callback(handle.remove)
-        for source in (lipsformer_swin, lipsformer_cswin):
-            for name in WINDOW_FUNCTIONS:
-                stack.enter_context(patch.object(source, name, noting(getattr(source, name))))
-        model(images)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    model(images)
+    for handle in handles:
+        handle.remove()
     return list(found.values())
 
 

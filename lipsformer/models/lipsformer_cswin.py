@@ -91,15 +91,15 @@ class StripeAttention(nn.Module):
             return height, fit_window(width, self.split_size)
         return fit_window(height, self.split_size), width
 
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Attend within the stripes of ``x`` ([B, H, W, C]), multiplied by ``scale`` ([C])."""
-        height, width = x.shape[1], x.shape[2]
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_branches, self.dim // self.num_branches))
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
+        height, width = qkv.shape[1], qkv.shape[2]
+        qkv = qkv.unflatten(-1, (3, self.num_branches, self.dim // self.num_branches))
         if not torch.jit.is_scripting():
             stripes = [self.stripe(branch, height, width) for branch in range(self.num_branches)]
             y = cosine_windows(qkv, stripes, list(self.attention), None, list(self.lepe))
             if y is not None:
-                return self._project(y, scale)
+                return y
         parts = qkv.unbind(4)
         outputs = []
         pairs = zip(self.attention, self.lepe)  # noqa: B905  (TorchScript knows no strict=)
@@ -109,13 +109,12 @@ class StripeAttention(nn.Module):
             # contiguous: as a view, the convolution would keep queries and keys for its backward
             position = lepe(v.transpose(1, 2).reshape(v.shape[0], h, w, -1).contiguous())
             position = position.reshape(v.shape[0], h * w, self.num_heads, -1).transpose(1, 2)
-            y = attention(q, k, v) + position
-            outputs.append(merge_heads(y, (h, w), (height, width)))
-        return self._project(
-            torch.cat(outputs, dim=-1) if self.num_branches > 1 else outputs[0], scale
-        )
+            outputs.append(merge_heads(attention(q, k, v) + position, (h, w), (height, width)))
+        return torch.cat(outputs, dim=-1) if self.num_branches > 1 else outputs[0]
 
-    def _project(self, x: Tensor, scale: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Attend within the stripes of ``x`` ([B, H, W, C]), multiplied by ``scale`` ([C])."""
+        x = self.attend(self.qkv(x))
         if self.output_scale != 1.0:
             x = x * self.output_scale
         return self.proj_drop(self.proj(x, scale=scale))

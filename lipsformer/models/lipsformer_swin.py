@@ -118,19 +118,22 @@ class WindowAttention(nn.Module):
         table = self.relative_position_bias_table
         return nn.functional.embedding(index, table).permute(2, 0, 1).unsqueeze(0)
 
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Attend within the windows of ``x`` ([B, H, W, C]), multiplied by ``scale`` ([C])."""
-        height, width = x.shape[1], x.shape[2]
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
+        height, width = qkv.shape[1], qkv.shape[2]
         h, w = fit_window(height, self.window_size[0]), fit_window(width, self.window_size[1])
-        qkv = self.qkv(x).unflatten(-1, (3, self.dim))
         bias = self.position_bias(h, w).to(qkv.dtype)
+        qkv = qkv.unflatten(-1, (3, self.dim))
         if not torch.jit.is_scripting():
             y = cosine_windows(qkv.unsqueeze(-2), [(h, w)], [self.attention], bias)
             if y is not None:
-                return self.proj_drop(self.proj(y, scale=scale))
+                return y
         q, k, v = partition_heads(qkv, (h, w), self.num_heads).unbind(0)
-        x = merge_heads(self.attention(q, k, v, bias), (h, w), (height, width))
-        return self.proj_drop(self.proj(x, scale=scale))
+        return merge_heads(self.attention(q, k, v, bias), (h, w), (height, width))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Attend within the windows of ``x`` ([B, H, W, C]), multiplied by ``scale`` ([C])."""
+        return self.proj_drop(self.proj(self.attend(self.qkv(x)), scale=scale))
 
 
 register_notrace_module(WindowAttention)  # the windows depend on the size of the map
