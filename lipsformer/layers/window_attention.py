@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lipsformer.layers._cpu import cpu_training
 from lipsformer.layers._native import native, run
@@ -102,6 +103,7 @@ class _CosineWindowsFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         qkv, bias, taus, kernels = ctx.saved_tensors
         grad = grad_outputs[0].contiguous()

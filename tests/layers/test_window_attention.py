@@ -123,3 +123,11 @@ def test_leaves_to_the_caller_what_it_does_not_compute(reason):
         qkv = qkv.double()
     with torch.autocast("cpu", torch.bfloat16, enabled=reason == "autocast"):
         assert cosine_windows(qkv, [(2, 3)], [attention]) is None
+
+
+def test_second_derivatives_in_training_are_refused():
+    qkv = torch.randn(1, 2, 3, 3, 1, 4, requires_grad=True)
+    out = cosine_windows(qkv, [(2, 3)], [ScaledCosineAttention(1)])
+    (grad,) = torch.autograd.grad(out.sum(), qkv, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
