@@ -104,9 +104,11 @@ class _CosineWindowsFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         qkv, bias, taus, kernels = ctx.saved_tensors
-        grad = grad_outputs[0].contiguous()
+        grad = grad.contiguous()
         grad_qkv = torch.empty_like(qkv)
         grad_bias, grad_taus, grad_kernels = (
             None if tensor is None else torch.zeros_like(tensor) for tensor in (bias, taus, kernels)

@@ -128,6 +128,6 @@ def test_leaves_to_the_caller_what_it_does_not_compute(reason):
 def test_second_derivatives_in_training_are_refused():
     qkv = torch.randn(1, 2, 3, 3, 1, 4, requires_grad=True)
     out = cosine_windows(qkv, [(2, 3)], [ScaledCosineAttention(1)])
-    (grad,) = torch.autograd.grad(out.sum(), qkv, create_graph=True)
+    (grad,) = torch.autograd.grad(out.square().sum(), qkv, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
