@@ -104,6 +104,7 @@ def test_import_needs_no_optional_package():
         f"sys.modules.update(dict.fromkeys({optional!r}))\n"
         "import lipsformer, timm\n"
         "model = timm.create_model('lipsformer_nano', device='meta')\n"
+        "assert lipsformer.layers._native._library.cache_info().currsize == 0  # not compiled\n"
         "print(sum(p.numel() for p in model.parameters()), lipsformer.__file__)\n"
     )
     run = subprocess.run(
@@ -132,7 +133,8 @@ def test_wheel_holds_the_library_and_inside_it_the_application(tmp_path):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = [n for n in archive.namelist() if n.endswith("/METADATA")]
         text = archive.read(metadata).decode()
-    expected = {p.relative_to(ROOT).as_posix() for p in files("lipsformer")}
+    kernels = [p for p in (ROOT / "lipsformer").rglob("*") if p.suffix in (".cpp", ".h")]
+    expected = {p.relative_to(ROOT).as_posix() for p in [*files("lipsformer"), *kernels]}
     for part in ("train.py", "eval.py", "data", "scripts", "configs"):
         paths = [ROOT / part, *(ROOT / part).rglob("*")]
         application = [p for p in paths if p.is_file() and "__pycache__" not in p.parts]

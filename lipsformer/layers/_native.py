@@ -37,14 +37,15 @@ _logger = logging.getLogger(__name__)
 def native(*tensors: Tensor) -> bool:
     """Whether the kernels may be used for these tensors, float32 on the CPU and contiguous.
 
-    Not where something looks at the operators: a tracer, a counter, a tensor subclass, forward-mode
-    differentiation. ``LIPSFORMER_NATIVE=0`` switches them off.
+    Not where something looks at the operators: a tracer, a counter, a tensor subclass, vmap (whose
+    tensors have no storage), forward-mode differentiation. ``LIPSFORMER_NATIVE=0`` switches them
+    off.
     """
     return (
         not torch.jit.is_tracing()
         and torch._C._len_torch_dispatch_stack() == 0
         and forward_ad._current_level < 0
-        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+        and all(type(x) in (Tensor, nn.Parameter) and torch._C._has_storage(x) for x in tensors)
         and _library() is not None
     )
 
@@ -69,7 +70,7 @@ def _argument(
 @cache
 def _library() -> ctypes.CDLL | None:
     """Compile the kernels or find them compiled; None without a compiler for this processor."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    compiler = shutil.which(os.environ.get("CXX") or "g++")
     target = _TARGETS.get(torch.backends.cpu.get_cpu_capability())
     if os.environ.get("LIPSFORMER_NATIVE") == "0" or compiler is None or target is None:
         return None
@@ -79,10 +80,10 @@ def _library() -> ctypes.CDLL | None:
     digest = hashlib.sha256(repr(compile_only).encode())
     for path in sources:
         digest.update(path.read_bytes())
-    cache_home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    folder = Path(cache_home).expanduser() / "lipsformer"
-    library = folder / f"kernels-{digest.hexdigest()[:16]}.so"
     try:
+        cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = cache_home / "lipsformer"
+        library = folder / f"kernels-{digest.hexdigest()[:16]}.so"
         if not library.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -100,6 +101,6 @@ def _library() -> ctypes.CDLL | None:
                 subprocess.run([compiler, "-shared", *objects, "-o", built], check=True)
                 os.replace(built, library)  # whole or not at all, for processes that start together
         return ctypes.CDLL(str(library))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # or no home folder
         _logger.warning("no CPU kernels, PyTorch's operators take their place: %s", error)
         return None

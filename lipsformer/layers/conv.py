@@ -8,38 +8,64 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer.layers._cpu import cpu_training
+from lipsformer.layers._native import native, run
+
+
+def _native(weight: Tensor, *maps: Tensor) -> bool:
+    """Whether the kernels, which autograd cannot look into, may take these maps."""
+    return not torch.is_grad_enabled() and native(weight, *maps) and weight.shape[-1] in (3, 7)
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, flip: bool = False) -> Tensor:
+    """Convolve ``x`` ([B, H, W, C]) with ``weight`` ([C, 1, K, K]) or that flipped."""
+    if _native(weight, x):
+        x, weight = x.contiguous(), weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        y = torch.empty_like(x)
+        run("depthwise", x, weight, bias, y, *x.shape, weight.shape[-1], flip)
+        return y
+    weight = weight.flip(2, 3) if flip else weight
+    x = x.permute(0, 3, 1, 2)
+    y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2, groups=weight.shape[0])
+    return y.permute(0, 2, 3, 1)
+
+
+def _parameter_gradients(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the kernels and the bias.
+
+    The library's take up to ten times as long as the forward pass. That of the kernels is itself a
+    convolution, of every channel of every image (as one group) with the map of its output gradient
+    as the kernel.
+    """
+    if _native(weight, x, grad):
+        x, grad = x.contiguous(), grad.contiguous()
+        grad_weight, grad_bias = x.new_empty(weight.shape), x.new_empty(weight.shape[0])
+        run("depthwise_parameters", x, grad, grad_weight, grad_bias, *x.shape, weight.shape[-1])
+        return grad_weight, grad_bias
+    batch, height, width, channels = x.shape
+    grad_weight = F.conv2d(
+        x.permute(0, 3, 1, 2).reshape(1, batch * channels, height, width),
+        grad.permute(0, 3, 1, 2).reshape(batch * channels, 1, height, width),
+        padding=weight.shape[-1] // 2,
+        groups=batch * channels,
+    )
+    return grad_weight.reshape(batch, *weight.shape).sum(0), grad.sum((0, 1, 2))
 
 
 class _DepthwiseConvFunction(torch.autograd.Function):
-    """Depthwise convolution with a backward pass written as two convolutions.
-
-    On the CPU the library's gradient of the weight and the bias takes up to ten times as long as
-    the forward pass. The gradient of the weight is itself a convolution, of every channel of every
-    image (as one group) with the map of its output gradient as the kernel.
-    """
+    """Depthwise convolution with a backward pass of its own, which can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2, groups=weight.shape[0])
+        return _convolve(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         (grad,) = grad_outputs
-        batch, channels, height, width = x.shape
-        padding = weight.shape[-1] // 2
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = F.conv2d(grad, weight.flip(2, 3), padding=padding, groups=channels)
-        grad_weight = F.conv2d(
-            x.reshape(1, batch * channels, height, width),
-            grad.reshape(batch * channels, 1, height, width),
-            padding=padding,
-            groups=batch * channels,
-        )
-        grad_weight = grad_weight.reshape(batch, *weight.shape).sum(0)
-        return grad_x, grad_weight, grad.sum((0, 2, 3))
+        grad_x = _convolve(grad, weight, None, flip=True) if ctx.needs_input_grad[0] else None
+        return grad_x, *_parameter_gradients(x, weight, grad)
 
 
 class DepthwiseConv2d(nn.Module):
@@ -91,11 +117,13 @@ class DepthwiseConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``x`` ([B, H, W, C]) without copying it to another layout."""
+        if not torch.jit.is_scripting() and cpu_training(x, self.weight, True):
+            if _native(self.weight, x):
+                return _convolve(x, self.weight, self.bias)
+            if self.training:
+                return _DepthwiseConvFunction.apply(x, self.weight, self.bias)
         x = x.permute(0, 3, 1, 2)
-        if not torch.jit.is_scripting() and cpu_training(x, self.weight, self.training):
-            y = _DepthwiseConvFunction.apply(x, self.weight, self.bias)
-        else:
-            y = F.conv2d(x, self.weight, self.bias, padding=self.padding, groups=self.dim)
+        y = F.conv2d(x, self.weight, self.bias, padding=self.padding, groups=self.dim)
         return y.permute(0, 2, 3, 1)
 
     def extra_repr(self) -> str:

@@ -1,14 +1,35 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
-from lipsformer.layers import DepthwiseConv2d
+from lipsformer.layers import DepthwiseConv2d, conv
+from lipsformer.layers._native import native
 from tests.oracles import depthwise_conv
 
 B, HEIGHT, WIDTH, C = 2, 5, 11, 3
+needs_kernels = pytest.mark.skipif(
+    not native(torch.ones(1)), reason="no compiler for the CPU kernels, or LIPSFORMER_NATIVE=0"
+)
 
 
-@pytest.mark.parametrize("kernel_size", [3, 7])
+@pytest.fixture(params=[pytest.param("kernels", marks=needs_kernels), "operators"])
+def path(request, monkeypatch):
+    """The layers' own kernels, then PyTorch's operators."""
+    if request.param == "operators":
+        monkeypatch.setattr(conv, "native", lambda *tensors: False)
+
+
+def layer_and_reference(channels, kernel_size):
+    torch.manual_seed(0)
+    layer = DepthwiseConv2d(channels, kernel_size).train()
+    reference = DepthwiseConv2d(channels, kernel_size).double().eval()
+    reference.load_state_dict(layer.state_dict())
+    return layer, reference
+
+
+@pytest.mark.parametrize("kernel_size", [3, 5, 7])
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.usefixtures("path")
 def test_depthwise_conv_equals_the_loop(kernel_size, training):
     torch.manual_seed(0)
     layer = DepthwiseConv2d(C, kernel_size).train(training)
@@ -17,23 +38,114 @@ def test_depthwise_conv_equals_the_loop(kernel_size, training):
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [(5, 11), (2, 3), (1, 1)])
-def test_fast_gradients_equal_float64(size):
-    torch.manual_seed(0)
-    layer = DepthwiseConv2d(C, 7).train()
-    x = torch.randn(B, *size, C, requires_grad=True)
-    upstream = torch.randn(B, *size, C)
-    layer(x).backward(upstream)
-    reference = DepthwiseConv2d(C, 7).double().eval()
-    reference.load_state_dict(layer.state_dict())
+@pytest.mark.parametrize("kernel_size", [3, 7])
+@pytest.mark.parametrize(
+    "shape",
+    [  # one, two and more runs of columns, either side the longer, channels within and over 16
+        *[(1, 1, 1, 5), (3, 2, 13, 37), (3, 13, 1, 5), (11, 5, 2, 37), (1, 11, 19, 16)],
+        *[(1, 23, 11, 48), (2, 3, 43, 17), (3, 37, 2, 5)],
+    ],
+)
+@pytest.mark.usefixtures("path")
+def test_values_and_gradients_equal_float64(kernel_size, shape):
+    layer, reference = layer_and_reference(shape[-1], kernel_size)
+    # neither the input nor the gradient of the output is contiguous
+    x = torch.randn(shape[::-1]).permute(3, 2, 1, 0).requires_grad_()
+    upstream = torch.randn(shape[::-1]).permute(3, 2, 1, 0)
+    y = layer(x)
+    y.backward(upstream)
     x64 = x.detach().double().requires_grad_()
-    reference(x64).backward(upstream.double())
-    for actual, expected in [
+    expected = reference(x64)
+    expected.backward(upstream.double())
+    with torch.no_grad():
+        inferred = layer.eval()(x)
+    for actual, wanted in [
+        (y, expected),
+        (inferred, expected),
         (x.grad, x64.grad),
         (layer.weight.grad, reference.weight.grad),
         (layer.bias.grad, reference.bias.grad),
     ]:
-        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("path")
+def test_second_derivatives_and_batches_of_gradients_equal_float64():
+    layer, reference = layer_and_reference(C, 7)
+    x = torch.randn(B, HEIGHT, WIDTH, C)
+    upstream = torch.randn(2, B, HEIGHT, WIDTH, C)
+    results = []
+    for module, input, grads in [
+        (layer, x, upstream),
+        (reference, x.double(), upstream.double()),
+    ]:
+        input.requires_grad_()
+        inputs = (input, module.weight, module.bias)
+        batched = torch.autograd.grad(module(input), inputs, grads, is_grads_batched=True)
+        first = torch.autograd.grad(module(input), inputs, grads[0], create_graph=True)
+        second = torch.autograd.grad((first[0].sin() + first[1].sum()).sum(), inputs[:2])
+        results.append([*batched, *second])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernel_size", [3, 7])
+@needs_kernels
+def test_nan_stays_within_reach_of_its_kernel(kernel_size):
+    layer, _ = layer_and_reference(C, kernel_size)
+    x = torch.randn(B, HEIGHT, WIDTH, C, requires_grad=True)
+    hole = torch.zeros(B, HEIGHT, WIDTH, C)
+    hole[1, 4, 9, 2] = 1.0
+    box = torch.ones(C, 1, kernel_size, kernel_size)
+    reached = F.conv2d(hole.permute(0, 3, 1, 2), box, padding=kernel_size // 2, groups=C) > 0
+    with torch.no_grad():
+        y = layer(x.where(hole == 0, float("nan")))
+    assert torch.equal(y.isnan().permute(0, 3, 1, 2), reached)
+    layer(x).backward(hole.where(hole == 0, float("nan")))
+    assert torch.equal(x.grad.isnan().permute(0, 3, 1, 2), reached)
+    assert torch.equal(layer.weight.grad.isnan().flatten(1).any(1), torch.arange(C) == 2)
+    assert torch.equal(layer.bias.grad.isnan(), torch.arange(C) == 2)
+
+
+@needs_kernels
+def test_results_do_not_depend_on_the_number_of_threads():
+    layer, _ = layer_and_reference(37, 7)
+    x = torch.randn(3, 11, 17, 37, requires_grad=True)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            y = layer(x)
+            inputs = (x, layer.weight, layer.bias)
+            results.append([y, *torch.autograd.grad(y, inputs, torch.sin(x))])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@needs_kernels
+def test_kernels_run_in_training_and_without_gradients(monkeypatch):
+    called = []
+
+    def noting(kernel, *args):
+        called.append(kernel)
+        run(kernel, *args)
+
+    run = conv.run
+    monkeypatch.setattr(conv, "run", noting)
+    layer = DepthwiseConv2d(C, 7).train()
+    x = torch.randn(B, HEIGHT, WIDTH, C, requires_grad=True)
+    layer(x).sum().backward()
+    assert called == ["depthwise", "depthwise", "depthwise_parameters"]
+    called.clear()
+    with torch.no_grad():
+        layer.eval()(x)
+    assert called == ["depthwise"]
+    called.clear()
+    layer(x)
+    layer.double()(x.double())
+    assert called == []
 
 
 def test_output_is_channels_last_without_a_copy():

@@ -1,0 +1,233 @@
+// Depthwise convolution of channels-last maps [B, H, W, C] with kernels [C, K, K], zero padded to
+// the size of the map: value, gradient of the input (flipped kernels, no bias), gradients of
+// kernels and bias.
+//
+// A task takes sixteen channels of an image. Rows run along the longer side of the map (kernels are
+// transposed for that) and are copied one after the other into a ring of K rows, which stays in the
+// first cache; up to 14 neighbouring outputs, held in registers, share what is loaded.
+#include "vec.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <type_traits>
+
+namespace {
+
+constexpr int WIDE = 14, NARROW = 7;  // neighbours at a time: maps of 56, 28, 14 and 7 divide
+constexpr int64_t GROUPS = 8;         // of images; their gradients are summed apart, then together
+
+struct Buffer {
+    explicit Buffer(int64_t vecs) : data(static_cast<float *>(std::aligned_alloc(64, 64 * vecs))) {
+        memset(data, 0, 64 * vecs);
+    }
+    ~Buffer() { std::free(data); }
+    Buffer(const Buffer &) = delete;
+    float *data;
+};
+
+// Maps with their rows along the longer side; strides in floats.
+struct Maps {
+    Maps(int64_t batch, int64_t height, int64_t width, int64_t channels)
+        : transposed(height > width), rows(std::min(height, width)),
+          columns(std::max(height, width)), row_stride(transposed ? channels : width * channels),
+          column_stride(transposed ? width * channels : channels), batch(batch),
+          channels(channels), blocks((channels + LANES - 1) / LANES),
+          padded((columns + NARROW - 1) / NARROW * NARROW) {}
+
+    bool transposed;
+    int64_t rows, columns, row_stride, column_stride, batch, channels, blocks, padded;
+
+    int64_t start(int64_t image, int64_t block) const {
+        return image * rows * columns * channels + block * LANES;
+    }
+    int64_t lanes(int64_t block) const { return std::min(LANES, channels - block * LANES); }
+};
+
+// Place of a tap in a kernel [K, K].
+template <int K> int64_t tap(int64_t row, int64_t column, bool transposed, bool flip) {
+    int64_t place = transposed ? column * K + row : row * K + column;
+    return flip ? K * K - 1 - place : place;
+}
+
+// Call f(x, size, left, right) for runs of `size` columns from x on; left and right say, at compile
+// time, whether the run begins or ends the row. The last one may reach into the padding.
+template <class F> void runs(int64_t columns, F f) {
+    using Wide = std::integral_constant<int, WIDE>;
+    using Narrow = std::integral_constant<int, NARROW>;
+    std::true_type yes;
+    std::false_type no;
+    if (columns <= NARROW) return f(0, Narrow(), yes, yes);
+    if (columns <= WIDE) return f(0, Wide(), yes, yes);
+    f(0, Wide(), yes, no);
+    int64_t x = WIDE;
+    for (; columns - x > WIDE; x += WIDE) f(x, Wide(), no, no);
+    columns - x > NARROW ? f(x, Wide(), no, yes) : f(x, Narrow(), no, yes);
+}
+
+// The last K rows of a map, sixteen channels, one after the other without gaps.
+template <int K> struct Ring {
+    Ring(const Maps &maps) : maps(maps), buffer(K * maps.padded) {}
+
+    // Rows up to the given one, from 0 on.
+    void fill(const float *map, int64_t row, int64_t lanes) {
+        for (; next <= std::min(row, maps.rows - 1); ++next) {
+            const float *from = map + next * maps.row_stride;
+            float *to = buffer.data + next % K * maps.padded * LANES;
+            if (lanes == LANES)
+                for (int64_t x = 0; x < maps.columns; ++x)
+                    store(to + x * LANES, load(from + x * maps.column_stride));
+            else
+                for (int64_t x = 0; x < maps.columns; ++x)
+                    store(to + x * LANES, load_first(from + x * maps.column_stride, lanes));
+        }
+    }
+    const float *row(int64_t row) const { return buffer.data + row % K * maps.padded * LANES; }
+
+    const Maps &maps;
+    Buffer buffer;
+    int64_t next = 0;
+};
+
+template <int K>
+void convolve(const float *x, const float *weight, const float *bias, float *y, const Maps &maps,
+              bool flip, int64_t threads) {
+    constexpr int P = K / 2;
+    Buffer taps(maps.blocks * K * K);
+#pragma omp parallel num_threads(threads)
+    {
+        Ring<K> ring(maps);
+#pragma omp for
+        for (int64_t c = 0; c < maps.channels; ++c)
+            for (int row = 0; row < K; ++row)
+                for (int column = 0; column < K; ++column)
+                    taps.data[(c / LANES * K * K + row * K + column) * LANES + c % LANES] =
+                        weight[c * K * K + tap<K>(row, column, maps.transposed, flip)];
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < maps.batch * maps.blocks; ++task) {
+            const int64_t block = task % maps.blocks, lanes = maps.lanes(block);
+            const int64_t start = maps.start(task / maps.blocks, block);
+            const float *kernel = taps.data + block * K * K * LANES;
+            const vec initial = bias ? load_first(bias + block * LANES, lanes) : vec{};
+            ring.next = 0;
+            for (int64_t row = 0; row < maps.rows; ++row) {
+                ring.fill(x + start, row + P, lanes);
+                const int64_t first = std::max<int64_t>(0, P - row);
+                const int64_t last = std::min<int64_t>(K, maps.rows + P - row);
+                float *out = y + start + row * maps.row_stride;
+                runs(maps.columns, [&](int64_t begin, auto size, auto left, auto right) {
+                    constexpr int T = size, FROM = left ? 0 : -P, TO = right ? T : T + P;
+                    vec sums[T];
+#pragma GCC unroll 16
+                    for (int t = 0; t < T; ++t) sums[t] = initial;
+                    for (int64_t k = first; k < last; ++k) {
+                        const float *in = ring.row(row + k - P) + begin * LANES;
+                        vec w[K];
+#pragma GCC unroll 8
+                        for (int i = 0; i < K; ++i) w[i] = load(kernel + (k * K + i) * LANES);
+#pragma GCC unroll 32
+                        for (int i = FROM; i < TO; ++i) {
+                            vec value = load(in + i * LANES);
+#pragma GCC unroll 8
+                            for (int j = 0; j < K; ++j)
+                                if (i + P - j >= 0 && i + P - j < T) sums[i + P - j] += value * w[j];
+                        }
+                    }
+                    const int64_t count = right ? maps.columns - begin : T;
+                    float *to = out + begin * maps.column_stride;
+#pragma GCC unroll 16
+                    for (int t = 0; t < T; ++t, to += maps.column_stride)
+                        if (t < count)
+                            lanes == LANES ? store(to, sums[t]) : store_first(to, sums[t], lanes);
+                });
+            }
+        }
+    }
+}
+
+template <int K>
+void parameter_gradients(const float *x, const float *grad, float *grad_weight, float *grad_bias,
+                      const Maps &maps, int64_t threads) {
+    constexpr int P = K / 2, SIZE = (K * K + 1) * LANES;
+    const int64_t groups = std::min(GROUPS, maps.batch);
+    Buffer parts(groups * maps.blocks * (K * K + 1));
+#pragma omp parallel num_threads(threads)
+    {
+        Ring<K> ring(maps);
+        Buffer upstream(maps.padded);
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < groups * maps.blocks; ++task) {
+            const int64_t group = task / maps.blocks, block = task % maps.blocks;
+            const int64_t lanes = maps.lanes(block);
+            float *part = parts.data + task * SIZE;
+            for (int64_t image = group; image < maps.batch; image += groups) {
+                const int64_t start = maps.start(image, block);
+                ring.next = 0;
+                for (int64_t row = 0; row < maps.rows; ++row) {
+                    ring.fill(x + start, row + P, lanes);
+                    const int64_t first = std::max<int64_t>(0, P - row);
+                    const int64_t last = std::min<int64_t>(K, maps.rows + P - row);
+                    const float *from = grad + start + row * maps.row_stride;
+                    vec total = load(part + K * K * LANES);
+                    for (int64_t i = 0; i < maps.columns; ++i, from += maps.column_stride) {
+                        vec value = lanes == LANES ? load(from) : load_first(from, lanes);
+                        store(upstream.data + i * LANES, value);
+                        total += value;
+                    }
+                    store(part + K * K * LANES, total);
+                    runs(maps.columns, [&](int64_t begin, auto size, auto left, auto right) {
+                        constexpr int T = size, FROM = left ? 0 : -P, TO = right ? T : T + P;
+                        vec g[T];
+#pragma GCC unroll 16
+                        for (int t = 0; t < T; ++t) g[t] = load(upstream.data + (begin + t) * LANES);
+                        for (int64_t k = first; k < last; ++k) {
+                            const float *in = ring.row(row + k - P) + begin * LANES;
+                            float *sums = part + k * K * LANES;
+                            vec w[K];
+#pragma GCC unroll 8
+                            for (int i = 0; i < K; ++i) w[i] = load(sums + i * LANES);
+#pragma GCC unroll 32
+                            for (int i = FROM; i < TO; ++i) {
+                                vec value = load(in + i * LANES);
+#pragma GCC unroll 8
+                                for (int j = 0; j < K; ++j)
+                                    if (i + P - j >= 0 && i + P - j < T) w[j] += value * g[i + P - j];
+                            }
+#pragma GCC unroll 8
+                            for (int i = 0; i < K; ++i) store(sums + i * LANES, w[i]);
+                        }
+                    });
+                }
+            }
+        }
+#pragma omp for
+        for (int64_t c = 0; c < maps.channels; ++c)
+            for (int64_t i = 0; i <= K * K; ++i) {
+                float total = 0.0f;
+                for (int64_t group = 0; group < groups; ++group)
+                    total += parts.data[(group * maps.blocks + c / LANES) * SIZE + i * LANES +
+                                        c % LANES];
+                if (i == K * K)
+                    grad_bias[c] = total;
+                else
+                    grad_weight[c * K * K + tap<K>(i / K, i % K, maps.transposed, false)] = total;
+            }
+    }
+}
+
+}  // namespace
+
+extern "C" void depthwise(const float *x, const float *weight, const float *bias, float *y,
+                          int64_t batch, int64_t height, int64_t width, int64_t channels,
+                          int64_t kernel, int64_t flip, int64_t threads) {
+    const Maps maps(batch, height, width, channels);
+    (kernel == 3 ? convolve<3> : convolve<7>)(x, weight, bias, y, maps, flip, threads);
+}
+
+extern "C" void depthwise_parameters(const float *x, const float *grad, float *grad_weight,
+                                     float *grad_bias, int64_t batch, int64_t height,
+                                     int64_t width, int64_t channels, int64_t kernel,
+                                     int64_t threads) {
+    const Maps maps(batch, height, width, channels);
+    (kernel == 3 ? parameter_gradients<3> : parameter_gradients<7>)(x, grad, grad_weight, grad_bias,
+                                                              maps, threads);
+}
