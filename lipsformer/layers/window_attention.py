@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lipsformer.layers._cpu import cpu_training
+from lipsformer.layers._cpu import first_order_on_cpu
 from lipsformer.layers._native import native, run
 from lipsformer.layers.conv import DepthwiseConv2d
 
@@ -24,8 +24,9 @@ def cosine_windows(
     """Attend in windows without copies of queries, keys, values or scores, if the CPU kernel can.
 
     Equal to ``partition_heads``, the attention, LePE and ``merge_heads``, which the caller takes
-    when this returns None: elsewhere than in float32 on the CPU, where gradients of gradients may
-    be asked for, with hooks on the modules that would not be called, with dropout of the weights.
+    when this returns None: elsewhere than in float32 or bfloat16 on the CPU, where gradients of
+    gradients may be asked for, with hooks on the modules that would not be called, with dropout of
+    the weights. bfloat16 is read and written; what lies between is float32.
 
     Args:
         qkv: [B, H, W, 3, P, C], queries, keys and values of the P partitions of the heads.
@@ -40,7 +41,7 @@ def cosine_windows(
     """
     inference = not torch.is_grad_enabled()
     if not (
-        cpu_training(qkv, qkv, inference or attentions[0].training)
+        first_order_on_cpu(qkv, inference or attentions[0].training)
         and all(getattr(attention, "kernel_scales", None) for attention in attentions)
         and all(h * w <= MAX_TOKENS for h, w in windows)
         and not any(_hooked(module) for module in (*attentions, *lepes))
@@ -50,8 +51,9 @@ def cosine_windows(
     scales = [attention.kernel_scales() for attention in attentions]  # pyright: ignore
     if any(scale is None for scale in scales):
         return None
-    taus = torch.stack([tau for tau, _, _ in scales])
-    kernels = torch.stack([_lepe_kernels(lepe) for lepe in lepes]) if lepes else None
+    taus = torch.stack([tau for tau, _, _ in scales]).float()
+    kernels = torch.stack([_lepe_kernels(lepe) for lepe in lepes]).float() if lepes else None
+    bias = None if bias is None else bias.float()
     tensors = [tensor for tensor in (qkv, bias, taus, kernels) if tensor is not None]
     if not native(*tensors):
         return None
@@ -94,7 +96,7 @@ class _CosineWindowsFunction(torch.autograd.Function):
         out = qkv.new_empty(batch, height, width, parts * channels)
         for part, (window, nu, eps) in enumerate(options):
             run(
-                "cosine_windows_forward",
+                f"cosine_windows_forward_{_name(qkv)}",
                 *(qkv[0, 0, 0, i, part] for i in range(3)),
                 out[0, 0, 0, part * channels :],
                 *(bias, taus[part], None if kernels is None else kernels[part]),
@@ -108,7 +110,7 @@ class _CosineWindowsFunction(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         qkv, bias, taus, kernels = ctx.saved_tensors
-        grad = grad.contiguous()
+        grad = grad.to(qkv.dtype).contiguous()
         grad_qkv = torch.empty_like(qkv)
         grad_bias, grad_taus, grad_kernels = (
             None if tensor is None else torch.zeros_like(tensor) for tensor in (bias, taus, kernels)
@@ -116,7 +118,7 @@ class _CosineWindowsFunction(torch.autograd.Function):
         assert grad_taus is not None
         for part, (window, nu, eps) in enumerate(ctx.options):
             run(
-                "cosine_windows_backward",
+                f"cosine_windows_backward_{_name(qkv)}",
                 *(qkv[0, 0, 0, i, part] for i in range(3)),
                 grad[0, 0, 0, part * qkv.shape[-1] :],
                 *(bias, taus[part], None if kernels is None else kernels[part]),
@@ -125,6 +127,10 @@ class _CosineWindowsFunction(torch.autograd.Function):
                 *_geometry(qkv, taus, window, nu, eps),
             )
         return grad_qkv, grad_bias, grad_taus, grad_kernels, None
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def _geometry(

@@ -110,7 +110,7 @@ def test_a_nan_stays_in_its_window():
     assert torch.equal(out[:, :, 3:], expected[:, :, 3:])
 
 
-@pytest.mark.parametrize("reason", ["hook", "dropout", "float64", "second order", "autocast"])
+@pytest.mark.parametrize("reason", ["hook", "dropout", "float64", "second order"])
 def test_leaves_to_the_caller_what_it_does_not_compute(reason):
     attention = ScaledCosineAttention(1, attn_drop=0.5 if reason == "dropout" else 0.0)
     qkv = torch.randn(1, 2, 3, 3, 1, 4)
@@ -121,8 +121,25 @@ def test_leaves_to_the_caller_what_it_does_not_compute(reason):
         attention.eval()  # evaluation with gradients may be differentiated twice
     if reason == "float64":
         qkv = qkv.double()
-    with torch.autocast("cpu", torch.bfloat16, enabled=reason == "autocast"):
-        assert cosine_windows(qkv, [(2, 3)], [attention]) is None
+    assert cosine_windows(qkv, [(2, 3)], [attention]) is None
+
+
+def test_bfloat16_rounds_inputs_and_results_only():
+    attentions, lepes = parts([(3, 5), (7, 2)], 2, 17, lepe=True, learn_logit_scale=True)
+    modules = nn.ModuleList([attentions, lepes])
+    qkv = torch.randn(3, 7, 11, 3, 2, 34).bfloat16()
+    upstream = torch.randn(3, 7, 11, 68).bfloat16()
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        modules.zero_grad()
+        x = qkv.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = cosine_windows(x, [(3, 5), (7, 2)], list(attentions), None, list(lepes))
+        assert out.dtype == dtype
+        out.backward(upstream.to(dtype))
+        results.append([out.detach(), x.grad, *(p.grad.clone() for p in modules.parameters())])
+    for exact, rounded in zip(*results, strict=True):
+        torch.testing.assert_close(rounded, exact.to(rounded.dtype), rtol=1e-6, atol=1e-6)
 
 
 def test_second_derivatives_in_training_are_refused():

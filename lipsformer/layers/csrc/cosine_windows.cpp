@@ -32,13 +32,14 @@ struct Map {
     }
 
     // Copy one head's channels of the window's tokens to rows of padded_dim.
-    void gather(const float *from, int64_t stride, const int64_t *place, float *to) const {
+    template <typename T>
+    void gather(const T *from, int64_t stride, const int64_t *place, float *to) const {
         for (int64_t t = 0; t < n; ++t)
             for (int64_t c = 0; c < dim; c += LANES) {
                 const int64_t left = dim - c;
                 vec x = {};
                 if (place[t] >= 0) {
-                    const float *p = from + place[t] * stride + c;
+                    const T *p = from + place[t] * stride + c;
                     x = left >= LANES ? load(p) : load_first(p, left);
                 }
                 store(to + t * padded_dim + c, x);
@@ -46,20 +47,22 @@ struct Map {
     }
 
     // Start to load what a task will gather.
-    void prefetch(int64_t task, std::initializer_list<const float *> parts, int64_t *place) const {
+    template <typename T>
+    void prefetch(int64_t task, std::initializer_list<const T *> parts, int64_t *place) const {
         if (task >= windows * heads) return;
         places(task / heads, place);
-        for (const float *part : parts)
+        for (const T *part : parts)
             for (int64_t t = 0; t < n; ++t)
                 for (int64_t c = 0; c < dim && place[t] >= 0; c += LANES)
                     __builtin_prefetch(part + place[t] * in_stride + task % heads * dim + c);
     }
 
-    void scatter(const float *from, const int64_t *place, int64_t stride, float *to) const {
+    template <typename T>
+    void scatter(const float *from, const int64_t *place, int64_t stride, T *to) const {
         for (int64_t t = 0; t < n; ++t)
             for (int64_t c = 0; c < dim && place[t] >= 0; c += LANES) {
                 const vec x = load(from + t * padded_dim + c);
-                float *p = to + place[t] * stride + c;
+                T *p = to + place[t] * stride + c;
                 if (dim - c >= LANES)
                     store(p, x);
                 else
@@ -195,12 +198,11 @@ struct Scratch {
     }
 };
 
-}  // namespace
-
 // q, k, v: first token's and head's channels in maps of tokens in_stride apart, heads side by side;
 // out likewise with out_stride. bias [heads][n][n] or null; tau [heads]; nu <= 0 leaves the values as
 // they are; lepe [10][heads * dim] (nine kernels, then the bias) or null.
-extern "C" void cosine_windows_forward(const float *q, const float *k, const float *v, float *out,
+template <typename T>
+void forward(const T *q, const T *k, const T *v, T *out,
                                        const float *bias, const float *tau, const float *lepe,
                                        float nu, float eps, int64_t batch, int64_t height,
                                        int64_t width, int64_t heads, int64_t dim, int64_t h,
@@ -251,10 +253,11 @@ extern "C" void cosine_windows_forward(const float *q, const float *k, const flo
 }
 
 // Gradients of the above; grad_bias, grad_tau and grad_lepe (null where there is none) are added to.
-extern "C" void cosine_windows_backward(const float *q, const float *k, const float *v,
-                                        const float *grad_out, const float *bias, const float *tau,
-                                        const float *lepe, float *grad_q, float *grad_k,
-                                        float *grad_v, float *grad_bias, float *grad_tau,
+template <typename T>
+void backward(const T *q, const T *k, const T *v,
+                                        const T *grad_out, const float *bias, const float *tau,
+                                        const float *lepe, T *grad_q, T *grad_k,
+                                        T *grad_v, float *grad_bias, float *grad_tau,
                                         float *grad_lepe, float nu, float eps, int64_t batch,
                                         int64_t height, int64_t width, int64_t heads, int64_t dim,
                                         int64_t h, int64_t w, int64_t in_stride, int64_t out_stride,
@@ -367,3 +370,28 @@ extern "C" void cosine_windows_backward(const float *q, const float *k, const fl
         }
     }
 }
+
+}  // namespace
+
+#define EXPORT(name, T)                                                                            \
+    extern "C" void cosine_windows_forward_##name(                                                 \
+        const T *q, const T *k, const T *v, T *out, const float *bias, const float *tau,           \
+        const float *lepe, float nu, float eps, int64_t batch, int64_t height, int64_t width,      \
+        int64_t heads, int64_t dim, int64_t h, int64_t w, int64_t in_stride, int64_t out_stride,   \
+        int64_t threads) {                                                                         \
+        forward(q, k, v, out, bias, tau, lepe, nu, eps, batch, height, width, heads, dim, h, w,    \
+                in_stride, out_stride, threads);                                                   \
+    }                                                                                              \
+    extern "C" void cosine_windows_backward_##name(                                                \
+        const T *q, const T *k, const T *v, const T *grad_out, const float *bias,                  \
+        const float *tau, const float *lepe, T *grad_q, T *grad_k, T *grad_v, float *grad_bias,    \
+        float *grad_tau, float *grad_lepe, float nu, float eps, int64_t batch, int64_t height,     \
+        int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w, int64_t in_stride,        \
+        int64_t out_stride, int64_t threads) {                                                     \
+        backward(q, k, v, grad_out, bias, tau, lepe, grad_q, grad_k, grad_v, grad_bias, grad_tau,  \
+                 grad_lepe, nu, eps, batch, height, width, heads, dim, h, w, in_stride,            \
+                 out_stride, threads);                                                             \
+    }
+
+EXPORT(float32, float)
+EXPORT(bfloat16, bf16)

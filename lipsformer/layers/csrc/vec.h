@@ -83,3 +83,36 @@ static inline void normal(vec x, vec &value, vec &density) {
     value = x < 0.0f ? tail : 1.0f - tail;
     density = gauss * 0.39894228f;
 }
+
+// bfloat16: the upper half of a float, rounded to nearest even.
+struct bf16 {
+    uint16_t bits;
+};
+
+typedef uint16_t half_words __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t words __attribute__((vector_size(64), may_alias));
+
+static inline vec load(const bf16 *p) {
+    const words wide =
+        __builtin_convertvector(*reinterpret_cast<const half_words *>(p), words) << 16;
+    return reinterpret_cast<const vec &>(wide);
+}
+
+static inline void store(bf16 *p, vec x) {
+    const words bits = reinterpret_cast<const words &>(x);
+    const words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const words result = x == x ? rounded : rounded - rounded + 0x7fc0;
+    *reinterpret_cast<half_words *>(p) = __builtin_convertvector(result, half_words);
+}
+
+static inline vec load_first(const bf16 *p, int64_t n) {
+    bf16 all[LANES] = {};
+    memcpy(all, p, n * sizeof(bf16));
+    return load(all);
+}
+
+static inline void store_first(bf16 *p, vec x, int64_t n) {
+    bf16 all[LANES];
+    store(all, x);
+    memcpy(p, all, n * sizeof(bf16));
+}
