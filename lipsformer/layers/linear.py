@@ -8,12 +8,23 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer.layers._cpu import cpu_training
+from lipsformer.layers._pointwise import gelu_backward_, sum_rows
 
 
 def _conv_1x1(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Linear layer as a 1x1 convolution of a channels-last map, without a copy."""
     y = F.conv2d(_as_map(x), weight[:, :, None, None], bias)
     return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _conv_1x1_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]
+) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+        *(_as_map(grad), _as_map(x), weight[:, :, None, None], None),
+        *([1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted),
+    )
+    return grad_x, grad_weight
 
 
 def scale_rows(
@@ -33,7 +44,8 @@ class _LinearFunction(torch.autograd.Function):
     """GELU (if wanted), the 1x1 convolution and the scale; keeps the input before GELU alone.
 
     The gradient of the scale comes from that of the scaled weight: the output is not kept. The
-    gradient of the bias is a sum of its own: inside the library's it is slow.
+    gradient of the bias is a sum of its own: inside the library's it is slow. That of the input
+    comes first, so that GELU, for the weight's, and its derivative are found in one pass.
     """
 
     @staticmethod
@@ -50,20 +62,17 @@ class _LinearFunction(torch.autograd.Function):
         (grad,) = grad_outputs
         need_x, need_weight, _, _, need_scale = ctx.needs_input_grad
         scaled, _ = scale_rows(weight, None, scale)
-        grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-            *(_as_map(grad), _as_map(F.gelu(x) if ctx.gelu else x), scaled[:, :, None, None], None),
-            *([1, 1], [0, 0], [1, 1], False, [0, 0], 1),
-            [need_x, need_weight or need_scale, False],
-        )
-        if grad_x is not None:
+        grad_x = grad_weight = grad_bias = grad_scale = None
+        if need_x:
+            grad_x, _ = _conv_1x1_backward(grad, x, scaled, [True, False, False])
             grad_x = grad_x.permute(0, 2, 3, 1).reshape(x.shape)
-            if ctx.gelu:
-                torch.ops.aten.gelu_backward.grad_input(grad_x, x, grad_input=grad_x)
-        if grad_weight is not None:
+        if ctx.gelu:
+            x = F.gelu(x) if grad_x is None else gelu_backward_(grad_x, x)
+        if need_weight or need_scale:
+            _, grad_weight = _conv_1x1_backward(grad, x, scaled, [False, True, False])
             grad_weight = grad_weight.reshape(weight.shape)
-        grad_bias = grad_scale = None
         if bias is not None:
-            grad_bias = grad.reshape(-1, weight.shape[0]).sum(0)
+            grad_bias = sum_rows(grad)
         if grad_weight is not None and need_scale:
             grad_scale = (grad_weight * weight).sum(1)
             if bias is not None and grad_bias is not None:

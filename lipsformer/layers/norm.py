@@ -7,6 +7,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer.layers._cpu import cpu_training
+from lipsformer.layers._pointwise import center, center_backward
 
 MAX_OFFSET = 64.0  # |bias / gain| up to which the output gives the centred input back
 
@@ -21,11 +22,9 @@ class _CenterNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.factor = x.shape[-1] / (x.shape[-1] - 1)
-        y = x - x.mean(dim=-1, keepdim=True)
+        y = center(x, weight * _factor(weight), bias)
         lost = (bias.abs() > MAX_OFFSET * weight.abs()) | (weight == 0.0)
-        centred = y[..., lost]
-        torch.addcmul(bias, y, weight * ctx.factor, out=y)
+        centred = (x[..., lost] - x.mean(dim=-1, keepdim=True)) if lost.any() else None
         ctx.save_for_backward(y, weight, bias, lost, centred)
         return y
 
@@ -33,14 +32,16 @@ class _CenterNormFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, weight, bias, lost, centred = ctx.saved_tensors
         (grad,) = grad_outputs
-        rows = grad.reshape(-1, weight.shape[0])
-        grad_bias = rows.sum(0)
-        grad_weight = ((rows * y.reshape(rows.shape)).sum(0) - bias * grad_bias) / weight
-        if centred.shape[-1] > 0:
-            grad_weight[lost] = (grad[..., lost] * centred).flatten(0, -2).sum(0) * ctx.factor
-        grad_x = grad * (weight * ctx.factor)
-        grad_x -= grad_x.mean(dim=-1, keepdim=True)
+        factor = _factor(weight)
+        grad_x, offset, grad_bias = center_backward(grad, y, weight * factor, bias)
+        grad_weight = offset / weight
+        if centred is not None:
+            grad_weight[lost] = (grad[..., lost] * centred).flatten(0, -2).sum(0) * factor
         return grad_x, grad_weight, grad_bias
+
+
+def _factor(weight: Tensor) -> float:
+    return len(weight) / (len(weight) - 1)
 
 
 class CenterNorm(nn.Module):
@@ -91,8 +92,12 @@ class CenterNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` ([..., C])."""
-        if not torch.jit.is_scripting() and cpu_training(x, self.weight, self.training):
-            return _CenterNormFunction.apply(x, self.weight, self.bias)
+        if not torch.jit.is_scripting():
+            inference = not torch.is_grad_enabled()
+            if cpu_training(x, self.weight, self.training or inference):
+                if inference:
+                    return center(x, self.weight * _factor(self.weight), self.bias)
+                return _CenterNormFunction.apply(x, self.weight, self.bias)
         centred = x - x.mean(dim=-1, keepdim=True)
         return torch.addcmul(self.bias, centred, self.weight * (self.dim / (self.dim - 1)))
 

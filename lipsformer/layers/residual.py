@@ -8,6 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer.layers._cpu import cpu_training
+from lipsformer.layers._pointwise import add_gelu, add_gelu_backward
 
 
 class _GeluResidualFunction(torch.autograd.Function):
@@ -16,19 +17,13 @@ class _GeluResidualFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
         ctx.save_for_backward(z, scale, index)
-        if index is None:
-            activated = F.gelu(z)
-            return torch.addcmul(x, activated, scale, out=activated)
-        return x.index_add(0, index, F.gelu(z).mul_(scale))
+        return add_gelu(x, z, scale, index)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         z, scale, index = ctx.saved_tensors
         (grad,) = grad_outputs
-        grad_branch = grad if index is None else grad.index_select(0, index)
-        grad_scale = F.gelu(z).mul_(grad_branch).sum_to_size(scale.shape)
-        grad_z = grad_branch * scale
-        torch.ops.aten.gelu_backward.grad_input(grad_z, z, grad_input=grad_z)
+        grad_z, grad_scale = add_gelu_backward(grad, z, scale, index)
         return grad, grad_z, grad_scale, None
 
 
@@ -157,8 +152,12 @@ class WeightedResidual(nn.Module):
         elif mask is not None:
             scale = scale * mask  # [B, 1, ..., C] instead of one more pass over x
         if gelu:
-            if not torch.jit.is_scripting() and cpu_training(x, scale, self.training):
-                return _GeluResidualFunction.apply(x, branch, scale, index)
+            if not torch.jit.is_scripting():
+                inference = not torch.is_grad_enabled()
+                if cpu_training(x, scale, self.training or inference):
+                    if inference:
+                        return add_gelu(x, branch, scale, index)
+                    return _GeluResidualFunction.apply(x, branch, scale, index)
             branch = F.gelu(branch)
         if index is not None:
             return x.index_add(0, index, branch * scale)

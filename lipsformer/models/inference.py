@@ -12,6 +12,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention
+from lipsformer.layers._pointwise import add_gelu, center
 from lipsformer.layers.frozen import FrozenCosineAttention, FrozenLinear
 from lipsformer.models._body import LipsFormerBlock, PatchEmbed
 from lipsformer.models.lipsformer_cswin import ConvMerging, StripeAttention
@@ -36,7 +37,7 @@ class FoldedBlock(nn.Module):
         super().__init__()
         pointwise = FrozenLinear(block.conv1.pointwise, gelu=True)
         self.conv1 = nn.Sequential(block.conv1.depthwise, nn.GELU(), pointwise)
-        self.conv2 = nn.Sequential(block.conv2.depthwise, nn.GELU())
+        self.conv2 = block.conv2
         self.scale1 = nn.Buffer(block.residual_conv1.residual_scale.detach())
         self.scale2 = nn.Buffer(block.residual_conv2.residual_scale.detach())
         self.attn = block.attn
@@ -50,7 +51,7 @@ class FoldedBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block to ``x`` ([B, H, W, C])."""
         x = torch.addcmul(x, self.conv1(x), self.scale1)
-        x = torch.addcmul(x, self.conv2(x), self.scale2)
+        x = add_gelu(x, self.conv2(x), self.scale2)
         x = self._sum(x, self.attn(x), self.gain_attn)
         return self._sum(x, self.mlp(x), self.gain_mlp)
 
@@ -58,7 +59,7 @@ class FoldedBlock(nn.Module):
     def _sum(x: Tensor, branch: Tensor, gain: Tensor | None) -> Tensor:
         if gain is None:
             return x + branch
-        return torch.addcmul(branch, x - x.mean(dim=-1, keepdim=True), gain)
+        return center(x, gain, branch)
 
 
 @torch.no_grad()

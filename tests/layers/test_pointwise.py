@@ -1,0 +1,146 @@
+import pytest
+import torch
+
+from lipsformer.layers import _pointwise
+from lipsformer.layers._pointwise import (
+    add_gelu,
+    add_gelu_backward,
+    center,
+    center_backward,
+    gelu_backward_,
+    sum_rows,
+)
+
+SHAPE = (5, 67, 3, 37)  # enough for two threads and several parts, with a rest of 5 channels
+KEPT = torch.tensor([0, 2, 3])
+
+
+def gelu(z):
+    return 0.5 * z * (1 + torch.erf(z / 2**0.5))
+
+
+def normals(*shapes):
+    torch.manual_seed(0)
+    return [torch.randn(shape) for shape in shapes]
+
+
+@pytest.fixture(params=["kernels", "operators"])
+def path(request, monkeypatch):
+    if request.param == "operators":
+        monkeypatch.setattr(_pointwise, "native", lambda *tensors: False)
+
+
+@torch.no_grad()
+def gradients(function, inputs, upstream):
+    """Result and gradients in double precision."""
+    inputs = [tensor.double().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        result = function(*inputs)
+        return [result.detach(), *torch.autograd.grad(result, inputs, upstream.double())]
+
+
+def check(actual, expected, rtol=1e-5, atol=1e-5):
+    for tensor, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(tensor.double(), reference, rtol=rtol, atol=atol)
+
+
+@torch.no_grad()
+def test_gelu_and_its_derivative_in_one_pass_equal_float64(path):
+    z, grad = normals(SHAPE, SHAPE)
+    z *= 3.0
+    z.flatten()[:4] = torch.tensor([1e4, -1e4, 0.0, 12.0])
+    expected = gradients(gelu, [z], grad)
+    check([gelu_backward_(grad, z), grad], expected, atol=4e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("index", [None, KEPT])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_adding_gelu_equals_float64_in_value_and_gradient(path, index, per_sample):
+    kept = 5 if index is None else 3
+    z_shape = (kept, *SHAPE[1:])
+    scale_shape = (kept, 1, 1, 37) if per_sample else (37,)
+    x, z, scale, grad = normals(SHAPE, z_shape, scale_shape, SHAPE)
+    samples = torch.arange(5) if index is None else index
+    expected = gradients(
+        lambda x, z, scale: x.index_add(0, samples, gelu(z) * scale), [x, z, scale], grad
+    )
+    y = add_gelu(x, z, scale, index)
+    check([y, grad, *add_gelu_backward(grad, z, scale, index)], expected, atol=2e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [(5, 67, 3), ()])
+def test_centring_equals_float64_in_value_and_gradient(path, rows):
+    x, gain, shift, grad = normals((*rows, 37), 37, 37, (*rows, 37))
+    x += 7.0
+    expected = gradients(
+        lambda x, gain, shift: gain * (x - x.mean(-1, keepdim=True)) + shift, [x, gain, shift], grad
+    )
+    y = center(x, gain, shift)
+    grad_x, offset, grad_shift = center_backward(grad, y, gain, shift)
+    check([y, grad_x, offset / gain, grad_shift], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(center(x, gain, grad), y - shift + grad, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_sum_of_rows_equals_float64(path):
+    (x,) = normals(SHAPE)
+    check([sum_rows(x), sum_rows(x.mT)], [x.double().sum((0, 1, 2)), x.double().sum((0, 1, 3))])
+
+
+@torch.no_grad()
+def test_kernels_give_the_same_bits_on_one_and_two_threads():
+    x, grad, z, scale = normals(SHAPE, SHAPE, (3, *SHAPE[1:]), (3, 1, 1, 37))
+    gain, shift = scale[0, 0, 0], scale[1, 0, 0]
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append(
+            [
+                gelu_backward_(grad.clone(), x),
+                add_gelu(x, z, scale, KEPT),
+                *add_gelu_backward(grad, z, scale, KEPT),
+                center(x, gain, shift),
+                *center_backward(grad, x, gain, shift),
+                sum_rows(x),
+            ]
+        )
+    torch.set_num_threads(threads)
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+
+
+@torch.no_grad()
+def test_numbers_that_are_not_finite_stay_where_they_are(path):
+    """NaN and infinity reach the results that depend on them and no other."""
+    x, grad, scale = normals((2, 11, 19), (2, 11, 19), 19)
+    for bad in (float("nan"), float("inf")):
+        z = x.clone()
+        z[1, 3, 17] = bad
+        results = [gelu_backward_(grad.clone(), z), add_gelu(x, z, scale), sum_rows(z)]
+        results.append(add_gelu_backward(grad, z, scale, None)[1])
+        for result in results:
+            finite = result.isfinite()
+            assert not finite[..., 17].all()
+            finite[..., 17] = True
+            assert finite.all()
+        lost = ~center(z, scale, scale).isfinite()
+        assert lost[1, 3].all()
+        assert lost.sum() == 19
+
+
+@torch.no_grad()
+def test_sizes_that_do_not_fit_are_refused_or_spread_as_pytorch_does(path):
+    x, z, scale = normals((2, 11, 19), (2, 11, 19), 19)
+    mask = torch.tensor([0.0, 1.5])[:, None, None]
+    torch.testing.assert_close(add_gelu(x, z, mask), x + mask * gelu(z))
+    for call in (
+        lambda: add_gelu(x, z[:, :7].contiguous(), scale),
+        lambda: add_gelu(x, z, scale[:17]),
+        lambda: center(x, scale[:17], scale[:17]),
+        lambda: center(x, scale, z[:, :7].contiguous()),
+    ):
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            call()
