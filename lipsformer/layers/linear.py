@@ -12,19 +12,29 @@ from lipsformer.layers._pointwise import gelu_backward_, sum_rows
 
 
 def _conv_1x1(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Linear layer as a 1x1 convolution of a channels-last map, without a copy."""
+    """Linear layer as a 1x1 convolution of one channels-last map, without a copy."""
     y = F.conv2d(_as_map(x), weight[:, :, None, None], bias)
     return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _conv_1x1_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]
-) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-        *(_as_map(grad), _as_map(x), weight[:, :, None, None], None),
-        *([1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted),
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """The product a b^T, on oneDNN unless that is to be differentiated or counted."""
+    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+        return F.linear(a, b)
+    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Sum over the tokens of grad x^T ([C_out, C_in])."""
+    channels_out, channels_in = grad.shape[-1], x.shape[-1]
+    if x.numel() < channels_in**2:  # few tokens: the convolution takes up to half as long again
+        return _product(grad.reshape(-1, channels_out).T, x.reshape(-1, channels_in).T)
+    weight = grad.new_empty(channels_out, channels_in, 1, 1)
+    _, grad_weight, _ = torch.ops.aten.convolution_backward(
+        *(_as_map(grad), _as_map(x), weight, None),
+        *([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]),
     )
-    return grad_x, grad_weight
+    return grad_weight.reshape(channels_out, channels_in)
 
 
 def scale_rows(
@@ -37,7 +47,7 @@ def scale_rows(
 
 
 def _as_map(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[0], -1, 1, x.shape[-1]).permute(0, 3, 1, 2)
+    return x.reshape(1, x.shape[0], -1, x.shape[-1]).permute(0, 3, 1, 2)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -59,18 +69,16 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, scale = ctx.saved_tensors
-        (grad,) = grad_outputs
+        grad = grad_outputs[0].contiguous()
         need_x, need_weight, _, _, need_scale = ctx.needs_input_grad
         scaled, _ = scale_rows(weight, None, scale)
         grad_x = grad_weight = grad_bias = grad_scale = None
         if need_x:
-            grad_x, _ = _conv_1x1_backward(grad, x, scaled, [True, False, False])
-            grad_x = grad_x.permute(0, 2, 3, 1).reshape(x.shape)
+            grad_x = _product(grad, scaled.T)
         if ctx.gelu:
             x = F.gelu(x) if grad_x is None else gelu_backward_(grad_x, x)
         if need_weight or need_scale:
-            _, grad_weight = _conv_1x1_backward(grad, x, scaled, [False, True, False])
-            grad_weight = grad_weight.reshape(weight.shape)
+            grad_weight = _weight_gradient(grad, x)
         if bias is not None:
             grad_bias = sum_rows(grad)
         if grad_weight is not None and need_scale:

@@ -98,3 +98,25 @@ def test_scale_equals_float64_in_value_and_gradient(bias, gelu, mode):
     expected.backward(upstream.double())
     for tensor, reference in zip(inputs, exact, strict=True):
         torch.testing.assert_close(tensor.grad.double(), reference.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [3, 29])
+def test_gradient_of_the_gradient_equals_float64_in_training(tokens):
+    """With fewer tokens than channels and with more."""
+    torch.manual_seed(0)
+    layer = Linear(7, 17).train()
+    inputs = [torch.randn(1, tokens, 7), torch.randn(17), layer.weight]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    upstream = torch.randn(1, tokens, 17)
+    results = []
+    for x, scale, weight in (inputs, exact):
+        x.requires_grad_(), scale.requires_grad_()
+        bias = layer.bias.to(x.dtype)
+        linear = layer(x, scale=scale) if weight is layer.weight else (x @ weight.T + bias) * scale
+        first = torch.autograd.grad(
+            linear, (x, scale, weight), upstream.to(x.dtype), create_graph=True
+        )
+        penalty = sum(gradient.square().sum() for gradient in first)
+        results.append(torch.autograd.grad(penalty, (x, scale, weight)))
+    for gradient, reference in zip(*results, strict=True):
+        torch.testing.assert_close(gradient.double(), reference, rtol=1e-4, atol=1e-3)
