@@ -14,7 +14,6 @@
 namespace {
 
 constexpr int WIDE = 14, NARROW = 7;  // neighbours at a time: maps of 56, 28, 14 and 7 divide
-constexpr int64_t GROUPS = 8;         // of images; their gradients are summed apart, then together
 
 struct Buffer {
     explicit Buffer(int64_t vecs) : data(static_cast<float *>(std::aligned_alloc(64, 64 * vecs))) {
@@ -42,6 +41,11 @@ struct Maps {
     }
     int64_t lanes(int64_t block) const { return std::min(LANES, channels - block * LANES); }
 };
+
+// Ask for lines of a row that will be read, or written, some hundred nanoseconds later.
+template <int WRITE> void prefetch(const float *at, int64_t stride, int count) {
+    for (int i = 0; i < count; ++i) __builtin_prefetch(at + i * stride, WRITE, WRITE ? 3 : 2);
+}
 
 // Place of a tap in a kernel [K, K].
 template <int K> int64_t tap(int64_t row, int64_t column, bool transposed, bool flip) {
@@ -81,6 +85,12 @@ template <int K> struct Ring {
                     store(to + x * LANES, load_first(from + x * maps.column_stride, lanes));
         }
     }
+    // The row that is read after the given one: of this map, then of the following.
+    const float *after(const float *map, const float *following, int64_t row) const {
+        ++row;
+        return row < maps.rows ? map + row * maps.row_stride
+                               : following + (row - maps.rows) * maps.row_stride;
+    }
     const float *row(int64_t row) const { return buffer.data + row % K * maps.padded * LANES; }
 
     const Maps &maps;
@@ -106,6 +116,8 @@ void convolve(const float *x, const float *weight, const float *bias, float *y, 
         for (int64_t task = 0; task < maps.batch * maps.blocks; ++task) {
             const int64_t block = task % maps.blocks, lanes = maps.lanes(block);
             const int64_t start = maps.start(task / maps.blocks, block);
+            const int64_t next = task + 1;
+            const int64_t following = maps.start(next / maps.blocks, next % maps.blocks);
             const float *kernel = taps.data + block * K * K * LANES;
             const vec initial = bias ? load_first(bias + block * LANES, lanes) : vec{};
             ring.next = 0;
@@ -114,11 +126,15 @@ void convolve(const float *x, const float *weight, const float *bias, float *y, 
                 const int64_t first = std::max<int64_t>(0, P - row);
                 const int64_t last = std::min<int64_t>(K, maps.rows + P - row);
                 float *out = y + start + row * maps.row_stride;
+                const float *ahead = ring.after(x + start, x + following, row + P);
                 runs(maps.columns, [&](int64_t begin, auto size, auto left, auto right) {
                     constexpr int T = size, FROM = left ? 0 : -P, TO = right ? T : T + P;
                     vec sums[T];
 #pragma GCC unroll 16
                     for (int t = 0; t < T; ++t) sums[t] = initial;
+                    float *to = out + begin * maps.column_stride;
+                    prefetch<1>(to, maps.column_stride, T);
+                    prefetch<0>(ahead + begin * maps.column_stride, maps.column_stride, T);
                     for (int64_t k = first; k < last; ++k) {
                         const float *in = ring.row(row + k - P) + begin * LANES;
                         vec w[K];
@@ -129,11 +145,11 @@ void convolve(const float *x, const float *weight, const float *bias, float *y, 
                             vec value = load(in + i * LANES);
 #pragma GCC unroll 8
                             for (int j = 0; j < K; ++j)
-                                if (i + P - j >= 0 && i + P - j < T) sums[i + P - j] += value * w[j];
+                                if (i + P - j >= 0 && i + P - j < T)
+                                    sums[i + P - j] += value * w[j];
                         }
                     }
                     const int64_t count = right ? maps.columns - begin : T;
-                    float *to = out + begin * maps.column_stride;
 #pragma GCC unroll 16
                     for (int t = 0; t < T; ++t, to += maps.column_stride)
                         if (t < count)
@@ -148,7 +164,10 @@ template <int K>
 void parameter_gradients(const float *x, const float *grad, float *grad_weight, float *grad_bias,
                       const Maps &maps, int64_t threads) {
     constexpr int P = K / 2, SIZE = (K * K + 1) * LANES;
-    const int64_t groups = std::min(GROUPS, maps.batch);
+    // Sums within an image, then within a group of images, then of the groups: these are as many as
+    // make 32 tasks, at most 8, whatever the number of threads.
+    int64_t groups = 1;
+    while (groups * maps.blocks < 32 && groups < 8 && 2 * groups <= maps.batch) groups *= 2;
     Buffer parts(groups * maps.blocks * (K * K + 1));
 #pragma omp parallel num_threads(threads)
     {
@@ -161,42 +180,52 @@ void parameter_gradients(const float *x, const float *grad, float *grad_weight, 
             float *part = parts.data + task * SIZE;
             for (int64_t image = group; image < maps.batch; image += groups) {
                 const int64_t start = maps.start(image, block);
+                const int64_t following = maps.start(image + groups, block);
+                alignas(64) float sums[SIZE] = {};
                 ring.next = 0;
                 for (int64_t row = 0; row < maps.rows; ++row) {
                     ring.fill(x + start, row + P, lanes);
                     const int64_t first = std::max<int64_t>(0, P - row);
                     const int64_t last = std::min<int64_t>(K, maps.rows + P - row);
                     const float *from = grad + start + row * maps.row_stride;
-                    vec total = load(part + K * K * LANES);
+                    const float *ahead = ring.after(x + start, x + following, row + P);
+                    const float *grad_ahead = ring.after(grad + start, grad + following, row);
+                    vec total = load(sums + K * K * LANES);
                     for (int64_t i = 0; i < maps.columns; ++i, from += maps.column_stride) {
                         vec value = lanes == LANES ? load(from) : load_first(from, lanes);
                         store(upstream.data + i * LANES, value);
                         total += value;
                     }
-                    store(part + K * K * LANES, total);
+                    store(sums + K * K * LANES, total);
                     runs(maps.columns, [&](int64_t begin, auto size, auto left, auto right) {
                         constexpr int T = size, FROM = left ? 0 : -P, TO = right ? T : T + P;
                         vec g[T];
+                        const int64_t stride = maps.column_stride;
+                        prefetch<0>(ahead + begin * stride, stride, T);
+                        prefetch<0>(grad_ahead + begin * stride, stride, T);
 #pragma GCC unroll 16
-                        for (int t = 0; t < T; ++t) g[t] = load(upstream.data + (begin + t) * LANES);
+                        for (int t = 0; t < T; ++t)
+                            g[t] = load(upstream.data + (begin + t) * LANES);
                         for (int64_t k = first; k < last; ++k) {
                             const float *in = ring.row(row + k - P) + begin * LANES;
-                            float *sums = part + k * K * LANES;
+                            float *own = sums + k * K * LANES;
                             vec w[K];
 #pragma GCC unroll 8
-                            for (int i = 0; i < K; ++i) w[i] = load(sums + i * LANES);
+                            for (int i = 0; i < K; ++i) w[i] = load(own + i * LANES);
 #pragma GCC unroll 32
                             for (int i = FROM; i < TO; ++i) {
                                 vec value = load(in + i * LANES);
 #pragma GCC unroll 8
                                 for (int j = 0; j < K; ++j)
-                                    if (i + P - j >= 0 && i + P - j < T) w[j] += value * g[i + P - j];
+                                    if (i + P - j >= 0 && i + P - j < T)
+                                        w[j] += value * g[i + P - j];
                             }
 #pragma GCC unroll 8
-                            for (int i = 0; i < K; ++i) store(sums + i * LANES, w[i]);
+                            for (int i = 0; i < K; ++i) store(own + i * LANES, w[i]);
                         }
                     });
                 }
+                for (int64_t i = 0; i < SIZE; ++i) part[i] += sums[i];
             }
         }
 #pragma omp for
