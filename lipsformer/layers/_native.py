@@ -50,6 +50,11 @@ def native(*tensors: Tensor) -> bool:
     )
 
 
+def name_of(x: Tensor) -> str:
+    """How the name of a kernel for the type of ``x`` ends: "float32" or "bfloat16"."""
+    return str(x.dtype).removeprefix("torch.")
+
+
 def run(kernel: str, *args: Tensor | int | float | None) -> None:
     """Call a kernel: tensors as pointers, integers as int64_t, numbers as float, threads last."""
     library = _library()

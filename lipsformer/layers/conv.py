@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.layers._cpu import cpu_training
-from lipsformer.layers._native import native, run
+from lipsformer.layers._cpu import cpu_training, first_order_on_cpu
+from lipsformer.layers._native import name_of, native, run
 
 
 def _native(weight: Tensor, *maps: Tensor) -> bool:
@@ -22,10 +22,10 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, flip: bool = False
         x, weight = x.contiguous(), weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         y = torch.empty_like(x)
-        run("depthwise", x, weight, bias, y, *x.shape, weight.shape[-1], flip)
+        run(f"depthwise_{name_of(x)}", x, weight, bias, y, *x.shape, weight.shape[-1], flip)
         return y
     weight = weight.flip(2, 3) if flip else weight
-    x = x.permute(0, 3, 1, 2)
+    x = x.to(weight.dtype).permute(0, 3, 1, 2)
     y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2, groups=weight.shape[0])
     return y.permute(0, 2, 3, 1)
 
@@ -39,9 +39,11 @@ def _parameter_gradients(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tenso
     """
     if _native(weight, x, grad):
         x, grad = x.contiguous(), grad.contiguous()
-        grad_weight, grad_bias = x.new_empty(weight.shape), x.new_empty(weight.shape[0])
-        run("depthwise_parameters", x, grad, grad_weight, grad_bias, *x.shape, weight.shape[-1])
-        return grad_weight, grad_bias
+        grad_weight, grad_bias = torch.empty_like(weight), weight.new_empty(weight.shape[0])
+        gradients = (grad_weight, grad_bias)
+        run(f"depthwise_parameters_{name_of(x)}", x, grad, *gradients, *x.shape, weight.shape[-1])
+        return gradients
+    x, grad = x.to(weight.dtype), grad.to(weight.dtype)
     batch, height, width, channels = x.shape
     grad_weight = F.conv2d(
         x.permute(0, 3, 1, 2).reshape(1, batch * channels, height, width),
@@ -117,14 +119,33 @@ class DepthwiseConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``x`` ([B, H, W, C]) without copying it to another layout."""
-        if not torch.jit.is_scripting() and cpu_training(x, self.weight, True):
-            if _native(self.weight, x):
-                return _convolve(x, self.weight, self.bias)
-            if self.training:
-                return _DepthwiseConvFunction.apply(x, self.weight, self.bias)
+        if not torch.jit.is_scripting():
+            y = self._on_cpu(x)
+            if y is not None:
+                return y
         x = x.permute(0, 3, 1, 2)
         y = F.conv2d(x, self.weight, self.bias, padding=self.padding, groups=self.dim)
         return y.permute(0, 2, 3, 1)
+
+    def _on_cpu(self, x: Tensor) -> Tensor | None:
+        """The kernels, in float32 training else the gradient by convolutions; None for neither."""
+        autocast = torch.is_autocast_enabled("cpu")
+        if autocast:
+            x = x.to(torch.get_autocast_dtype("cpu"))
+        inference = not torch.is_grad_enabled()
+        if not first_order_on_cpu(x, self.training or inference):
+            return None
+        weight, bias = self.weight.float(), self.bias.float()
+        kernels = (
+            (autocast or self.weight.dtype == x.dtype)
+            and weight.shape[-1] in (3, 7)
+            and native(weight, x)
+        )
+        if inference:
+            return _convolve(x, weight, bias) if kernels else None
+        if kernels or cpu_training(x, self.weight, self.training):
+            return _DepthwiseConvFunction.apply(x, weight, bias)
+        return None
 
     def extra_repr(self) -> str:
         """Show the channels and the kernel size."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lipsformer.layers._cpu import first_order_on_cpu
-from lipsformer.layers._native import native, run
+from lipsformer.layers._native import name_of, native, run
 from lipsformer.layers.conv import DepthwiseConv2d
 
 MAX_TOKENS = 1024  # per window: the scores of two windows of this size fit the second-level cache
@@ -96,7 +96,7 @@ class _CosineWindowsFunction(torch.autograd.Function):
         out = qkv.new_empty(batch, height, width, parts * channels)
         for part, (window, nu, eps) in enumerate(options):
             run(
-                f"cosine_windows_forward_{_name(qkv)}",
+                f"cosine_windows_forward_{name_of(qkv)}",
                 *(qkv[0, 0, 0, i, part] for i in range(3)),
                 out[0, 0, 0, part * channels :],
                 *(bias, taus[part], None if kernels is None else kernels[part]),
@@ -118,7 +118,7 @@ class _CosineWindowsFunction(torch.autograd.Function):
         assert grad_taus is not None
         for part, (window, nu, eps) in enumerate(ctx.options):
             run(
-                f"cosine_windows_backward_{_name(qkv)}",
+                f"cosine_windows_backward_{name_of(qkv)}",
                 *(qkv[0, 0, 0, i, part] for i in range(3)),
                 grad[0, 0, 0, part * qkv.shape[-1] :],
                 *(bias, taus[part], None if kernels is None else kernels[part]),
@@ -127,10 +127,6 @@ class _CosineWindowsFunction(torch.autograd.Function):
                 *_geometry(qkv, taus, window, nu, eps),
             )
         return grad_qkv, grad_bias, grad_taus, grad_kernels, None
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def _geometry(

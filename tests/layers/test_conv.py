@@ -137,11 +137,11 @@ def test_kernels_run_in_training_and_without_gradients(monkeypatch):
     layer = DepthwiseConv2d(C, 7).train()
     x = torch.randn(B, HEIGHT, WIDTH, C, requires_grad=True)
     layer(x).sum().backward()
-    assert called == ["depthwise", "depthwise", "depthwise_parameters"]
+    assert called == [*2 * ["depthwise_float32"], "depthwise_parameters_float32"]
     called.clear()
     with torch.no_grad():
         layer.eval()(x)
-    assert called == ["depthwise"]
+    assert called == ["depthwise_float32"]
     called.clear()
     layer(x)
     layer.double()(x.double())
@@ -155,3 +155,31 @@ def test_output_is_channels_last_without_a_copy():
 def test_even_kernels_are_refused():
     with pytest.raises(ValueError, match=r"kernel_size must be odd.*got 4"):
         DepthwiseConv2d(C, 4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", ["autocast", "pure", "inference"])
+def test_bfloat16_rounds_maps_only(mode):
+    layer, _ = layer_and_reference(19, 7)
+    layer.to(torch.bfloat16).float()  # the same parameters in both types
+    x = torch.randn(2, 11, 5, 19).bfloat16()
+    upstream = torch.randn(2, 11, 5, 19).bfloat16()
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        if mode == "pure":
+            layer.to(dtype)
+        layer.zero_grad()
+        inputs = x.to(dtype).requires_grad_()
+        autocast = mode != "pure" and dtype == torch.bfloat16
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            torch.set_grad_enabled(mode != "inference"),
+        ):
+            y = layer(inputs.float() if autocast else inputs)
+        assert y.dtype == dtype
+        results.append([y.detach()])
+        if mode != "inference":
+            y.backward(upstream.to(dtype))
+            results[-1] += [inputs.grad, *(p.grad.clone() for p in layer.parameters())]
+    for exact, rounded in zip(*results, strict=True):
+        torch.testing.assert_close(rounded, exact.to(rounded.dtype), rtol=1e-6, atol=1e-6)

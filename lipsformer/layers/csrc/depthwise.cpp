@@ -43,7 +43,7 @@ struct Maps {
 };
 
 // Ask for lines of a row that will be read, or written, some hundred nanoseconds later.
-template <int WRITE> void prefetch(const float *at, int64_t stride, int count) {
+template <int WRITE, class Value> void prefetch(const Value *at, int64_t stride, int count) {
     for (int i = 0; i < count; ++i) __builtin_prefetch(at + i * stride, WRITE, WRITE ? 3 : 2);
 }
 
@@ -73,9 +73,9 @@ template <int K> struct Ring {
     Ring(const Maps &maps) : maps(maps), buffer(K * maps.padded) {}
 
     // Rows up to the given one, from 0 on.
-    void fill(const float *map, int64_t row, int64_t lanes) {
+    template <class Value> void fill(const Value *map, int64_t row, int64_t lanes) {
         for (; next <= std::min(row, maps.rows - 1); ++next) {
-            const float *from = map + next * maps.row_stride;
+            const Value *from = map + next * maps.row_stride;
             float *to = buffer.data + next % K * maps.padded * LANES;
             if (lanes == LANES)
                 for (int64_t x = 0; x < maps.columns; ++x)
@@ -86,7 +86,8 @@ template <int K> struct Ring {
         }
     }
     // The row that is read after the given one: of this map, then of the following.
-    const float *after(const float *map, const float *following, int64_t row) const {
+    template <class Value>
+    const Value *after(const Value *map, const Value *following, int64_t row) const {
         ++row;
         return row < maps.rows ? map + row * maps.row_stride
                                : following + (row - maps.rows) * maps.row_stride;
@@ -98,8 +99,8 @@ template <int K> struct Ring {
     int64_t next = 0;
 };
 
-template <int K>
-void convolve(const float *x, const float *weight, const float *bias, float *y, const Maps &maps,
+template <int K, class Value>
+void convolve(const Value *x, const float *weight, const float *bias, Value *y, const Maps &maps,
               bool flip, int64_t threads) {
     constexpr int P = K / 2;
     Buffer taps(maps.blocks * K * K);
@@ -125,14 +126,14 @@ void convolve(const float *x, const float *weight, const float *bias, float *y, 
                 ring.fill(x + start, row + P, lanes);
                 const int64_t first = std::max<int64_t>(0, P - row);
                 const int64_t last = std::min<int64_t>(K, maps.rows + P - row);
-                float *out = y + start + row * maps.row_stride;
-                const float *ahead = ring.after(x + start, x + following, row + P);
+                Value *out = y + start + row * maps.row_stride;
+                const Value *ahead = ring.after(x + start, x + following, row + P);
                 runs(maps.columns, [&](int64_t begin, auto size, auto left, auto right) {
                     constexpr int T = size, FROM = left ? 0 : -P, TO = right ? T : T + P;
                     vec sums[T];
 #pragma GCC unroll 16
                     for (int t = 0; t < T; ++t) sums[t] = initial;
-                    float *to = out + begin * maps.column_stride;
+                    Value *to = out + begin * maps.column_stride;
                     prefetch<1>(to, maps.column_stride, T);
                     prefetch<0>(ahead + begin * maps.column_stride, maps.column_stride, T);
                     for (int64_t k = first; k < last; ++k) {
@@ -160,8 +161,8 @@ void convolve(const float *x, const float *weight, const float *bias, float *y, 
     }
 }
 
-template <int K>
-void parameter_gradients(const float *x, const float *grad, float *grad_weight, float *grad_bias,
+template <int K, class Value>
+void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, float *grad_bias,
                       const Maps &maps, int64_t threads) {
     constexpr int P = K / 2, SIZE = (K * K + 1) * LANES;
     // Sums within an image, then within a group of images, then of the groups: these are as many as
@@ -187,9 +188,9 @@ void parameter_gradients(const float *x, const float *grad, float *grad_weight, 
                     ring.fill(x + start, row + P, lanes);
                     const int64_t first = std::max<int64_t>(0, P - row);
                     const int64_t last = std::min<int64_t>(K, maps.rows + P - row);
-                    const float *from = grad + start + row * maps.row_stride;
-                    const float *ahead = ring.after(x + start, x + following, row + P);
-                    const float *grad_ahead = ring.after(grad + start, grad + following, row);
+                    const Value *from = grad + start + row * maps.row_stride;
+                    const Value *ahead = ring.after(x + start, x + following, row + P);
+                    const Value *grad_ahead = ring.after(grad + start, grad + following, row);
                     vec total = load(sums + K * K * LANES);
                     for (int64_t i = 0; i < maps.columns; ++i, from += maps.column_stride) {
                         vec value = lanes == LANES ? load(from) : load_first(from, lanes);
@@ -245,18 +246,22 @@ void parameter_gradients(const float *x, const float *grad, float *grad_weight, 
 
 }  // namespace
 
-extern "C" void depthwise(const float *x, const float *weight, const float *bias, float *y,
-                          int64_t batch, int64_t height, int64_t width, int64_t channels,
-                          int64_t kernel, int64_t flip, int64_t threads) {
-    const Maps maps(batch, height, width, channels);
-    (kernel == 3 ? convolve<3> : convolve<7>)(x, weight, bias, y, maps, flip, threads);
-}
+#define EXPORT(name, Value)                                                                        \
+    extern "C" void depthwise_##name(const Value *x, const float *weight, const float *bias,       \
+                                     Value *y, int64_t batch, int64_t height, int64_t width,       \
+                                     int64_t channels, int64_t kernel, int64_t flip,               \
+                                     int64_t threads) {                                            \
+        const Maps maps(batch, height, width, channels);                                           \
+        (kernel == 3 ? convolve<3, Value> : convolve<7, Value>)(x, weight, bias, y, maps, flip,    \
+                                                                threads);                          \
+    }                                                                                              \
+    extern "C" void depthwise_parameters_##name(                                                   \
+        const Value *x, const Value *grad, float *grad_weight, float *grad_bias, int64_t batch,    \
+        int64_t height, int64_t width, int64_t channels, int64_t kernel, int64_t threads) {        \
+        const Maps maps(batch, height, width, channels);                                           \
+        (kernel == 3 ? parameter_gradients<3, Value> : parameter_gradients<7, Value>)(             \
+            x, grad, grad_weight, grad_bias, maps, threads);                                       \
+    }
 
-extern "C" void depthwise_parameters(const float *x, const float *grad, float *grad_weight,
-                                     float *grad_bias, int64_t batch, int64_t height,
-                                     int64_t width, int64_t channels, int64_t kernel,
-                                     int64_t threads) {
-    const Maps maps(batch, height, width, channels);
-    (kernel == 3 ? parameter_gradients<3> : parameter_gradients<7>)(x, grad, grad_weight, grad_bias,
-                                                              maps, threads);
-}
+EXPORT(float32, float)
+EXPORT(bfloat16, bf16)
