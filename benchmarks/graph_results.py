@@ -18,7 +18,7 @@ import yaml
 
 from lipsformer.graph.training import read_lines
 
-_PERCENT = ("test_acc", "last_test_acc", "highest_train_acc")
+_PERCENT = ("test_acc", "last_test_acc", "highest_train_acc", "val_acc")
 
 
 def gather(folder: Path) -> list[dict[str, Any]]:

@@ -71,6 +71,22 @@ def test_narrow_heads_are_no_bottleneck_of_the_features(graph, name):
         assert torch.linalg.matrix_rank(centred) == rank
 
 
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_large_att_norm_makes_every_attention_the_mean_of_the_neighborhood(graph, residual):
+    x, edge_index = graph
+    edge_index = edge_index.unique(dim=1)
+    model = make("deep_gat", norm="lipschitznorm", att_norm=1e9, residual=residual).eval()
+    adjacency = torch.eye(NODES, dtype=torch.double)
+    adjacency[edge_index[1], edge_index[0]] = 1
+    mean = adjacency / adjacency.sum(1, keepdim=True)
+    _, states = model.forward_intermediates(x, edge_index)
+    for before, after, layer in zip(states, states[1:], model.layers, strict=False):
+        expected = mean @ layer.conv.lin(before) + layer.conv.bias
+        if residual:
+            expected = expected + before @ layer.conv.res.weight.T
+        torch.testing.assert_close(after, layer.activation(expected))
+
+
 def dense_adjacency(edge_index, dtype):
     """D^-1/2 (A + I) D^-1/2 by node pairs, duplicate edges added up."""
     adjacency = torch.zeros(NODES, NODES, dtype=dtype)

@@ -35,6 +35,8 @@ class DeepGAT(GraphNet):
         attn_dropout: float = 0.3,
         linear_ends: bool = True,
         encoder_channels: int | None = None,
+        residual: bool = False,
+        att_norm: float = 4.0,
         scale_individually: bool = True,
         released_code: bool = False,
         grad_checkpointing: bool = False,
@@ -54,6 +56,8 @@ class DeepGAT(GraphNet):
             encoder_channels: Channels after the first linear map; None for those of the layers,
                 ``heads * hidden_channels``. The authors' have ``hidden_channels``, which is a
                 bottleneck where heads are narrow.
+            residual: Add a linear map of each layer's input to its output, as in ``GATConv``.
+            att_norm: See ``LipschitzGATConv``; LipschitzNorm keeps the scores within 1 / att_norm.
             scale_individually: See ``LipschitzGATConv``.
             released_code: See ``LipschitzGATConv``.
             grad_checkpointing: See ``GraphNet``.
@@ -70,7 +74,9 @@ class DeepGAT(GraphNet):
                 out_channels if to_logits else hidden_channels,
                 heads=1 if to_logits else heads,
                 dropout=attn_dropout,
+                residual=residual,
                 score_norm=score_norm,
+                att_norm=att_norm,
                 scale_individually=scale_individually,
                 released_code=released_code,
             )
