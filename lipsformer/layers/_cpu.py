@@ -21,11 +21,16 @@ def first_order_on_cpu(x: Tensor, training: bool) -> bool:
 
 
 @torch.jit.unused
+def float32_on_cpu(x: Tensor, weight: Tensor, training: bool) -> bool:
+    """The same for those in float32 alone, with autocast too: they call nothing that it changes."""
+    return first_order_on_cpu(x, training) and x.dtype == weight.dtype == torch.float32
+
+
+@torch.jit.unused
 def cpu_training(x: Tensor, weight: Tensor, training: bool) -> bool:
-    """The same for those in float32 alone, on oneDNN and without autocast."""
+    """The same for those on oneDNN, without autocast."""
     return (
-        first_order_on_cpu(x, training)
-        and x.dtype == weight.dtype == torch.float32
+        float32_on_cpu(x, weight, training)
         and torch.backends.mkldnn.is_available()
         and not torch.is_autocast_enabled("cpu")
     )

@@ -6,7 +6,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.layers._cpu import cpu_training
+from lipsformer.layers._cpu import float32_on_cpu
 from lipsformer.layers._pointwise import center, center_backward
 
 MAX_OFFSET = 64.0  # |bias / gain| up to which the output gives the centred input back
@@ -94,7 +94,7 @@ class CenterNorm(nn.Module):
         """Normalise ``x`` ([..., C])."""
         if not torch.jit.is_scripting():
             inference = not torch.is_grad_enabled()
-            if cpu_training(x, self.weight, self.training or inference):
+            if float32_on_cpu(x, self.weight, self.training or inference):
                 if inference:
                     return center(x, self.weight * _factor(self.weight), self.bias)
                 return _CenterNormFunction.apply(x, self.weight, self.bias)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.layers._cpu import cpu_training
+from lipsformer.layers._cpu import first_order_on_cpu, float32_on_cpu
 from lipsformer.layers._pointwise import add_gelu, add_gelu_backward
 
 
@@ -17,21 +17,21 @@ class _GeluResidualFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
         ctx.save_for_backward(z, scale, index)
-        return add_gelu(x, z, scale, index)
+        return add_gelu(x, z.float(), scale, index)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         z, scale, index = ctx.saved_tensors
         (grad,) = grad_outputs
-        grad_z, grad_scale = add_gelu_backward(grad, z, scale, index)
-        return grad, grad_z, grad_scale, None
+        grad_z, grad_scale = add_gelu_backward(grad, z.float(), scale, index)
+        return grad, grad_z.to(z.dtype), grad_scale, None
 
 
 def kept_samples(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return the samples of ``x`` whose branch is not dropped: only they need computing.
 
-    On the CPU in float32 training alone: elsewhere the host would have to wait for the number of
-    samples. If every sample is dropped all are returned, so that each parameter gets a gradient.
+    On the CPU alone: elsewhere the host would have to wait for the number of samples. If every
+    sample is dropped all are returned, so that each parameter gets a gradient.
 
     Args:
         x: [B, ..., C].
@@ -40,7 +40,7 @@ def kept_samples(x: Tensor, mask: Tensor | None) -> Tensor:
     Returns:
         [K, ..., C], 1 <= K <= B, in the order of ``x``.
     """
-    if mask is None or torch.jit.is_scripting() or not cpu_training(x, mask, True):
+    if mask is None or torch.jit.is_scripting() or not first_order_on_cpu(x, True):
         return x
     index = _kept_index(mask)
     return x if index.shape[0] in (0, x.shape[0]) else x.index_select(0, index)
@@ -154,13 +154,13 @@ class WeightedResidual(nn.Module):
         if gelu:
             if not torch.jit.is_scripting():
                 inference = not torch.is_grad_enabled()
-                if cpu_training(x, scale, self.training or inference):
+                if float32_on_cpu(x, scale, self.training or inference):
                     if inference:
-                        return add_gelu(x, branch, scale, index)
+                        return add_gelu(x, branch.float(), scale, index)
                     return _GeluResidualFunction.apply(x, branch, scale, index)
             branch = F.gelu(branch)
         if index is not None:
-            return x.index_add(0, index, branch * scale)
+            return x.index_add(0, index, (branch * scale).to(x.dtype))
         return torch.addcmul(x, branch, scale.to(x.dtype))
 
     def extra_repr(self) -> str:

@@ -111,3 +111,25 @@ def test_training_with_drop_path_refuses_a_missing_mask():
     x = torch.zeros(5, 3)
     with pytest.raises(ValueError, match=r"drop_path=0.4 needs the mask of draw_mask"):
         WeightedResidual(3, 1.0, drop_path=0.4).train()(x, x)
+
+
+def test_bfloat16_branch_of_a_float32_map_in_training():
+    torch.manual_seed(0)
+    layer = WeightedResidual(5, 0.3, drop_path=0.5).train()
+    mask = torch.tensor([2.0, 0.0, 2.0]).view(3, 1, 1)
+    x, branch = torch.randn(3, 7, 5), torch.randn(2, 7, 5).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kept_samples(x, mask).shape == (2, 7, 5)
+        y = layer(x, branch, mask, gelu=True)
+    assert y.dtype == torch.float32
+    y.square().sum().backward()
+    rounded, grad_scale = branch.grad, layer.residual_scale.grad.clone()
+
+    layer.zero_grad()
+    wide = branch.detach().double().requires_grad_()
+    added = layer.residual_scale.double() * 2.0 * torch.nn.functional.gelu(wide)
+    expected = x.double().index_add(0, torch.tensor([0, 2]), added)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+    expected.square().sum().backward()
+    torch.testing.assert_close(rounded.double(), wide.grad, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(grad_scale, layer.residual_scale.grad, rtol=1e-5, atol=1e-5)
