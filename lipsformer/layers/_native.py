@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -77,7 +78,8 @@ def _library() -> ctypes.CDLL | None:
     """Compile the kernels or find them compiled; None without a compiler for this processor."""
     compiler = shutil.which(os.environ.get("CXX") or "g++")
     target = _TARGETS.get(torch.backends.cpu.get_cpu_capability())
-    if os.environ.get("LIPSFORMER_NATIVE") == "0" or compiler is None or target is None:
+    wanted = sys.platform == "linux" and os.environ.get("LIPSFORMER_NATIVE") != "0"
+    if not wanted or compiler is None or target is None:
         return None
     sources = sorted(_SOURCES.iterdir())
     units = [str(path) for path in sources if path.suffix == ".cpp"]

@@ -11,7 +11,7 @@ from lipsformer.layers._cpu import first_order_on_cpu
 from lipsformer.layers._native import name_of, native, run
 from lipsformer.layers.conv import DepthwiseConv2d
 
-MAX_TOKENS = 1024  # per window: the scores of two windows of this size fit the second-level cache
+MAX_TOKENS = 1024  # per window: scores and their gradients take 8 MB in every thread
 
 
 def cosine_windows(
@@ -67,6 +67,7 @@ def _hooked(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+        or torch.nn.modules.module._has_any_global_hook()
     )
 
 

@@ -57,6 +57,18 @@ struct Map {
                     __builtin_prefetch(part + place[t] * in_stride + task % heads * dim + c);
     }
 
+    // Gather one task's queries, keys and values while the next one's are asked for.
+    template <typename T>
+    void gather_task(int64_t task, const T *q, const T *k, const T *v, int64_t *place,
+                     int64_t *place_next, float *queries, float *keys, float *values) const {
+        const int64_t channel = task % heads * dim;
+        places(task / heads, place);
+        gather(q + channel, in_stride, place, queries);
+        gather(k + channel, in_stride, place, keys);
+        gather(v + channel, in_stride, place, values);
+        prefetch(task + 1, {q, k, v}, place_next);
+    }
+
     template <typename T>
     void scatter(const float *from, const int64_t *place, int64_t stride, T *to) const {
         for (int64_t t = 0; t < n; ++t)
@@ -174,6 +186,15 @@ std::unique_ptr<float[]> pad_bias(const Map &map, const float *bias) {
     return padded;
 }
 
+// attn = softmax(queries keys^T + bias), in rows of padded_n.
+void weigh(const Map &map, const float *queries, const float *keys_t, const float *bias,
+           float *attn) {
+    const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
+    memcpy(attn, bias, n * pn * sizeof(float));
+    product(n, queries, pd, 1, keys_t, pn, map.dim, attn, pn, pn);
+    softmax(attn, n, pn);
+}
+
 // LePE: a depthwise 3x3 convolution inside the window, its kernels [9][channels].
 template <typename Visit>
 inline void neighbours(const Map &map, Visit visit) {
@@ -202,12 +223,10 @@ struct Scratch {
 // out likewise with out_stride. bias [heads][n][n] or null; tau [heads]; nu <= 0 leaves the values as
 // they are; lepe [10][heads * dim] (nine kernels, then the bias) or null.
 template <typename T>
-void forward(const T *q, const T *k, const T *v, T *out,
-                                       const float *bias, const float *tau, const float *lepe,
-                                       float nu, float eps, int64_t batch, int64_t height,
-                                       int64_t width, int64_t heads, int64_t dim, int64_t h,
-                                       int64_t w, int64_t in_stride, int64_t out_stride,
-                                       int64_t threads) {
+void forward(const T *q, const T *k, const T *v, T *out, const float *bias, const float *tau,
+             const float *lepe, float nu, float eps, int64_t batch, int64_t height, int64_t width,
+             int64_t heads, int64_t dim, int64_t h, int64_t w, int64_t in_stride,
+             int64_t out_stride, int64_t threads) {
     const Map map{batch, height, width, heads, dim, h, w, in_stride, out_stride};
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
     const std::unique_ptr<float[]> padded_bias = pad_bias(map, bias);
@@ -222,11 +241,7 @@ void forward(const T *q, const T *k, const T *v, T *out,
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < map.windows * heads; ++task) {
             const int64_t head = task % heads, channel = head * dim;
-            map.places(task / heads, place.get());
-            map.gather(q + channel, in_stride, place.get(), queries);
-            map.gather(k + channel, in_stride, place.get(), keys);
-            map.gather(v + channel, in_stride, place.get(), values);
-            map.prefetch(task + 1, {q, k, v}, place_next.get());
+            map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
             clear(result, n * pd);
             if (lepe) {
                 for (int64_t i = 0; i < 10; ++i)
@@ -243,9 +258,7 @@ void forward(const T *q, const T *k, const T *v, T *out,
             map.normalize(keys, 1.0f, eps, inverse);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse);
             map.transpose(keys, keys_t);
-            memcpy(attn, padded_bias.get() + (bias ? head * n * pn : 0), n * pn * sizeof(float));
-            product(n, queries, pd, 1, keys_t, pn, dim, attn, pn, pn);
-            softmax(attn, n, pn);
+            weigh(map, queries, keys_t, padded_bias.get() + (bias ? head * n * pn : 0), attn);
             product(n, attn, pn, 1, values, pd, n, result, pd, pd);
             map.scatter(result, place.get(), out_stride, out + channel);
         }
@@ -254,14 +267,11 @@ void forward(const T *q, const T *k, const T *v, T *out,
 
 // Gradients of the above; grad_bias, grad_tau and grad_lepe (null where there is none) are added to.
 template <typename T>
-void backward(const T *q, const T *k, const T *v,
-                                        const T *grad_out, const float *bias, const float *tau,
-                                        const float *lepe, T *grad_q, T *grad_k,
-                                        T *grad_v, float *grad_bias, float *grad_tau,
-                                        float *grad_lepe, float nu, float eps, int64_t batch,
-                                        int64_t height, int64_t width, int64_t heads, int64_t dim,
-                                        int64_t h, int64_t w, int64_t in_stride, int64_t out_stride,
-                                        int64_t threads) {
+void backward(const T *q, const T *k, const T *v, const T *grad_out, const float *bias,
+              const float *tau, const float *lepe, T *grad_q, T *grad_k, T *grad_v,
+              float *grad_bias, float *grad_tau, float *grad_lepe, float nu, float eps,
+              int64_t batch, int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h,
+              int64_t w, int64_t in_stride, int64_t out_stride, int64_t threads) {
     const Map map{batch, height, width, heads, dim, h, w, in_stride, out_stride};
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
     const std::unique_ptr<float[]> padded_bias = pad_bias(map, bias);
@@ -285,21 +295,15 @@ void backward(const T *q, const T *k, const T *v,
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < map.windows * heads; ++task) {
             const int64_t head = task % heads, channel = head * dim;
-            map.places(task / heads, place.get());
-            map.gather(q + channel, in_stride, place.get(), queries);
-            map.gather(k + channel, in_stride, place.get(), keys);
-            map.gather(v + channel, in_stride, place.get(), values);
+            map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
             map.gather(grad_out + channel, out_stride, place.get(), grads);
-            map.prefetch(task + 1, {q, k, v}, place_next.get());
             if (lepe) memcpy(raw, values, n * pd * sizeof(float));
             map.normalize(queries, tau[head], eps, inverse_q);
             map.normalize(keys, 1.0f, eps, inverse_k);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse_v);
             map.transpose(keys, keys_t);
             map.transpose(values, values_t);
-            memcpy(attn, padded_bias.get() + (bias ? head * n * pn : 0), n * pn * sizeof(float));
-            product(n, queries, pd, 1, keys_t, pn, dim, attn, pn, pn);
-            softmax(attn, n, pn);
+            weigh(map, queries, keys_t, padded_bias.get() + (bias ? head * n * pn : 0), attn);
 
             clear(grad_values, n * pd);
             product(n, attn, 1, pn, grads, pd, n, grad_values, pd, pd);
