@@ -28,16 +28,17 @@ from torch import Tensor, nn
 import lipsformer  # noqa: F401  (registers the models)
 from data import DataError, Normalize, build_eval_dataset, eval_loader
 from data.evalsets import STANDARD, EvalSet, corruption_summary, find_sets
-from lipsformer.analysis.bounds import UnknownModuleError
-from lipsformer.analysis.lipschitz import certified_radius, image_domain, lipschitz_bound
+from lipsformer._configfile import ConfigError, make_config, read_config
+from lipsformer.analysis.bounds import UnknownModuleError, image_domain, lipschitz_bound
+from lipsformer.analysis.certificates import certified_radius
 from lipsformer.analysis.robustness import withstood
-from lipsformer.config import Config, ConfigError, DataConfig, load_config, make_config
+from lipsformer.config import Config, DataConfig
 from lipsformer.engine.checkpoint import EMA, MODEL, CheckpointError, locate, read_weights
-from lipsformer.engine.loop import SizedBatches, evaluate
+from lipsformer.engine.distributed import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
-from lipsformer.engine.run import CONFIG
-from lipsformer.engine.runtime import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
-from lipsformer.engine.snapshot import load_weights
+from lipsformer.engine.steps import SizedBatches, evaluate
+from lipsformer.engine.train_state import load_weights
+from lipsformer.engine.trainer import CONFIG
 from train import build_model
 
 
@@ -50,7 +51,7 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     folder = path if path.is_dir() else path.parent
     overrides = [f"data.{override}" for override in options.data]
     config_file = options.config or (folder / CONFIG if (folder / CONFIG).exists() else None)
-    config: Config | None = load_config(config_file, overrides) if config_file else None
+    config: Config | None = read_config(Config, config_file, overrides) if config_file else None
 
     if (folder / "config.json").exists():
         card = json.loads((folder / "config.json").read_text())

@@ -41,22 +41,22 @@ from data import (
     eval_loader,
 )
 from data.dataset import ImageDataset, TrainDataset
-from lipsformer.analysis.bounds import Domain, UnknownModuleError
+from lipsformer._configfile import ConfigError, describe, read_config
+from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.control import BoundCheck, BoundExceededError, SpectralCap, UpdateLimit
 from lipsformer.analysis.instrument import Instrument
-from lipsformer.analysis.lipschitz import image_domain, lipschitz_bound
 from lipsformer.analysis.monitor import Monitor
 from lipsformer.analysis.plots import plot_monitor
-from lipsformer.config import Config, ConfigError, LipschitzConfig, describe, load_config
-from lipsformer.engine import runtime
+from lipsformer.config import Config, LipschitzConfig
+from lipsformer.engine import distributed
 from lipsformer.engine.checkpoint import CheckpointError, locate, read_weights
-from lipsformer.engine.loop import Learner, shard_ema
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.optim import make_optimizer
-from lipsformer.engine.run import Run, find_start
 from lipsformer.engine.schedule import CosineSchedule
-from lipsformer.engine.snapshot import load_initial_weights
+from lipsformer.engine.steps import Learner, shard_ema
 from lipsformer.engine.tracking import METRICS, read_metrics
+from lipsformer.engine.train_state import load_initial_weights
+from lipsformer.engine.trainer import Run, find_start
 from scripts.dry_run import describe_run
 from scripts.report import write_report
 
@@ -91,7 +91,7 @@ def assemble(
         accelerator: its processes.
         write: takes the records of the Lipschitz monitor, with the number of updates made.
     """
-    samples, steps = runtime.micro_batches(config.train, accelerator.num_processes)
+    samples, steps = distributed.micro_batches(config.train, accelerator.num_processes)
     with accelerator.main_process_first():  # which may have to download
         train_set, val_set = build_datasets(config.data, config.augment, seed=config.train.seed)
     updates = TrainBatches(
@@ -155,7 +155,7 @@ def assemble(
 
 def train(config: Config) -> int:
     """One run; returns the number of the signal that stopped it, 0 at its end."""
-    accelerator = runtime.start(config)
+    accelerator = distributed.start(config)
     start = find_start(config, accelerator)
 
     def write(made: int, record: Mapping[str, float]) -> None:
@@ -199,7 +199,7 @@ def train(config: Config) -> int:
 def dry_run(config: Config) -> str:
     """What a run would do. Writes nothing, and fetches nothing."""
     config = replace(config, data=replace(config.data, download=False))
-    accelerator = runtime.start(config)
+    accelerator = distributed.start(config)
     start = find_start(config, accelerator)
     text = describe_run(config, assemble(config, accelerator))
     accelerator.state.destroy_process_group()
@@ -360,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     logging.getLogger("lipsformer").setLevel(logging.INFO if first else logging.CRITICAL)
     try:
-        config = load_config(options.config, options.overrides)
+        config = read_config(Config, options.config, options.overrides)
         if options.dry_run:
             text, stopped = dry_run(config), 0
             if first:
@@ -368,15 +368,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             stopped = train(config)
     except (ConfigError, DataError) as error:
-        code, message = runtime.EXIT_USER_ERROR, str(error)
+        code, message = distributed.EXIT_USER_ERROR, str(error)
     except NonFiniteError as error:
-        code, message = runtime.EXIT_NONFINITE, str(error)
+        code, message = distributed.EXIT_NONFINITE, str(error)
     except CheckpointError as error:
-        code, message = runtime.EXIT_STORAGE, str(error)
+        code, message = distributed.EXIT_STORAGE, str(error)
     except BoundExceededError as error:
-        code, message = runtime.EXIT_BOUND, str(error)
+        code, message = distributed.EXIT_BOUND, str(error)
     else:
-        return runtime.EXIT_STOPPED if stopped else 0
+        return distributed.EXIT_STOPPED if stopped else 0
     if first:
         print(f"error: {message}", file=sys.stderr)
     return code

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.curves import plot_runs
-from lipsformer.config import load_config
-from lipsformer.engine.runtime import EXIT_NONFINITE
+from lipsformer._configfile import read_config
+from lipsformer.config import Config
+from lipsformer.engine.distributed import EXIT_NONFINITE
 from lipsformer.engine.tracking import METRICS, read_metrics
 
 NANO_SWIN = {"embed_dim": 32, "depths": [1, 2, 5, 1], "num_heads": [2, 4, 8, 16], "window_size": 4}
@@ -130,7 +131,7 @@ def main() -> None:
                 record: dict[str, Any] = {"row": row, "model": model, "lr": lr, "code": code}
                 if code == 0:
                     top1 = [r["top1"] for r in read_metrics(folder / METRICS) if r["kind"] == "raw"]
-                    epochs = load_config(folder / "config.yaml").train.epochs
+                    epochs = read_config(Config, folder / "config.yaml").train.epochs
                     record |= {"epochs": epochs, "last_top1": top1[-1], "best_top1": max(top1)}
                     folders.append(folder)
                 records.append(record)

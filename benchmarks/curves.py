@@ -9,13 +9,14 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from lipsformer.config import load_config
+from lipsformer._configfile import read_config
+from lipsformer.config import Config
 from lipsformer.engine.tracking import METRICS, read_metrics
 
 
 def plot_runs(runs: Sequence[Path], output: Path) -> None:
     """Loss over updates and validation accuracy, a line per run."""
-    configs = [load_config(run / "config.yaml") for run in runs]
+    configs = [read_config(Config, run / "config.yaml") for run in runs]
     one_model = len({config.model.name for config in configs}) == 1
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)

@@ -27,11 +27,11 @@ from torch.nn import functional as F
 
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer.config import OptimConfig
-from lipsformer.engine.loop import Learner, Stopwatch, train_epoch
 from lipsformer.engine.metrics import Window, summarise
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.engine.signals import StopRequest
+from lipsformer.engine.steps import Learner, Stopwatch, train_epoch
 from lipsformer.engine.tracking import Tracking
 
 CLASSES = 10

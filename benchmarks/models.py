@@ -36,7 +36,7 @@ from torch.nn.functional import cross_entropy
 import lipsformer
 from benchmarks.counting import OperatorCounter
 from benchmarks.machine import PRECISIONS, limits, machine, peak_memory, synchronize
-from lipsformer.analysis.profile import count_parameters, part_costs
+from lipsformer.analysis.cost import count_parameters, part_costs
 from lipsformer.models import LipsFormerCSwin, LipsFormerSwin, LipsFormerViT
 
 MODELS = ("swin_tiny_patch4_window7_224", "lipsformer_swin_tiny", "lipsformer_tiny")

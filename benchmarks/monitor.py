@@ -24,14 +24,14 @@ from accelerate import Accelerator
 
 import lipsformer  # noqa: F401  (registers the models)
 from data import Normalize, build_eval_dataset
+from lipsformer.analysis.bounds import image_domain
 from lipsformer.analysis.instrument import Instrument
-from lipsformer.analysis.lipschitz import image_domain
 from lipsformer.analysis.monitor import Monitor
 from lipsformer.analysis.sigma import operators
 from lipsformer.config import DataConfig, OptimConfig
-from lipsformer.engine.loop import Learner
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
+from lipsformer.engine.steps import Learner
 
 INTERVAL = inspect.signature(Monitor).parameters["every"].default
 PROBE = 8  # images, as train.py takes

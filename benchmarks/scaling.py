@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.machine import PRECISIONS, machine, synchronize
-from lipsformer.analysis.profile import count_parameters
+from lipsformer.analysis.cost import count_parameters
 
 
 def work(rank: int, options: argparse.Namespace, threads: int, store: str, path: Path) -> None:

@@ -1,43 +1,13 @@
-"""The schema of a training run: frozen dataclasses, filled from YAML and `key=value` overrides.
+"""The schema of a training run: frozen dataclasses, filled from YAML and `key=value` overrides."""
 
-This is the only module that knows OmegaConf. Whatever is wrong with a config becomes one
-`ConfigError` of one line; entry points print it and exit with code 2 before writing anything.
-"""
-
-import dataclasses
-import difflib
 import hashlib
-import inspect
-import math
-import types
-import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-Schema = TypeVar("Schema")
-
-
-class ConfigError(ValueError):
-    """A user's mistake, in one line: what, the value, what is allowed, what to do."""
-
-
-def _require(condition: bool, path: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"{path}={value!r} is not possible: {allowed}")
-
-
-def _require_finite(section: object, name: str) -> None:
-    for item in dataclasses.fields(section):  # pyright: ignore[reportArgumentType]
-        value = getattr(section, item.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float):
-                _require(math.isfinite(number), f"{name}.{item.name}", number, "must be finite")
+from lipsformer._configfile import ConfigError, require, require_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +19,7 @@ class ModelConfig:
     checkpoint: str | None = None
 
     def __post_init__(self) -> None:
-        _require(bool(self.name), "model.name", self.name, "name a timm model")
+        require(bool(self.name), "model.name", self.name, "name a timm model")
         for key, why in {
             "num_classes": "it follows from the data",
             "pretrained": "give model.checkpoint",
@@ -90,11 +60,11 @@ class DataConfig:
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
     def __post_init__(self) -> None:
-        _require_finite(self, "data")
-        _require(self.img_size >= 1, "data.img_size", self.img_size, "must be >= 1 pixel")
-        _require(self.num_workers >= 0, "data.num_workers", self.num_workers, "must be >= 0")
-        _require(0 < self.crop_pct <= 1, "data.crop_pct", self.crop_pct, "must be in (0, 1]")
-        _require(min(self.std) > 0, "data.std", self.std, "all must be > 0")
+        require_finite(self, "data")
+        require(self.img_size >= 1, "data.img_size", self.img_size, "must be >= 1 pixel")
+        require(self.num_workers >= 0, "data.num_workers", self.num_workers, "must be >= 0")
+        require(0 < self.crop_pct <= 1, "data.crop_pct", self.crop_pct, "must be in (0, 1]")
+        require(min(self.std) > 0, "data.std", self.std, "all must be > 0")
         for name, sources in (
             ("name", ("folder", "shards", "parquet")),
             ("skip_list", ("folder",)),
@@ -131,19 +101,19 @@ class AugmentConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_finite(self, "augment")
+        require_finite(self, "augment")
         for name in ("hflip", "reprob", "mixup_prob", "mixup_switch_prob"):
             value = getattr(self, name)
-            _require(0 <= value <= 1, f"augment.{name}", value, "must be a probability in [0, 1]")
+            require(0 <= value <= 1, f"augment.{name}", value, "must be a probability in [0, 1]")
         for name in ("color_jitter", "mixup", "cutmix"):
             value = getattr(self, name)
-            _require(value >= 0, f"augment.{name}", value, "must be >= 0")
+            require(value >= 0, f"augment.{name}", value, "must be >= 0")
         low, high = self.scale
-        _require(0 < low <= high <= 1, "augment.scale", self.scale, "must be 0 < low <= high <= 1")
+        require(0 < low <= high <= 1, "augment.scale", self.scale, "must be 0 < low <= high <= 1")
         low, high = self.ratio
-        _require(0 < low <= high, "augment.ratio", self.ratio, "must be 0 < low <= high")
+        require(0 < low <= high, "augment.ratio", self.ratio, "must be 0 < low <= high")
         smoothing = self.label_smoothing
-        _require(0 <= smoothing < 1, "augment.label_smoothing", smoothing, "must be in [0, 1)")
+        require(0 <= smoothing < 1, "augment.label_smoothing", smoothing, "must be in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,17 +132,17 @@ class OptimConfig:
     layer_decay: float | None = None
 
     def __post_init__(self) -> None:
-        _require_finite(self, "optim")
-        _require(self.lr >= 0, "optim.lr", self.lr, "must be >= 0")
-        _require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "both in [0, 1)")
-        _require(self.eps > 0, "optim.eps", self.eps, "must be > 0")
+        require_finite(self, "optim")
+        require(self.lr >= 0, "optim.lr", self.lr, "must be >= 0")
+        require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "both in [0, 1)")
+        require(self.eps > 0, "optim.eps", self.eps, "must be > 0")
         decay = self.weight_decay
-        _require(decay >= 0, "optim.weight_decay", decay, "must be >= 0")
+        require(decay >= 0, "optim.weight_decay", decay, "must be >= 0")
         clip = self.clip_grad
-        _require(clip is None or clip > 0, "optim.clip_grad", clip, "must be > 0, or null for off")
+        require(clip is None or clip > 0, "optim.clip_grad", clip, "must be > 0, or null for off")
         decay = self.layer_decay
         allowed = "must be in (0, 1], or null for off"
-        _require(decay is None or 0 < decay <= 1, "optim.layer_decay", decay, allowed)
+        require(decay is None or 0 < decay <= 1, "optim.layer_decay", decay, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +153,10 @@ class ScheduleConfig:
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_finite(self, "schedule")
+        require_finite(self, "schedule")
         warmup = self.warmup_epochs
-        _require(warmup >= 0, "schedule.warmup_epochs", warmup, "must be >= 0")
-        _require(self.min_lr >= 0, "schedule.min_lr", self.min_lr, "must be >= 0")
+        require(warmup >= 0, "schedule.warmup_epochs", warmup, "must be >= 0")
+        require(self.min_lr >= 0, "schedule.min_lr", self.min_lr, "must be >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,18 +190,18 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "global_batch_size", "eval_batch_size"):
             value = getattr(self, name)
-            _require(value >= 1, f"train.{name}", value, "must be >= 1")
+            require(value >= 1, f"train.{name}", value, "must be >= 1")
         for name in ("seed", "max_nonfinite_updates"):
             value = getattr(self, name)
-            _require(value >= 0, f"train.{name}", value, "must be >= 0")
+            require(value >= 0, f"train.{name}", value, "must be >= 0")
         micro, batch = self.batch_size_per_device, self.global_batch_size
         if micro is not None:
-            _require(micro >= 1, "train.batch_size_per_device", micro, "must be >= 1, or null")
+            require(micro >= 1, "train.batch_size_per_device", micro, "must be >= 1, or null")
             allowed = f"must divide train.global_batch_size={batch}"
-            _require(batch % micro == 0, "train.batch_size_per_device", micro, allowed)
+            require(batch % micro == 0, "train.batch_size_per_device", micro, allowed)
         decay = self.ema_decay
         allowed = "must be in (0, 1), or null for off"
-        _require(decay is None or 0 < decay < 1, "train.ema_decay", decay, allowed)
+        require(decay is None or 0 < decay < 1, "train.ema_decay", decay, allowed)
         if self.precision == "fp16" and self.max_nonfinite_updates < 10:
             raise ConfigError(
                 f"train.max_nonfinite_updates={self.max_nonfinite_updates} is too few for fp16, "
@@ -263,15 +233,15 @@ class RunConfig:
     report: bool = True
 
     def __post_init__(self) -> None:
-        _require(bool(self.output_dir), "run.output_dir", self.output_dir, "name a folder")
-        _require(bool(self.resume), "run.resume", self.resume, "auto, none or a path")
+        require(bool(self.output_dir), "run.output_dir", self.output_dir, "name a folder")
+        require(bool(self.resume), "run.resume", self.resume, "auto, none or a path")
         for name in ("log_every", "save_every_epochs", "keep"):
             value = getattr(self, name)
-            _require(value >= 1, f"run.{name}", value, "must be >= 1")
+            require(value >= 1, f"run.{name}", value, "must be >= 1")
         dense, updates = self.dense_updates, self.save_every_updates
-        _require(dense >= 0, "run.dense_updates", dense, "must be >= 0")
+        require(dense >= 0, "run.dense_updates", dense, "must be >= 0")
         allowed = "must be >= 1, or null for off"
-        _require(updates is None or updates >= 1, "run.save_every_updates", updates, allowed)
+        require(updates is None or updates >= 1, "run.save_every_updates", updates, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,17 +268,17 @@ class LipschitzConfig:
     bound_limit: float | None = None
 
     def __post_init__(self) -> None:
-        _require_finite(self, "lipschitz")
+        require_finite(self, "lipschitz")
         every = self.monitor_every
         allowed = "must be >= 1, or null for off"
-        _require(every is None or every >= 1, "lipschitz.monitor_every", every, allowed)
+        require(every is None or every >= 1, "lipschitz.monitor_every", every, allowed)
         caps = ("sigma_cap", "residual_scale_cap", "gain_cap")
         for name in (*caps, "update_limit", "bound_limit"):
             value = getattr(self, name)
             allowed = "must be > 0, or null for off"
-            _require(value is None or value > 0, f"lipschitz.{name}", value, allowed)
+            require(value is None or value > 0, f"lipschitz.{name}", value, allowed)
         strength = self.cap_strength
-        _require(0 < strength <= 1, "lipschitz.cap_strength", strength, "must be in (0, 1]")
+        require(0 < strength <= 1, "lipschitz.cap_strength", strength, "must be in (0, 1]")
         if self.cap_mode == "soft" and all(getattr(self, name) is None for name in caps):
             raise ConfigError("lipschitz.cap_mode='soft' has no effect without a cap")
 
@@ -328,113 +298,10 @@ class Config:
 
     def __post_init__(self) -> None:
         low, peak = self.schedule.min_lr, self.optim.lr
-        _require(low <= peak, "schedule.min_lr", low, f"must not exceed optim.lr={peak}")
+        require(low <= peak, "schedule.min_lr", low, f"must not exceed optim.lr={peak}")
         warmup, epochs = self.schedule.warmup_epochs, self.train.epochs
         allowed = f"must be below train.epochs={epochs}"
-        _require(warmup < epochs, "schedule.warmup_epochs", warmup, allowed)
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a training run; see `read_config`."""
-    return read_config(Config, path, overrides)
-
-
-def read_config(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) -> Schema:
-    """Reads a YAML file, its `base:` parent if it names one, and `key=value` overrides.
-
-    Later wins: parent, file, overrides. The parent's path is relative to the file, and a parent
-    has no parent of its own.
-
-    Raises:
-        ConfigError: for anything wrong; the message begins with the file's name.
-    """
-    path = Path(path)
-    layers = [_read_yaml(path)]
-    base = layers[0].pop("base", None)
-    if base is not None:
-        parent = _read_yaml(path.parent / str(base))
-        if "base" in parent:
-            raise ConfigError(f"{path}: base={str(base)!r} names a base itself; one level only")
-        layers.insert(0, parent)
-    return make_config(schema, layers, overrides, origin=str(path))
-
-
-def make_config(
-    schema: type[Schema],
-    layers: Sequence[Mapping[str, Any]],
-    overrides: Sequence[str] = (),
-    *,
-    origin: str,
-) -> Schema:
-    """Merges plain mappings and `key=value` overrides, and builds the frozen `schema` of them.
-
-    Args:
-        schema: a frozen dataclass.
-        layers: nested mappings; later ones win.
-        overrides: dotted assignments, which win over all layers; the value is read as YAML.
-        origin: what the user calls the source of the mappings, for messages.
-    """
-    for override in overrides:
-        key, separator, _ = override.partition("=")
-        if not separator or not key.strip():
-            raise ConfigError(f"override {override!r} is not of the form key=value")
-    try:
-        merged = OmegaConf.merge(*layers, OmegaConf.from_dotlist(list(overrides)))
-        if missing := sorted(OmegaConf.missing_keys(merged)):  # ??? in a file
-            be = "is" if len(missing) == 1 else "are"
-            raise ConfigError(f"{', '.join(missing)} {be} required and not given")
-        _check_keys(OmegaConf.to_container(merged, resolve=True), schema, prefix="")
-        # One merge onto the schema: a second one would meet frozen objects.
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), merged))
-    except ConfigError as error:
-        message = str(error)
-        raise ConfigError(
-            message if message.startswith(origin) else f"{origin}: {message}"
-        ) from None
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{origin}: {error.full_key} is required and not given") from None
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"{origin}: {_one_line(error)}") from None
-    return typing.cast(Schema, config)
-
-
-def dump_config(config: object) -> str:
-    """The whole config as YAML; loading it gives an equal object."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def describe(schema: type) -> str:
-    """Every section with its meaning, its settings, their types and defaults, for help texts."""
-    lines = []
-    for section, kind in typing.get_type_hints(schema).items():
-        lines += ["", f"{section}: {inspect.cleandoc(kind.__doc__ or '')}", ""]
-        hints = typing.get_type_hints(kind)
-        for item in dataclasses.fields(kind):
-            value = item.default
-            if item.default_factory is not dataclasses.MISSING:
-                value = item.default_factory()
-            default = "required" if value is dataclasses.MISSING else f"default {_in_yaml(value)}"
-            name = f"{section}.{item.name}"
-            lines.append(f"  {name:32} {_type_name(hints[item.name])}; {default}")
-    return "\n".join(lines[1:])
-
-
-def _type_name(hint: Any) -> str:
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        return " | ".join(map(str, options))
-    if isinstance(hint, types.UnionType):
-        return " | ".join("null" if o is types.NoneType else _type_name(o) for o in options)
-    if typing.get_origin(hint) is tuple:
-        inner = ["..." if option is ... else _type_name(option) for option in options]
-        return f"[{', '.join(inner)}]"
-    kind = typing.get_origin(hint) or hint
-    return {str: "text", dict: "mapping"}.get(kind) or kind.__name__
-
-
-def _in_yaml(value: Any) -> str:
-    plain = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(plain, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+        require(warmup < epochs, "schedule.warmup_epochs", warmup, allowed)
 
 
 def config_identity(config: Config) -> dict[str, Any]:
@@ -456,60 +323,3 @@ def config_hash(config: Config) -> str:
     """Sixteen hexadecimal digits that name `config_identity`."""
     text = yaml.safe_dump(config_identity(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such config file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path}: must hold a mapping of sections, not a {type(content).__name__}"
-        )
-    return typing.cast(dict[str, Any], content)
-
-
-def _check_keys(given: Any, schema: type, prefix: str) -> None:
-    """Refuses what OmegaConf would let through or name badly."""
-    if not isinstance(given, dict):
-        where = prefix.rstrip(".")
-        raise ConfigError(f"{where}={given!r} must be a mapping of settings")
-    hints = typing.get_type_hints(schema)
-    for key, value in given.items():
-        path = f"{prefix}{key}"
-        if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"unknown key {path}={value!r}; did you mean {prefix}{near[0]}? "
-                f"Known here: {', '.join(hints)}"
-            )
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            _check_keys(value, typing.cast(type, hint), prefix=f"{path}.")
-        elif isinstance(value, bool) and _takes_text(hint):
-            raise ConfigError(
-                f"{path}={value} is text, but YAML reads an unquoted no, yes, on or off "
-                'as a boolean; quote it, e.g. "no"'
-            )
-
-
-def _takes_text(hint: Any) -> bool:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return (
-        any(option is str or (typing.get_origin(option) is Literal) for option in options)
-        and bool not in options
-    )
-
-
-def _one_line(error: Exception) -> str:
-    """OmegaConf's message without its type lines, the dotted path first."""
-    path, text = "", []
-    for line in (line.strip() for line in str(error).splitlines()):
-        if line.startswith("full_key: "):
-            path = line.removeprefix("full_key: ")
-        elif line and not line.startswith(("reference_type", "object_type")):
-            text.append(line)
-    return f"{path}: {' '.join(text)}" if path else " ".join(text)

@@ -29,10 +29,10 @@ from data import DataError, UnreadableImageError
 from data.images import ADVICE, ArrayPicture, EncodedPicture
 from data.images import Picture as Source
 from data.sources import digits
-from lipsformer.analysis.profile import count_parameters
-from lipsformer.config import ConfigError
+from lipsformer._configfile import ConfigError
+from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.checkpoint import CheckpointError
-from lipsformer.engine.runtime import EXIT_USER_ERROR
+from lipsformer.engine.distributed import EXIT_USER_ERROR
 from scripts.demo_model import DemoModel
 from scripts.reporting.pictures import Picture, overlaid
 

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lipsformer._configfile import dump_config
+from lipsformer.analysis.cost import count_parameters, part_costs
 from lipsformer.analysis.memory import training_bytes
-from lipsformer.analysis.profile import count_parameters, part_costs
-from lipsformer.config import Config, dump_config
+from lipsformer.config import Config
 
 if TYPE_CHECKING:
     from train import Parts

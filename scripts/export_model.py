@@ -23,7 +23,7 @@ from timm.models import load_checkpoint, save_for_hf
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer.config import ConfigError
+from lipsformer._configfile import ConfigError
 from lipsformer.engine.checkpoint import CheckpointError
 from scripts.hub_card import find_weights, model_card
 from scripts.measure_lipschitz import load_model

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from data.errors import DataError
-from lipsformer.config import ConfigError, dump_config, read_config
+from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.graph.config import GraphConfig, SweepConfig
 from lipsformer.graph.plots import plot_sweep
 from lipsformer.graph.training import read_lines

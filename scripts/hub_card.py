@@ -5,8 +5,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from lipsformer.analysis.profile import count_parameters
-from lipsformer.config import ConfigError
+from lipsformer._configfile import ConfigError
+from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.checkpoint import CHECKPOINTS, EMA, MODEL, locate, read_state
 from scripts.reporting.runs import RunLog, read_runs
 from scripts.reporting.validation import best_weights

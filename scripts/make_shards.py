@@ -31,7 +31,8 @@ from data.shards import (
     write_shard,
 )
 from data.sources import FolderSource
-from lipsformer.config import ConfigError, DataConfig
+from lipsformer._configfile import ConfigError
+from lipsformer.config import DataConfig
 
 PLAN = "plan.json"
 

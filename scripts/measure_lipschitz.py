@@ -23,14 +23,19 @@ from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from data import DataError, Normalize, build_eval_dataset
-from lipsformer.analysis.bounds import UnknownModuleError, lipschitz_bound
+from lipsformer._configfile import ConfigError, make_config
+from lipsformer.analysis.bounds import (
+    UnknownModuleError,
+    flatten_bound,
+    image_domain,
+    lipschitz_bound,
+)
 from lipsformer.analysis.estimate import adversarial_lipschitz, estimate_submodules
-from lipsformer.analysis.lipschitz import flatten_bound, image_domain
 from lipsformer.analysis.plots import plot_bounds
-from lipsformer.config import ConfigError, DataConfig, make_config
+from lipsformer.config import DataConfig
 from lipsformer.engine.checkpoint import CheckpointError, locate, read_weights
-from lipsformer.engine.runtime import EXIT_USER_ERROR
-from lipsformer.engine.snapshot import load_weights
+from lipsformer.engine.distributed import EXIT_USER_ERROR
+from lipsformer.engine.train_state import load_weights
 
 
 def load_model(name: str) -> nn.Module:

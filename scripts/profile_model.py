@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer.analysis.profile import (
+from lipsformer.analysis.cost import (
     PartCost,
     PeakMemory,
     count_parameters,

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipsformer.config import ConfigError, load_config
-from lipsformer.engine import runtime, snapshot
+from lipsformer._configfile import ConfigError, read_config
+from lipsformer.config import Config
+from lipsformer.engine import distributed, train_state
 from lipsformer.engine.checkpoint import CHECKPOINTS, CheckpointError, read_state
-from lipsformer.engine.loop import Learner
-from lipsformer.engine.run import CONFIG, REPLAY
+from lipsformer.engine.steps import Learner
+from lipsformer.engine.trainer import CONFIG, REPLAY
 from train import Parts, assemble
 
 
@@ -29,13 +30,13 @@ def replay(folder: Path) -> dict[str, Any]:
     if not (folder / REPLAY).exists():
         raise ConfigError(f"{folder} has no {REPLAY}; only a run with exit code 3 leaves one")
     record = json.loads((folder / REPLAY).read_text())
-    config = load_config(folder / CONFIG, ["run.trackers=[]"])
-    accelerator = runtime.start(config)
+    config = read_config(Config, folder / CONFIG, ["run.trackers=[]"])
+    accelerator = distributed.start(config)
     parts = assemble(config, accelerator)
     update = 0
     if record["checkpoint"] is not None:
         checkpoint = folder / CHECKPOINTS / record["checkpoint"]
-        snapshot.put_back(parts.learner, checkpoint)
+        train_state.put_back(parts.learner, checkpoint)
         # A later one differs in nothing: the updates between were skipped.
         update = min(read_state(checkpoint)["update"], record["update"])
     while update < record["update"]:
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(replay(parser.parse_args(argv).run), indent=1))
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return runtime.EXIT_USER_ERROR
+        return distributed.EXIT_USER_ERROR
     return 0
 
 

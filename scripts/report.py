@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lipsformer.config import ConfigError
-from lipsformer.engine.runtime import EXIT_USER_ERROR
+from lipsformer._configfile import ConfigError
+from lipsformer.engine.distributed import EXIT_USER_ERROR
 
 IMAGES = 2000  # seconds on a GPU, and for small models on a CPU
 MOST_RUNS = 6

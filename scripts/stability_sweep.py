@@ -34,9 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data import DataError, Normalize, build_eval_dataset
-from lipsformer.config import ConfigError, DataConfig, OptimConfig, make_config
+from lipsformer._configfile import ConfigError, make_config
+from lipsformer.config import DataConfig, OptimConfig
+from lipsformer.engine.distributed import EXIT_USER_ERROR
 from lipsformer.engine.optim import make_optimizer, set_lr
-from lipsformer.engine.runtime import EXIT_USER_ERROR
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, ScaledCosineAttention, WeightedResidual
 from lipsformer.models.lipsformer_swin import LipsFormerSwin

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from data.errors import DataError
 from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
-from lipsformer.config import ConfigError, dump_config, read_config
+from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.graph import create_model
 from lipsformer.graph.config import DataConfig, GraphConfig
 from lipsformer.graph.plots import plot_training

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import train
-from lipsformer.engine.loop import Learner
+from lipsformer.engine.steps import Learner
 
 if __name__ == "__main__":
     mark = Path(sys.argv[1])

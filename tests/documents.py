@@ -23,7 +23,8 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 import eval as evaluation
 import train
-from lipsformer.config import DataConfig, load_config, make_config, read_config
+from lipsformer._configfile import make_config, read_config
+from lipsformer.config import Config, DataConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -121,7 +122,7 @@ def check_module(name: str, arguments: Sequence[str]) -> None:
 @cache
 def check_training(config: str, overrides: tuple[str, ...]) -> None:
     """The config loads with the overrides, and its model can be built."""
-    loaded = load_config(ROOT / config, overrides)
+    loaded = read_config(Config, ROOT / config, overrides)
     loaded = replace(loaded, model=replace(loaded.model, checkpoint=None))
     with torch.device("meta"):
         train.build_model(loaded, [str(number) for number in range(10)])

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lipsformer import cli
-from lipsformer.config import Config, describe, make_config
+from lipsformer._configfile import describe, make_config
+from lipsformer.config import Config
 from tests.conftest import ROOT
 from tests.engine.conftest import fresh_process  # noqa: F401
 from tests.runs import DIGITS, write_config

@@ -4,14 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lipsformer.config import (
-    Config,
-    ConfigError,
-    config_hash,
-    config_identity,
-    dump_config,
-    load_config,
-)
+from lipsformer._configfile import ConfigError, dump_config, read_config
+from lipsformer.config import Config, config_hash, config_identity
 
 MINIMAL = """
 model: {name: lipsformer_nano}
@@ -31,7 +25,7 @@ def minimal(tmp_path: Path) -> Path:
 
 def refusal(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
+        read_config(Config, path, overrides)
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(str(path)) or message.startswith("override")
@@ -41,7 +35,7 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_overrides_win_over_file_and_file_over_base(tmp_path: Path, minimal: Path) -> None:
     child = tmp_path / "child.yaml"
     child.write_text("base: run.yaml\noptim: {lr: 2e-3, weight_decay: 0.5}\ntrain: {epochs: 7}\n")
-    config = load_config(child, ["train.epochs=11", "augment.scale=[0.3,1]"])
+    config = read_config(Config, child, ["train.epochs=11", "augment.scale=[0.3,1]"])
     assert config.optim.lr == 2e-3
     assert config.optim.weight_decay == 0.5
     assert config.train.epochs == 11
@@ -50,7 +44,8 @@ def test_overrides_win_over_file_and_file_over_base(tmp_path: Path, minimal: Pat
 
 
 def test_dump_loads_to_equal_config(tmp_path: Path, minimal: Path) -> None:
-    config = load_config(
+    config = read_config(
+        Config,
         minimal,
         [
             "model.kwargs.drop_path_rate=0.1",
@@ -63,12 +58,12 @@ def test_dump_loads_to_equal_config(tmp_path: Path, minimal: Path) -> None:
     )
     saved = tmp_path / "saved.yaml"
     saved.write_text(dump_config(config))
-    assert load_config(saved) == config
+    assert read_config(Config, saved) == config
 
 
 def test_config_is_frozen(minimal: Path) -> None:
     with pytest.raises(AttributeError):
-        load_config(minimal).optim.lr = 1.0
+        read_config(Config, minimal).optim.lr = 1.0
 
 
 @pytest.mark.parametrize(
@@ -129,7 +124,7 @@ def test_broken_files_are_named(tmp_path: Path, text: str, part: str) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load_config(path)
+        read_config(Config, path)
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -142,7 +137,7 @@ def test_base_of_a_base_is_refused(tmp_path: Path, minimal: Path) -> None:
 
 def test_identity_ignores_place_and_speed_and_nothing_else(minimal: Path) -> None:
     def named(*overrides: str) -> str:
-        return config_hash(load_config(minimal, overrides))
+        return config_hash(read_config(Config, minimal, overrides))
 
     for same in (
         "run.output_dir=y",
@@ -153,5 +148,5 @@ def test_identity_ignores_place_and_speed_and_nothing_else(minimal: Path) -> Non
         assert named(same) == named()
     for other in ("optim.lr=2e-3", "train.epochs=4", "train.seed=1", "augment.mixup=0.8"):
         assert named(other) != named()
-    config: Config = load_config(minimal)
+    config: Config = read_config(Config, minimal)
     assert config_identity(config)["optim.lr"] == 1e-3

@@ -18,7 +18,8 @@ import yaml
 
 import lipsformer  # noqa: F401  (registers)
 import train
-from lipsformer.config import Config, make_config
+from lipsformer._configfile import make_config
+from lipsformer.config import Config
 from tests import newcomer
 from tests.documents import ROOT, check_command, read_blocks, read_commands
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 import eval as evaluation
 import train
 from data import build_eval_dataset
-from lipsformer.analysis.lipschitz import image_domain, lipschitz_bound
-from lipsformer.config import DataConfig, make_config
+from lipsformer._configfile import make_config
+from lipsformer.analysis.bounds import image_domain, lipschitz_bound
+from lipsformer.config import Config, DataConfig
 from tests.engine.conftest import fresh_process  # noqa: F401
 from tests.runs import DIGITS, write_config
 
@@ -114,7 +115,7 @@ def test_a_run_folder_tells_how_it_was_made(run: Path) -> None:
 
 def test_fine_tuning_takes_all_weights_but_a_head_of_other_classes(run: Path) -> None:
     folder = max((run / "checkpoints").iterdir())
-    config = train.load_config(run / "config.yaml", [f"model.checkpoint={folder}"])
+    config = train.read_config(Config, run / "config.yaml", [f"model.checkpoint={folder}"])
     weights = load_file(folder / "ema.safetensors")
     same = train.build_model(config, list("0123456789")).state_dict()
     assert all(torch.equal(same[name], weights[name]) for name in weights)

@@ -23,8 +23,11 @@ ALLOWED = {
     "lipsformer/__main__.py": {"lipsformer.cli"},
     "lipsformer/cli.py": {"lipsformer"},
     "lipsformer/completion.py": {"lipsformer.cli", "lipsformer.config", "shtab"},
-    "lipsformer/layers": {*CORE, "einops", "lipsformer.layers"},
-    "lipsformer/models": {*CORE, "einops", "lipsformer.layers", "lipsformer.models"},
+    "lipsformer/kernels": {*CORE, "lipsformer.kernels", "lipsformer.layers"},
+    "lipsformer/layers": {*CORE, "einops", "lipsformer.kernels", "lipsformer.layers"},
+    "lipsformer/models": {
+        *{*CORE, "einops", "lipsformer.kernels", "lipsformer.layers", "lipsformer.models"}
+    },
     "lipsformer/graph": {
         *{"torch", "torch_geometric", "triton", "matplotlib", "numpy"},
         *{"lipsformer.layers", "lipsformer.graph", "lipsformer.config"},
@@ -104,7 +107,7 @@ def test_import_needs_no_optional_package():
         f"sys.modules.update(dict.fromkeys({optional!r}))\n"
         "import lipsformer, timm\n"
         "model = timm.create_model('lipsformer_nano', device='meta')\n"
-        "assert lipsformer.layers._native._library.cache_info().currsize == 0  # not compiled\n"
+        "assert lipsformer.kernels.build._library.cache_info().currsize == 0  # not compiled\n"
         "print(sum(p.numel() for p in model.parameters()), lipsformer.__file__)\n"
     )
     run = subprocess.run(

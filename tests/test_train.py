@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from timm import create_model
 from timm.models import save_for_hf
 
-from lipsformer.config import ConfigError, load_config
+from lipsformer._configfile import ConfigError, read_config
+from lipsformer.config import Config
 from lipsformer.engine.optim import parameter_groups
 from scripts import check_data
 from tests.data.trees import write_tree
@@ -27,7 +28,7 @@ RUNS = sorted(
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_every_config_builds_its_model(path: Path) -> None:
-    config = load_config(path)
+    config = read_config(Config, path)
     with torch.device("meta"):
         model = build_model(config, [str(label) for label in range(7)])
     size = config.data.img_size
@@ -73,16 +74,16 @@ def test_fine_tuning_preset_asks_for_what_it_needs(checkpoint: Path) -> None:
     for left_out in needed:
         given = [f"{key}={value}" for key, value in needed.items() if key != left_out]
         with pytest.raises(ConfigError, match=f"{left_out} is required and not given"):
-            load_config(FINETUNE, given)
+            read_config(Config, FINETUNE, given)
     with pytest.raises(ConfigError, match=r"data.name, model.checkpoint, model.name are"):
-        load_config(FINETUNE)
+        read_config(Config, FINETUNE)
 
 
 def test_fine_tuning_preset_starts_from_the_weights_with_a_lower_lr_in_early_layers(
     checkpoint: Path,
 ) -> None:
     overrides = ["model.name=lipsformer_nano", f"model.checkpoint={checkpoint}", "data.name=set"]
-    config = load_config(FINETUNE, [*overrides, "data.img_size=32"])
+    config = read_config(Config, FINETUNE, [*overrides, "data.img_size=32"])
     model = build_model(config, ["a", "b", "c"])
     weights = load_file(checkpoint / "model.safetensors")
     for name, tensor in model.state_dict().items():
@@ -96,6 +97,6 @@ def test_fine_tuning_preset_starts_from_the_weights_with_a_lower_lr_in_early_lay
 
 def test_weights_of_another_model_are_named(checkpoint: Path) -> None:
     overrides = ["model.name=lipsformer_swin_nano", f"model.checkpoint={checkpoint}"]
-    config = load_config(FINETUNE, [*overrides, "data.name=set", "data.img_size=32"])
+    config = read_config(Config, FINETUNE, [*overrides, "data.name=set", "data.img_size=32"])
     with pytest.raises(ConfigError, match=r"holds a lipsformer_nano; set model\.name=lipsformer_n"):
         build_model(config, ["a", "b", "c"])

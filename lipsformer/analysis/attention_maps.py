@@ -14,7 +14,7 @@ from lipsformer.layers import (
     fit_window,
     merge_heads,
 )
-from lipsformer.layers.score_norm import dense_quadratic_scale
+from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
 
 
 class Layout(NamedTuple):
@@ -139,6 +139,6 @@ def _shifted_windows(_: Any, block: Any, __: int, x: Tensor) -> Layout:
 _LAYOUTS = {
     "lipsformer.models.lipsformer_cswin.StripeAttention": _stripes,
     "lipsformer.models.lipsformer_swin.WindowAttention": _windows,
-    "lipsformer.models.lipschitz_form.CosineAttention": _sequence,
+    "lipsformer.models.timm_conversion.CosineAttention": _sequence,
     "timm.models.swin_transformer.SwinTransformerBlock": _shifted_windows,
 }

@@ -6,9 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds import Domain
+from lipsformer.analysis.bounds import Domain, gathered_bound
 from lipsformer.analysis.instrument import Instrument
-from lipsformer.analysis.lipschitz import gathered_bound
 from lipsformer.analysis.sigma import (
     Operator,
     SigmaTracker,

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds import Domain
+from lipsformer.analysis.bounds import Domain, gathered_bound
 from lipsformer.analysis.instrument import Instrument
-from lipsformer.analysis.lipschitz import gathered_bound
 from lipsformer.analysis.sigma import SigmaTracker, operators, residual_scale_of, whole
 from lipsformer.layers import CenterNorm, ScaledCosineAttention
 

@@ -1,16 +1,11 @@
-"""The schema of graph runs and sweeps; read with ``lipsformer.config.read_config``."""
+"""The schema of graph runs and sweeps; read with ``lipsformer._configfile.read_config``."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer.config import ConfigError
+from lipsformer._configfile import require
 
 __all__ = ["DataConfig", "GraphConfig", "ModelConfig", "RunConfig", "SweepConfig", "TrainConfig"]
-
-
-def _require(condition: bool, path: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"{path}={value!r} is not possible: {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +20,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("hidden_channels", "num_layers"):
             value = getattr(self, name)
-            _require(value >= 1, f"model.{name}", value, "must be >= 1")
+            require(value >= 1, f"model.{name}", value, "must be >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +54,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         rate = self.missing_rate
-        _require(0 <= rate <= 1, "data.missing_rate", rate, "must be in [0, 1]")
+        require(0 <= rate <= 1, "data.missing_rate", rate, "must be in [0, 1]")
         for name in ("batch_size", "num_parts", "tree_depth", "num_trees"):
             value = getattr(self, name)
-            _require(value >= 1, f"data.{name}", value, "must be >= 1")
-        _require(self.split >= 0, "data.split", self.split, "must be >= 0")
+            require(value >= 1, f"data.{name}", value, "must be >= 1")
+        require(self.split >= 0, "data.split", self.split, "must be >= 0")
         for name in ("missing_seed", "tree_seed"):
-            _require(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "must be >= 0")
+            require(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "must be >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +84,21 @@ class TrainConfig:
     profile_every: int = 0
 
     def __post_init__(self) -> None:
-        _require(0 < self.lr < float("inf"), "train.lr", self.lr, "must be > 0 and finite")
+        require(0 < self.lr < float("inf"), "train.lr", self.lr, "must be > 0 and finite")
         decay = self.weight_decay
-        _require(0 <= decay < float("inf"), "train.weight_decay", decay, "must be >= 0, finite")
+        require(0 <= decay < float("inf"), "train.weight_decay", decay, "must be >= 0, finite")
         for name in ("epochs", "patience"):
             value = getattr(self, name)
-            _require(value >= 1, f"train.{name}", value, "must be >= 1")
+            require(value >= 1, f"train.{name}", value, "must be >= 1")
         patience, clip = self.plateau_patience, self.clip_grad
         allowed = "must be >= 1, or null"
-        _require(patience is None or patience >= 1, "train.plateau_patience", patience, allowed)
-        _require(clip is None or clip > 0, "train.clip_grad", clip, "must be > 0, or null")
+        require(patience is None or patience >= 1, "train.plateau_patience", patience, allowed)
+        require(clip is None or clip > 0, "train.clip_grad", clip, "must be > 0, or null")
         seeds = self.seeds
-        _require(len(seeds) > 0, "train.seeds", seeds, "name at least one")
-        _require(len(set(seeds)) == len(seeds), "train.seeds", seeds, "each only once")
+        require(len(seeds) > 0, "train.seeds", seeds, "name at least one")
+        require(len(set(seeds)) == len(seeds), "train.seeds", seeds, "each only once")
         every = self.profile_every
-        _require(every >= 0, "train.profile_every", every, "must be >= 0")
+        require(every >= 0, "train.profile_every", every, "must be >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +115,9 @@ class RunConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        _require(bool(self.output_dir), "run.output_dir", self.output_dir, "name a folder")
+        require(bool(self.output_dir), "run.output_dir", self.output_dir, "name a folder")
         every = self.checkpoint_every
-        _require(every >= 1, "run.checkpoint_every", every, "must be >= 1")
+        require(every >= 1, "run.checkpoint_every", every, "must be >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +157,12 @@ class SweepConfig:
     log_x: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.num_workers >= 1, "num_workers", self.num_workers, "must be >= 1")
-        _require(len(self.seeds) > 0, "seeds", self.seeds, "name at least one")
+        require(self.num_workers >= 1, "num_workers", self.num_workers, "must be >= 1")
+        require(len(self.seeds) > 0, "seeds", self.seeds, "name at least one")
         for entry in self.grid:
             key, separator, values = entry.partition("=")
             allowed = "must be key=value,value,..."
-            _require(bool(separator and key and values), "grid", entry, allowed)
+            require(bool(separator and key and values), "grid", entry, allowed)
         keys = [entry.partition("=")[0] for entry in self.grid]
         allowed = f"must be a key of grid: {', '.join(keys)}"
-        _require(self.x is None or self.x in keys, "x", self.x, allowed)
+        require(self.x is None or self.x in keys, "x", self.x, allowed)

@@ -24,8 +24,8 @@ from torch_geometric.utils import (
 )
 from torch_geometric.utils.sparse import set_sparse_value
 
-from lipsformer.layers.attention import ScaledCosineAttention, cosine_normalize
-from lipsformer.layers.score_norm import (
+from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
+from lipsformer.layers.lipschitz_norm import (
     linear_scale,
     quadratic_scale,
     released_linear_scale,
@@ -34,8 +34,8 @@ from lipsformer.layers.score_norm import (
 )
 from lipsformer.layers.spectral import spectral_init_
 
-from .csr import edge_csr
-from .edge_attention import edge_attention, fusable, neighbor_max
+from .edge_attention.csr import edge_csr
+from .edge_attention.operator import edge_attention, fusable, neighbor_max
 
 __all__ = ["LipschitzGATConv", "LipschitzTransformerConv", "ScaledCosineConv"]
 

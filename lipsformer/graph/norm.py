@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import PairNorm
 from torch_geometric.utils import scatter
 
-from lipsformer.layers.norm import CenterNorm
+from lipsformer.layers.center_norm import CenterNorm
 
 __all__ = ["NODE_NORMS", "NeighborNorm", "NodeNorm", "parse_norm"]
 

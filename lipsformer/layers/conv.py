@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.layers._cpu import cpu_training, first_order_on_cpu
-from lipsformer.layers._native import name_of, native, run
+from lipsformer.kernels.build import name_of, native, run
+from lipsformer.kernels.dispatch import cpu_training, first_order_on_cpu
 
 
 def _native(weight: Tensor, *maps: Tensor) -> bool:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.layers._cpu import cpu_training
-from lipsformer.layers._pointwise import gelu_backward_, sum_rows
+from lipsformer.kernels.dispatch import cpu_training
+from lipsformer.kernels.pointwise import gelu_backward_, sum_rows
 
 
 def _conv_1x1(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

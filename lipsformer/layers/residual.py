@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.layers._cpu import first_order_on_cpu, float32_on_cpu
-from lipsformer.layers._pointwise import add_gelu, add_gelu_backward
+from lipsformer.kernels.dispatch import first_order_on_cpu, float32_on_cpu
+from lipsformer.kernels.pointwise import add_gelu, add_gelu_backward
 
 
 class _GeluResidualFunction(torch.autograd.Function):

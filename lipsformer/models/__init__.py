@@ -1,8 +1,8 @@
 """LipsFormer for images; importing this package registers the models with timm."""
 
-from lipsformer.models.lipschitz_form import convert
 from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
 from lipsformer.models.lipsformer_swin import LipsFormerSwin
 from lipsformer.models.lipsformer_vit import LipsFormerViT
+from lipsformer.models.timm_conversion import convert
 
 __all__ = ["LipsFormerCSwin", "LipsFormerSwin", "LipsFormerViT", "convert"]

@@ -11,10 +11,10 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from lipsformer.kernels.pointwise import add_gelu, center
 from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention
-from lipsformer.layers._pointwise import add_gelu, center
-from lipsformer.layers.frozen import FrozenCosineAttention, FrozenLinear
-from lipsformer.models._body import LipsFormerBlock, PatchEmbed
+from lipsformer.models.frozen import FrozenCosineAttention, FrozenLinear
+from lipsformer.models.lipsformer import LipsFormerBlock, PatchEmbed
 from lipsformer.models.lipsformer_cswin import ConvMerging, StripeAttention
 from lipsformer.models.lipsformer_swin import PatchMerging
 

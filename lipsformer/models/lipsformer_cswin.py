@@ -24,14 +24,14 @@ from lipsformer.layers import (
     merge_heads,
     partition_heads,
 )
-from lipsformer.models._body import (
+from lipsformer.models.lipsformer import (
     Device,
     LipsFormer,
     make_attention,
     model_cfg,
     pad_to_even,
 )
-from lipsformer.models.convert import check_same_form, official_cswin_to_lipsformer
+from lipsformer.models.official_weights import check_same_form, official_cswin_to_lipsformer
 
 __all__ = ["LipsFormerCSwin"]
 

@@ -30,14 +30,14 @@ from lipsformer.layers import (
     partition_heads,
     relative_position_index,
 )
-from lipsformer.models._body import (
+from lipsformer.models.lipsformer import (
     Device,
     LipsFormer,
     make_attention,
     model_cfg,
     pad_to_even,
 )
-from lipsformer.models.convert import check_same_form, official_swin_to_lipsformer
+from lipsformer.models.official_weights import check_same_form, official_swin_to_lipsformer
 
 __all__ = ["LipsFormerSwin"]
 

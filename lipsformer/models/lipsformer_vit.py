@@ -9,8 +9,8 @@ from typing import Any
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
-from lipsformer.models._body import model_cfg, spectral_init_modules_
-from lipsformer.models.lipschitz_form import convert
+from lipsformer.models.lipsformer import model_cfg, spectral_init_modules_
+from lipsformer.models.timm_conversion import convert
 
 __all__ = ["LipsFormerViT"]
 

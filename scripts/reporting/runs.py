@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lipsformer.config import Config, ConfigError, load_config
-from lipsformer.engine.run import CONFIG
+from lipsformer._configfile import ConfigError, read_config
+from lipsformer.config import Config
 from lipsformer.engine.tracking import METRICS, read_metrics
+from lipsformer.engine.trainer import CONFIG
 
 Points = list[tuple[int, float]]
 
@@ -107,7 +108,7 @@ def _read(folder: Path, name: str, *, position: int, alone: bool) -> RunLog:
             position=position,
             alone=alone,
             folder=folder,
-            config=load_config(folder / CONFIG),
+            config=read_config(Config, folder / CONFIG),
             starts=starts,
             records=records,
             summary=json.loads(summary.read_text()) if summary.exists() else None,

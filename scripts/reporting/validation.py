@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from data import DataError, Normalize, build_eval_dataset
 from data.dataset import ImageDataset
 from data.loader import EvalBatches
+from lipsformer._configfile import ConfigError
 from lipsformer.analysis.attention_maps import attention_maps
-from lipsformer.analysis.confusion import confusion_matrix, most_confused_pairs, worst_mistakes
-from lipsformer.config import Config, ConfigError
+from lipsformer.analysis.errors import confusion_matrix, most_confused_pairs, worst_mistakes
+from lipsformer.config import Config
 from lipsformer.engine.checkpoint import (
     CHECKPOINTS,
     EMA,

@@ -9,11 +9,17 @@ from torch.func import jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipsformer
-from lipsformer.analysis.attention_bounds import refined_theorem_bound, theorem_bound
-from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
+from lipsformer.analysis.bounds import (
+    Domain,
+    UnknownModuleError,
+    flatten_bound,
+    image_domain,
+    lipschitz_bound,
+)
+from lipsformer.analysis.bounds.attention import refined_theorem_bound, theorem_bound
+from lipsformer.analysis.bounds.layers import GELU_BOUND, center_norm_sigma
+from lipsformer.analysis.certificates import certified_radius
 from lipsformer.analysis.estimate import adversarial_lipschitz, capture_inputs
-from lipsformer.analysis.layer_bounds import GELU_BOUND, center_norm_sigma
-from lipsformer.analysis.lipschitz import certified_radius, flatten_bound, image_domain
 from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,

@@ -6,13 +6,12 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer.analysis.bounds import lipschitz_bound
+from lipsformer.analysis.bounds import flatten_bound, image_domain, lipschitz_bound
 from lipsformer.analysis.estimate import (
     adversarial_lipschitz,
     estimate_submodules,
     local_lipschitz,
 )
-from lipsformer.analysis.lipschitz import flatten_bound, image_domain
 
 
 def exact_constants(function, x):

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import lipsformer
-from lipsformer.analysis.bounds import Domain, lipschitz_bound
+from lipsformer.analysis.bounds import Domain, gathered_bound, lipschitz_bound
 from lipsformer.analysis.control import SpectralCap, UpdateLimit
-from lipsformer.analysis.lipschitz import gathered_bound
 from lipsformer.analysis.monitor import Monitor
 from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma, operators
 from lipsformer.layers import DepthwiseConv2d

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer.analysis.bounds import Domain, lipschitz_bound
-from lipsformer.analysis.lipschitz import certified_radius
+from lipsformer.analysis.certificates import certified_radius
 from lipsformer.analysis.robustness import margins, pgd_attack, withstood
 
 

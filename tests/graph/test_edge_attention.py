@@ -11,16 +11,12 @@ import pytest
 import torch
 from torch_geometric.nn import MessagePassing
 
-from lipsformer.graph import (
-    LipschitzGATConv,
-    LipschitzTransformerConv,
-    ScaledCosineConv,
-    edge_attention_cpu,
-)
+from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
 from lipsformer.graph import conv as conv_module
-from lipsformer.graph.csr import edge_csr
-from lipsformer.graph.edge_attention import edge_attention, neighbor_max
-from lipsformer.layers.score_norm import segment_max
+from lipsformer.graph.edge_attention import cpu
+from lipsformer.graph.edge_attention.csr import edge_csr
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
+from lipsformer.layers.lipschitz_norm import segment_max
 from tests.conftest import ROOT
 from tests.graph.edges import (
     CHANNELS,
@@ -42,7 +38,7 @@ CONVS = [LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv]
 @pytest.mark.parametrize("size", [1.0, 40.0])  # small and large scores
 @pytest.mark.parametrize(("slope", "dropout"), [(1.0, 0.0), (0.2, 0.0), (0.2, 0.37)])
 def test_value_and_gradient_equal_a_loop(monkeypatch, edges_per_pass, size, slope, dropout):
-    monkeypatch.setattr(edge_attention_cpu, "_EDGES_PER_PASS", edges_per_pass)
+    monkeypatch.setattr(cpu, "_EDGES_PER_PASS", edges_per_pass)
     edge_index, inputs = random_edges(), random_inputs(size)
     keep = torch.rand(HEADS, EDGES) >= dropout if dropout else None
     out = edge_attention(
@@ -289,7 +285,7 @@ def test_triton_kernels_equal_a_loop_in_the_interpreter():
 def test_triton_kernels_compile_for_a_gpu_that_is_not_there(monkeypatch, tmp_path):
     triton = pytest.importorskip("triton", reason="the kernels are Triton's")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels = importlib.import_module("lipsformer.graph.edge_attention_triton")
+    kernels = importlib.import_module("lipsformer.graph.edge_attention.triton")
     hopper = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     sizes = {"H": 3, "D": 2, "C": 5, "BLOCK_E": 16, "BLOCK_D": 2, "BLOCK_C": 8, "BLOCK_H": 4}
     constants = {**sizes, "SLOPE": 0.2, "KEEP_SCALE": 1.6, "HAS_KEEP": True}

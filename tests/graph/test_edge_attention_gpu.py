@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
-from lipsformer.graph.csr import edge_csr
-from lipsformer.layers.score_norm import segment_max
+from lipsformer.graph.edge_attention.csr import edge_csr
+from lipsformer.layers.lipschitz_norm import segment_max
 from tests.graph.edges import (
     CHANNELS,
     EDGES,
@@ -20,7 +20,7 @@ from tests.graph.edges import (
     random_inputs,
 )
 
-kernels = pytest.importorskip("lipsformer.graph.edge_attention_triton", exc_type=ImportError)
+kernels = pytest.importorskip("lipsformer.graph.edge_attention.triton", exc_type=ImportError)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from lipsformer.config import ConfigError, read_config
+from lipsformer._configfile import ConfigError, read_config
 from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, SweepConfig, TrainConfig
 from lipsformer.graph.training import evaluate, fit

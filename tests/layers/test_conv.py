@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lipsformer.kernels.build import native
 from lipsformer.layers import DepthwiseConv2d, conv
-from lipsformer.layers._native import native
 from tests.oracles import depthwise_conv
 
 B, HEIGHT, WIDTH, C = 2, 5, 11, 3

@@ -5,7 +5,7 @@ import timm
 import torch
 
 import lipsformer  # noqa: F401  (registers)
-from lipsformer.analysis.profile import count_parameters, part_costs
+from lipsformer.analysis.cost import count_parameters, part_costs
 
 # parameters of the released code without its unused norms, and GMACs at 224 px
 PUBLISHED = {

@@ -5,8 +5,7 @@ import pytest
 import timm
 import torch
 
-from lipsformer.analysis.bounds import lipschitz_bound
-from lipsformer.analysis.lipschitz import image_domain
+from lipsformer.analysis.bounds import image_domain, lipschitz_bound
 from scripts.measure_lipschitz import load_model, main
 
 

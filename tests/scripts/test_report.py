@@ -18,7 +18,8 @@ import yaml
 
 import train
 from data import Normalize, build_eval_dataset
-from lipsformer.config import load_config
+from lipsformer._configfile import read_config
+from lipsformer.config import Config
 from scripts.report import main, write_report
 from scripts.reporting.figures import confusion_figure, monitor_curves
 from scripts.reporting.runs import read_runs
@@ -105,7 +106,7 @@ def predictions(run: Path) -> list[tuple[int, torch.Tensor]]:
     from safetensors.torch import load_file
 
     model.load_state_dict(load_file(folder / "ema.safetensors"))
-    config = load_config(run / "config.yaml")
+    config = read_config(Config, run / "config.yaml")
     found = []
     with torch.no_grad():
         for image, label in build_eval_dataset(config.data, classes=None):

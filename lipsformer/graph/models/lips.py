@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lipsformer.graph.conv import ScaledCosineConv
-from lipsformer.layers.norm import CenterNorm
+from lipsformer.layers.center_norm import CenterNorm
 from lipsformer.layers.residual import WeightedResidual
 from lipsformer.layers.spectral import spectral_init_
 

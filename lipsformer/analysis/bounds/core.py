@@ -1,16 +1,19 @@
 """Proved Lipschitz bounds: what they speak about, how they compose, which rule a module has.
 
 A rule per module type states the bound of that type; composite modules compose the bounds of their
-children as their own forward does. Rules live in ``layer_bounds``, ``attention_bounds`` and
-``model_bounds``; ``lipsformer.analysis.lipschitz`` loads them all. Proofs: docs/lipschitz.md.
+children as their own forward does. Importing ``lipsformer.analysis.bounds`` loads every rule.
+Proofs: docs/lipschitz.md.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
+
+from lipsformer.analysis.sigma import whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,3 +176,44 @@ def log10_one_plus(log10: float) -> float:
 def largest(scale: Tensor | None) -> float:
     """Return the 2-norm of diag(scale), 1 for None."""
     return 1.0 if scale is None else scale.detach().abs().max().item()
+
+
+def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> Domain:
+    """Return the domain of normalised images with pixel values in [0, 1].
+
+    Args:
+        size: (H, W) in pixels.
+        mean: Mean per channel that the normalisation subtracts.
+        std: Standard deviation per channel that it divides by.
+    """
+    longest = [max(m, 1.0 - m) / s for m, s in zip(mean, std, strict=True)]
+    return Domain(size=size, radius=math.hypot(*longest))
+
+
+class _BoundOf(nn.Module):
+    """A model's bound as a forward pass, which can be called with other tensors as weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, domain: Domain) -> Bound:
+        return lipschitz_bound(self.model, domain)
+
+
+def gathered_bound(model: nn.Module, domain: Domain) -> Bound:
+    """Return the proved bound of a model that FSDP2 may have sharded; every rank must call it.
+
+    Args:
+        model: The model inside the wrappers.
+        domain: The inputs.
+    """
+    weights = {f"model.{name}": whole(weight) for name, weight in model.named_parameters()}
+    return functional_call(_BoundOf(model), weights, (domain,))
+
+
+def flatten_bound(bound: Bound, name: str = "") -> Iterator[tuple[str, Bound]]:
+    """Yield (module name, bound) of a bound and all its parts, parents first."""
+    yield name, bound
+    for part_name, part in bound.parts.items():
+        yield from flatten_bound(part, f"{name}.{part_name}" if name else part_name)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipsformer  # noqa: F401  (registers)
-from lipsformer.analysis.profile import count_parameters, median_seconds, part_costs
+from lipsformer.analysis.cost import count_parameters, median_seconds, part_costs
 
 MODELS = [
     ("lipsformer_nano", {}),
@@ -93,7 +93,7 @@ def test_peak_memory_sees_what_was_held_and_freed():
     """In a process of its own: what other tests left behind may be freed at any time."""
     lines = [
         "import torch",
-        "from lipsformer.analysis.profile import PeakMemory",
+        "from lipsformer.analysis.cost import PeakMemory",
         "with PeakMemory(torch.device('cpu')) as memory:",
         "    held = torch.ones(2**26, dtype=torch.uint8)",
         "    del held",

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_function, register_notrace_module, use_fused_attn
 from torch import Tensor, nn
 
-from lipsformer.layers._cpu import cpu_training
-from lipsformer.layers.score_norm import dense_quadratic_scale
+from lipsformer.kernels.dispatch import cpu_training
+from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
 
 MAX_LOGIT_SCALE = 100.0  # the ceiling of a learned temperature, as in SwinV2
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from lipsformer.engine.distributed import seed_micro_step
 from lipsformer.engine.metrics import EvalSums, NonFiniteError, Window
 from lipsformer.engine.optim import set_lr
-from lipsformer.engine.runtime import seed_micro_step
 
 MicroBatch = tuple[Tensor, Tensor]
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from lipsformer.analysis.confusion import confusion_matrix, most_confused_pairs, worst_mistakes
+from lipsformer.analysis.errors import confusion_matrix, most_confused_pairs, worst_mistakes
 
 
 def test_matrix_and_pairs_equal_counts_in_a_loop():

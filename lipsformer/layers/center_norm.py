@@ -6,8 +6,8 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.layers._cpu import float32_on_cpu
-from lipsformer.layers._pointwise import center, center_backward
+from lipsformer.kernels.dispatch import float32_on_cpu
+from lipsformer.kernels.pointwise import center, center_backward
 
 MAX_OFFSET = 64.0  # |bias / gain| up to which the output gives the centred input back
 

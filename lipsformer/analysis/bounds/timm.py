@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipsformer.analysis.attention_bounds import (
+from lipsformer.analysis.bounds.attention import (
     attention_bound,
     column_mass,
     gram_norm,
     logit_scale,
     split_qkv,
 )
-from lipsformer.analysis.bounds import (
+from lipsformer.analysis.bounds.core import (
     Bound,
     Domain,
     UnknownModuleError,
@@ -24,10 +24,10 @@ from lipsformer.analysis.bounds import (
     rule,
     simple_bound,
 )
-from lipsformer.analysis.model_bounds import project, residual_bound, then
+from lipsformer.analysis.bounds.lipsformer import project, residual_bound, then
 from lipsformer.analysis.sigma import residual_scale_of
 
-_FORM = "lipsformer.models.lipschitz_form."
+_FORM = "lipsformer.models.timm_conversion."
 _VIT = "timm.models.vision_transformer."
 _SWIN = "timm.models.swin_transformer."
 

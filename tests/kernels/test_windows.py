@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lipsformer.kernels.build import native
 from lipsformer.layers import (
     DepthwiseConv2d,
     ScaledCosineAttention,
@@ -11,7 +12,6 @@ from lipsformer.layers import (
     merge_heads,
     partition_heads,
 )
-from lipsformer.layers._native import native
 
 pytestmark = pytest.mark.skipif(
     not native(torch.empty(1)), reason="the CPU kernels need g++ on a processor with AVX2"

@@ -9,7 +9,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from lipsformer.layers import DepthwiseConv2d, _native
+from lipsformer.kernels import build
+from lipsformer.layers import DepthwiseConv2d
 from tests.oracles import depthwise_conv
 
 KERNEL = """
@@ -30,8 +31,8 @@ def folder(tmp_path, monkeypatch):
     sources.mkdir()
     (sources / "fill.cpp").write_text(KERNEL)
     (sources / "note.h").write_text("")
-    monkeypatch.setattr(_native, "_SOURCES", sources)
-    monkeypatch.setattr(_native, "_library", cache(_native._library.__wrapped__))
+    monkeypatch.setattr(build, "_SOURCES", sources)
+    monkeypatch.setattr(build, "_library", cache(build._library.__wrapped__))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("LIPSFORMER_NATIVE", raising=False)
     return tmp_path / "cache" / "lipsformer"
@@ -40,7 +41,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def compiled(folder):
     """The same where there is a compiler."""
-    if _native._library() is None:
+    if build._library() is None:
         pytest.skip("no compiler for this processor")
     return folder
 
@@ -48,26 +49,26 @@ def compiled(folder):
 def test_arguments_arrive_and_threads_come_last(compiled):
     x = torch.arange(5.0)
     y = torch.empty(5)
-    _native.run("fill", y, x, 5, 0.5, None, True)
+    build.run("fill", y, x, 5, 0.5, None, True)
     assert torch.equal(y, 0.5 * x + 10 + torch.get_num_threads())
 
 
 def test_compiled_once_and_again_when_the_sources_change(compiled, monkeypatch):
     (library,) = compiled.iterdir()
     written = library.stat().st_mtime_ns
-    _native._library.cache_clear()
-    assert _native._library() is not None
+    build._library.cache_clear()
+    assert build._library() is not None
     assert library.stat().st_mtime_ns == written
-    (_native._SOURCES / "note.h").write_text("// another")
-    _native._library.cache_clear()
-    assert _native._library() is not None
+    (build._SOURCES / "note.h").write_text("// another")
+    build._library.cache_clear()
+    assert build._library() is not None
     assert len(list(compiled.iterdir())) == 2
 
 
 @pytest.mark.parametrize("variable", ["LIPSFORMER_NATIVE", "PATH"])
 def test_switched_off_or_without_a_compiler_nothing_is_said(folder, variable, monkeypatch, caplog):
     monkeypatch.setenv(variable, "0" if variable == "LIPSFORMER_NATIVE" else "")
-    assert not _native.native(torch.ones(1))
+    assert not build.native(torch.ones(1))
     assert not caplog.records
     assert not folder.exists()
 
@@ -98,7 +99,7 @@ def test_processes_that_compile_at_once_leave_one_whole_library(compiled):
 
     def compile_like_another_process():
         together.wait()
-        found.append(_native._library.__wrapped__())
+        found.append(build._library.__wrapped__())
 
     threads = [threading.Thread(target=compile_like_another_process) for _ in range(3)]
     for thread in threads:
@@ -115,12 +116,12 @@ def test_refused_where_something_looks_at_the_operators(compiled):
 
     def note(name):
         def function(x):
-            seen.setdefault(name, _native.native(x))  # tracing runs it once more to compare
+            seen.setdefault(name, build.native(x))  # tracing runs it once more to compare
             return x.sum()
 
         return function
 
-    assert _native.native(x, nn.Parameter(x))
+    assert build.native(x, nn.Parameter(x))
     with FlopCounterMode(display=False):
         note("mode")(x)
     with forward_ad.dual_level():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lipsformer.engine import snapshot
+from lipsformer.engine import train_state
 from lipsformer.engine.checkpoint import CheckpointError, CheckpointFolder
 from tests.engine.test_loop import make_learner, make_model, make_samples, transform
 
@@ -18,17 +18,19 @@ def test_a_fresh_learner_continues_as_the_first(tmp_path: Path) -> None:
     for update in range(3):
         first.update([samples], 6, update, transform)
     folder = CheckpointFolder(tmp_path, keep=1).save(
-        3, tensors=snapshot.take(first), texts={}, best_update=None
+        3, tensors=train_state.take(first), texts={}, best_update=None
     )
     model = make_model()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     second = make_learner(model, ema_decay=0.8)
-    snapshot.put_back(second, folder)
+    train_state.put_back(second, folder)
     for learner in (first, second):
         learner.update([samples], 6, 3, transform)
-    taken, again = snapshot.take(first), snapshot.take(second)
-    assert taken.keys() == again.keys() == {snapshot.MODEL, snapshot.OPTIMIZER, snapshot.EMA}
+    taken, again = train_state.take(first), train_state.take(second)
+    assert (
+        taken.keys() == again.keys() == {train_state.MODEL, train_state.OPTIMIZER, train_state.EMA}
+    )
     for name, tensors in taken.items():
         assert tensors.keys() == again[name].keys()
         for key, tensor in tensors.items():
@@ -39,17 +41,17 @@ def test_the_gradient_scaler_is_put_back(tmp_path: Path) -> None:
     learner = make_learner(make_model())
     learner.update([make_samples(6)], 6, 0, transform)
     learner.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**11, growth_interval=9)
-    state = snapshot.scaler_state(learner)
+    state = train_state.scaler_state(learner)
     folder = CheckpointFolder(tmp_path, keep=1).save(
         1,
-        tensors=snapshot.take(learner),
+        tensors=train_state.take(learner),
         texts={"state.json": json.dumps({"scaler": state})},
         best_update=None,
     )
     learner.accelerator.scaler = torch.amp.GradScaler("cpu")
-    assert snapshot.scaler_state(learner) != state
-    snapshot.put_back(learner, folder)
-    assert snapshot.scaler_state(learner) == state
+    assert train_state.scaler_state(learner) != state
+    train_state.put_back(learner, folder)
+    assert train_state.scaler_state(learner) == state
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_the_gradient_scaler_is_put_back(tmp_path: Path) -> None:
     ],
 )
 def test_another_model_is_refused(tmp_path: Path, other: nn.Module, reason: str) -> None:
-    tensors = snapshot.take(make_learner(make_model()))
+    tensors = train_state.take(make_learner(make_model()))
     folder = CheckpointFolder(tmp_path, keep=1).save(1, tensors=tensors, texts={}, best_update=None)
     with pytest.raises(CheckpointError, match=f"does not fit the model: .*{reason}"):
-        snapshot.put_back(make_learner(other), folder)
+        train_state.put_back(make_learner(other), folder)

@@ -14,7 +14,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from lipsformer.layers import CenterNorm, ScaledCosineAttention, cosine_windows
-from lipsformer.models._body import spectral_init_modules_
+from lipsformer.models.lipsformer import spectral_init_modules_
 
 LOGIT_SCALE = 10.0
 

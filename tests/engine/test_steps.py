@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lipsformer.config import OptimConfig
-from lipsformer.engine.loop import Learner, Stopwatch, evaluate, train_epoch
 from lipsformer.engine.metrics import NonFiniteError, Window
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
+from lipsformer.engine.steps import Learner, Stopwatch, evaluate, train_epoch
 
 CLASSES = 7
 OPTIM = OptimConfig(lr=0.05, weight_decay=0.1, clip_grad=0.3)

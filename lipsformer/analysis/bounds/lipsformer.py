@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipsformer.analysis.attention_bounds import (
+from lipsformer.analysis.bounds.attention import (
     HeadWeights,
     attention_bound,
     column_mass,
@@ -18,7 +18,7 @@ from lipsformer.analysis.attention_bounds import (
     logit_scale,
     split_qkv,
 )
-from lipsformer.analysis.bounds import (
+from lipsformer.analysis.bounds.core import (
     Bound,
     Domain,
     chain,
@@ -29,7 +29,7 @@ from lipsformer.analysis.bounds import (
     log10_product,
     rule,
 )
-from lipsformer.analysis.layer_bounds import (
+from lipsformer.analysis.bounds.layers import (
     GELU_BOUND,
     bias_norm,
     depthwise_channel_sigma,
@@ -38,7 +38,7 @@ from lipsformer.analysis.layer_bounds import (
 )
 from lipsformer.layers import fit_window
 
-_BODY = "lipsformer.models._body."
+_BODY = "lipsformer.models.lipsformer."
 _SWIN = "lipsformer.models.lipsformer_swin."
 _CSWIN = "lipsformer.models.lipsformer_cswin."
 

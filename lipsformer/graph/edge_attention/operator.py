@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import MessagePassing, SumAggregation
 
-from lipsformer.layers.score_norm import segment_max
+from lipsformer.layers.lipschitz_norm import segment_max
 
-from . import edge_attention_cpu
+from . import cpu as edge_attention_cpu
 from .csr import EdgeCSR
 
 __all__ = ["edge_attention", "fusable", "neighbor_max", "reference_edge_attention"]
@@ -136,7 +136,7 @@ def reference_edge_attention(
 
 def _backend(x: Tensor) -> ModuleType:
     if x.is_cuda:
-        from . import edge_attention_triton
+        from . import triton as edge_attention_triton
 
         return edge_attention_triton
     return edge_attention_cpu

@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import ProjectConfiguration, broadcast_object_list
 
-from lipsformer.config import Config, ConfigError, TrainConfig
+from lipsformer._configfile import ConfigError
+from lipsformer.config import Config, TrainConfig
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipsformer.layers.score_norm import (
+from lipsformer.layers.lipschitz_norm import (
     dense_max,
     dense_quadratic_scale,
     linear_attention_bound,

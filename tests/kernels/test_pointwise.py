@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lipsformer.layers import _pointwise
-from lipsformer.layers._pointwise import (
+from lipsformer.kernels import pointwise
+from lipsformer.kernels.pointwise import (
     add_gelu,
     add_gelu_backward,
     center,
@@ -27,7 +27,7 @@ def normals(*shapes):
 @pytest.fixture(params=["kernels", "operators"])
 def path(request, monkeypatch):
     if request.param == "operators":
-        monkeypatch.setattr(_pointwise, "native", lambda *tensors: False)
+        monkeypatch.setattr(pointwise, "native", lambda *tensors: False)
 
 
 @torch.no_grad()

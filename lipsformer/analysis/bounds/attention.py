@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lipsformer.layers import LipschitzNormAttention
-from lipsformer.layers.attention import MAX_LOGIT_SCALE
-from lipsformer.layers.score_norm import theorem_bound as theorem_bound_of_lipschitz_norm
+from lipsformer.layers.cosine_attention import MAX_LOGIT_SCALE
+from lipsformer.layers.lipschitz_norm import theorem_bound as theorem_bound_of_lipschitz_norm
 
 
 class HeadWeights(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipsformer.layers._native import native, run
+from lipsformer.kernels.build import native, run
 
 
 def _one_pass(*tensors: Tensor) -> bool:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lipsformer.layers._cpu import first_order_on_cpu
-from lipsformer.layers._native import name_of, native, run
+from lipsformer.kernels.build import name_of, native, run
+from lipsformer.kernels.dispatch import first_order_on_cpu
 from lipsformer.layers.conv import DepthwiseConv2d
 
 MAX_TOKENS = 1024  # per window: scores and their gradients take 8 MB in every thread

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.layers._cpu import cpu_training
-from lipsformer.layers.attention import MAX_LOGIT_SCALE, ScaledCosineAttention
+from lipsformer.kernels.dispatch import cpu_training
+from lipsformer.layers.cosine_attention import MAX_LOGIT_SCALE, ScaledCosineAttention
 
 
 class FrozenLinear(nn.Linear):

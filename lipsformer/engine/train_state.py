@@ -21,7 +21,7 @@ from lipsformer.engine.checkpoint import (
     CheckpointError,
     read_state,
 )
-from lipsformer.engine.loop import Learner
+from lipsformer.engine.steps import Learner
 
 
 def take(learner: Learner) -> dict[str, dict[str, Tensor]]:

@@ -6,7 +6,7 @@ from typing import Any
 from timm.layers import ClassifierHead, DropPath, Mlp, SelectAdaptivePool2d
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds import (
+from lipsformer.analysis.bounds.core import (
     Bound,
     Domain,
     UnknownModuleError,

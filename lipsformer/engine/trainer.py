@@ -16,15 +16,9 @@ from typing import Any, Protocol
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from lipsformer.config import (
-    Config,
-    ConfigError,
-    config_hash,
-    config_identity,
-    dump_config,
-    load_config,
-)
-from lipsformer.engine import snapshot
+from lipsformer._configfile import ConfigError, dump_config, read_config
+from lipsformer.config import Config, config_hash, config_identity
+from lipsformer.engine import train_state
 from lipsformer.engine.checkpoint import (
     CHECKPOINTS,
     MODEL,
@@ -34,7 +28,11 @@ from lipsformer.engine.checkpoint import (
     read_state,
     write_atomically,
 )
-from lipsformer.engine.loop import (
+from lipsformer.engine.distributed import environment, memory_gib, on_main
+from lipsformer.engine.metrics import NonFiniteError, Window, summarise
+from lipsformer.engine.plots import plot_curves
+from lipsformer.engine.signals import StopRequest
+from lipsformer.engine.steps import (
     BatchTransform,
     Learner,
     MicroBatch,
@@ -43,10 +41,6 @@ from lipsformer.engine.loop import (
     evaluate,
     train_epoch,
 )
-from lipsformer.engine.metrics import NonFiniteError, Window, summarise
-from lipsformer.engine.plots import plot_curves
-from lipsformer.engine.runtime import environment, memory_gib, on_main
-from lipsformer.engine.signals import StopRequest
 from lipsformer.engine.tracking import METRICS, Tracking
 
 logger = logging.getLogger(__name__)
@@ -92,13 +86,13 @@ def _find_start(config: Config) -> Path | None:
             "run.resume=auto or name another folder"
         )
     if occupied:
-        _require_same(load_config(output_dir / CONFIG), config, str(output_dir))
+        _require_same(read_config(Config, output_dir / CONFIG), config, str(output_dir))
     if resume in ("auto", "none"):
         return CheckpointFolder(output_dir / CHECKPOINTS, keep=config.run.keep).newest()
     path = Path(resume)
     if fault := find_fault(path):
         raise ConfigError(f"run.resume={resume!r} is not a usable checkpoint: {fault}")
-    _require_same(load_config(path / CONFIG), config, resume)
+    _require_same(read_config(Config, path / CONFIG), config, resume)
     return path
 
 
@@ -315,7 +309,7 @@ class Run:
 
     def _save(self) -> None:
         window = self.window.state()
-        tensors = snapshot.take(self.learner)
+        tensors = train_state.take(self.learner)
         for name, tensor in tensors[MODEL].items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise NonFiniteError(
@@ -329,7 +323,7 @@ class Run:
             "position": position,
             "updates_per_epoch": self.updates_per_epoch,
             "ema_updates": None if self.learner.ema is None else self.update,
-            "scaler": snapshot.scaler_state(self.learner),
+            "scaler": train_state.scaler_state(self.learner),
             "window": window,
             "history": self.history,
             "best": self.best,
@@ -370,7 +364,7 @@ class Run:
                     f"{start} was made with other data: {name} {state[name]} there, {own} here"
                 )
         self._compare_world(start, state)
-        snapshot.put_back(self.learner, start)
+        train_state.put_back(self.learner, start)
         self.update = state["update"]
         self.history = state["history"]
         self.best = state["best"]
