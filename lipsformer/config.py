@@ -118,15 +118,21 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW. `lr` is the peak learning rate, used as stated: nothing scales it.
+    """The optimizer. `lr` is the peak learning rate and is used as stated: nothing scales it.
 
-    `clip_grad` bounds the 2-norm of the whole gradient; `layer_decay` multiplies the lr of each
-    group of layers once more per step away from the head.
+    `name` is one of timm's (`adamw`, `muon`, `nadamuon`, `lion`, `lamb`, ...). `betas`, `eps` and
+    `momentum` are its own defaults where they are null, and `kwargs` are further arguments of its
+    class. The Muon family updates hidden matrices; AdamW updates everything else at the same
+    learning rate. `clip_grad` bounds the 2-norm of the whole gradient. `layer_decay` multiplies the
+    learning rate of each group of layers once more per step away from the head.
     """
 
     lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    name: str = "adamw"
+    betas: tuple[float, ...] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
     weight_decay: float = 0.05
     clip_grad: float | None = None
     layer_decay: float | None = None
@@ -134,8 +140,12 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require_finite(self, "optim")
         require(self.lr >= 0, "optim.lr", self.lr, "must be >= 0")
-        require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "both in [0, 1)")
-        require(self.eps > 0, "optim.eps", self.eps, "must be > 0")
+        betas, eps, momentum = self.betas, self.eps, self.momentum
+        fits = betas is None or (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas))
+        require(fits, "optim.betas", betas, "must be two or three numbers in [0, 1), or null")
+        require(eps is None or eps > 0, "optim.eps", eps, "must be > 0, or null")
+        fits = momentum is None or 0 <= momentum < 1
+        require(fits, "optim.momentum", momentum, "must be in [0, 1), or null")
         decay = self.weight_decay
         require(decay >= 0, "optim.weight_decay", decay, "must be >= 0")
         clip = self.clip_grad
