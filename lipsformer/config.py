@@ -37,6 +37,8 @@ class DataConfig:
     `root` defaults to the environment variable LIPSFORMER_DATA, else `datasets`. `name` is the
     folder below it for `source: folder`, `shards` (made by `scripts.make_shards`) and `parquet`
     (as Hugging Face stores images, which may name the splits differently).
+    With `holdout` above 0 this share of the training images of each class is left out of training
+    and evaluated in place of `val_split`, so that settings can be chosen without the test images.
     An image that cannot be read is an error, unless the file `skip_list` names it: one path below
     the data folder per line, as `scripts.check_data` writes them. `crop_pct` is the share of the
     image that evaluation keeps; `mean` and `std` are per RGB channel, for values in [0, 1].
@@ -49,6 +51,7 @@ class DataConfig:
     name: str | None = None
     train_split: str = "train"
     val_split: str = "val"
+    holdout: float = 0.0
     img_size: int = 224
     num_workers: int = 4
     download: bool = False
@@ -63,6 +66,7 @@ class DataConfig:
         require_finite(self, "data")
         require(self.img_size >= 1, "data.img_size", self.img_size, "must be >= 1 pixel")
         require(self.num_workers >= 0, "data.num_workers", self.num_workers, "must be >= 0")
+        require(0 <= self.holdout < 1, "data.holdout", self.holdout, "must be in [0, 1)")
         require(0 < self.crop_pct <= 1, "data.crop_pct", self.crop_pct, "must be in (0, 1]")
         require(min(self.std) > 0, "data.std", self.std, "all must be > 0")
         for name, sources in (
