@@ -28,7 +28,7 @@ class ImageDataset(Dataset):
         >>> images = ImageDataset(digits("val", img_size=32), EvalTransform(32))
         >>> picture, label = images[0]
         >>> tuple(picture.shape), images.classes[label]
-        ((32, 32, 3), '5')
+        ((32, 32, 3), '7')
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class ParquetSource:
                 if number == 0:
                     self.image_column, self.label_column, self.classes = found
                 elif found != (self.image_column, self.label_column, self.classes):
-                    raise DataError(f"{file} has other columns or classes than {self.files[0]}")
+                    raise DataError(f"{file}: other columns or classes than {self.files[0]}")
                 for group in range(parquet.metadata.num_row_groups):
                     described = parquet.metadata.row_group(group)
                     self._groups.append((number, group))

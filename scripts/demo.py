@@ -33,7 +33,7 @@ from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_USER_ERROR
-from scripts.demo_model import DemoModel
+from scripts._demo_model import DemoModel
 from scripts.reporting.pictures import InlineImage, overlaid
 
 MAX_UPLOAD = 20 * 2**20  # bytes

@@ -83,7 +83,7 @@ def make(
 def verify(path: Path) -> list[str]:
     """Return the names of the shards that changed since they were written."""
     if not (path / INDEX).exists():
-        raise DataError(f"no {INDEX} in {path}: the shards are not complete")
+        raise DataError(f"no {INDEX} in {path}: it holds no complete shards")
     return [name for name, damaged in _progress(list(damaged_shards(path))) if damaged]
 
 

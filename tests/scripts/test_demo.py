@@ -31,7 +31,7 @@ from data import UnreadableImageError
 from data.images import EncodedPicture
 from lipsformer.config import DataConfig
 from scripts import demo
-from scripts.demo_model import DemoModel
+from scripts._demo_model import DemoModel
 from scripts.reporting.pictures import overlaid
 from tests.browser import Browser
 from tests.conftest import ROOT
