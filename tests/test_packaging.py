@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,24 @@ ROOT = Path(__file__).resolve().parents[1]
 def files(folder: str) -> list[Path]:
     path = ROOT / folder
     return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+CODE = ("lipsformer", "data", "train.py", "eval.py", "scripts", "benchmarks", "tests", "docs")
+TOOLS = {  # dependencies that are used without an import
+    *{"pytest-timeout", "ruff", "pyright", "hatchling", "ipykernel", "onnx", "onnxscript"},
+    *{"tensorboard", "mkdocs-material", "mkdocstrings", "lipsformer"},
+}
+
+
+def unused(dependencies: set[str]) -> set[str]:
+    """Return the dependencies that are neither a tool nor imported by any file."""
+    modules: dict[str, set[str]] = {}
+    for module, names in packages_distributions().items():
+        for name in names:
+            modules.setdefault(name.lower(), set()).add(module)
+    code = "\n".join(path.read_text() for part in CODE for path in files(part))
+    imported = {*re.findall(r"^\s*(?:import|from) (\w+)", code, re.MULTILINE)}
+    return {name for name in dependencies - TOOLS if not modules.get(name, {name}) & imported}
 
 
 def test_data_is_the_repositorys_own():
@@ -50,6 +69,7 @@ def test_wheel_holds_the_library_and_inside_it_the_application(tmp_path):
     required = {line for line in text.splitlines() if line.startswith("Requires-Dist")}
     core = {re.split(r"[ <>=]+", n)[1] for n in required if "extra ==" not in n}
     assert core == {"torch", "timm", "einops", "omegaconf"}
+    assert not unused({re.split(r"[ <>=;\[]+", line)[1].lower() for line in required})
 
 
 @pytest.fixture(scope="module")
