@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from data.batch import Normalize, TrainBatchTransform
 from data.dataset import ImageDataset, TrainDataset
 from data.errors import DataError
@@ -15,7 +17,14 @@ from data.evalsets import EvalSet, find_sets
 from data.parquet import ParquetSource
 from data.root import data_root
 from data.shards import ShardSource
-from data.sources import FolderSource, Source, digits, torchvision_set
+from data.sources import (
+    FolderSource,
+    Source,
+    Subset,
+    digits,
+    held_out,
+    torchvision_set,
+)
 from data.transforms import EvalTransform, FastEvalTransform, TrainTransform, Transform
 from lipsformer.config import AugmentConfig, DataConfig
 
@@ -43,6 +52,8 @@ def build_datasets(
             "(`python -m scripts.make_shards --parquet SPLIT`) to train faster",
             stacklevel=2,
         )
+    if data.holdout > 0:
+        source = Subset(source, np.flatnonzero(~held_out(source.labels, data.holdout)))
     train = TrainDataset(source, train_transform(data, augment), seed=seed)
     return train, build_eval_dataset(data, classes=train.classes)
 
@@ -58,7 +69,11 @@ def build_eval_dataset(data: DataConfig, *, classes: Sequence[str] | None) -> Im
     Raises:
         DataError: If something is missing or unexpected.
     """
-    source = build_source(data, data.val_split)
+    if data.holdout > 0:
+        source = build_source(data, data.train_split)
+        source = Subset(source, np.flatnonzero(held_out(source.labels, data.holdout)))
+    else:
+        source = build_source(data, data.val_split)
     return ImageDataset(source, eval_transform(data), classes=classes)
 
 

@@ -30,6 +30,24 @@ class Source(Protocol):
         ...
 
 
+def held_out(labels: np.ndarray, share: float) -> np.ndarray:
+    """Return which images are held out: the same share of every class, evenly over its images.
+
+    Args:
+        labels: Class of each image, [N].
+        share: Of the images, in [0, 1).
+
+    Returns:
+        [N], True for an image that is held out.
+    """
+    chosen = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        (members,) = np.nonzero(labels == label)
+        steps = np.floor(np.arange(len(members) + 1) * share)
+        chosen[members] = np.diff(steps) > 0
+    return chosen
+
+
 class FolderSource:
     """A tree with one folder per class, in the layout and order of torchvision's ImageFolder.
 

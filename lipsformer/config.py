@@ -48,7 +48,9 @@ class DataConfig:
     `root` is the folder of all data sets. It defaults to the environment variable LIPSFORMER_DATA,
     and to `datasets` if that is not set. `name` is a folder below `root`; the sources `folder`,
     `shards` (written by `scripts.make_shards`) and `parquet` (Hugging Face's format, which may use
-    other names of splits) read it. An image that cannot be read stops the run, unless the file
+    other names of splits) read it. With `holdout` above 0, this share of the training images of
+    each class is left out of training and evaluated in place of `val_split`, so that settings can
+    be chosen without the test images. An image that cannot be read stops the run, unless the file
     `skip_list` names it. That file holds one path per line, relative to the data folder, as
     `scripts.check_data` writes it. `crop_pct` is the share of each side that the center crop of
     evaluation keeps. `mean` and `std` belong to the RGB channels, for values in [0, 1]. Pillow
@@ -65,6 +67,7 @@ class DataConfig:
     name: str | None = None
     train_split: str = "train"
     val_split: str = "val"
+    holdout: float = 0.0
     img_size: int = 224
     num_workers: int = 4
     download: bool = False
@@ -79,6 +82,7 @@ class DataConfig:
         require_finite(self, "data")
         require(self.img_size >= 1, "data.img_size", self.img_size, "must be >= 1 pixel")
         require(self.num_workers >= 0, "data.num_workers", self.num_workers, "must be >= 0")
+        require(0 <= self.holdout < 1, "data.holdout", self.holdout, "must be in [0, 1)")
         require(0 < self.crop_pct <= 1, "data.crop_pct", self.crop_pct, "must be in (0, 1]")
         require(min(self.std) > 0, "data.std", self.std, "all must be > 0")
         for name, sources in (
@@ -139,20 +143,26 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer AdamW. `lr` is the peak learning rate. It is never rescaled.
+    """The optimizer. `lr` is the peak learning rate. It is never rescaled.
 
-    `clip_grad` is the largest 2-norm of the gradient of all parameters together. `layer_decay`
-    makes earlier layers learn more slowly: each group of layers has the learning rate of the
-    next group, multiplied by this factor.
+    `name` is one of timm's optimizers (`adamw`, `muon`, `nadamuon`, `lion`, `lamb`, ...). If
+    `betas`, `eps` or `momentum` is null, the optimizer's default applies. `kwargs` are further
+    arguments of its class. The Muon family updates hidden matrices, and AdamW updates the other
+    parameters at the same learning rate. `clip_grad` is the largest 2-norm of the gradient of all
+    parameters together. `layer_decay` makes earlier layers learn more slowly: each group of layers
+    has the learning rate of the next group, multiplied by this factor.
 
     Example:
-        >>> OptimConfig(lr=1e-3, clip_grad=1.0).betas
-        (0.9, 0.999)
+        >>> OptimConfig(lr=1e-3, clip_grad=1.0).name
+        'adamw'
     """
 
     lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    name: str = "adamw"
+    betas: tuple[float, ...] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
     weight_decay: float = 0.05
     clip_grad: float | None = None
     layer_decay: float | None = None
@@ -160,8 +170,12 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require_finite(self, "optim")
         require(self.lr >= 0, "optim.lr", self.lr, "must be >= 0")
-        require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "both in [0, 1)")
-        require(self.eps > 0, "optim.eps", self.eps, "must be > 0")
+        betas, eps, momentum = self.betas, self.eps, self.momentum
+        fits = betas is None or (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas))
+        require(fits, "optim.betas", betas, "must be two or three numbers in [0, 1), or null")
+        require(eps is None or eps > 0, "optim.eps", eps, "must be > 0, or null")
+        fits = momentum is None or 0 <= momentum < 1
+        require(fits, "optim.momentum", momentum, "must be in [0, 1), or null")
         decay = self.weight_decay
         require(decay >= 0, "optim.weight_decay", decay, "must be >= 0")
         clip = self.clip_grad
