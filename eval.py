@@ -26,8 +26,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from data import DataError, Normalize, build_eval_dataset, eval_loader
-from data.evalsets import STANDARD, EvalSet, corruption_summary, find_sets
+from data import DataError, Normalize, build_eval_dataset, build_eval_sets, eval_loader
+from data.evalsets import STANDARD, EvalSet, corruption_summary
 from lipsformer._configfile import ConfigError, make_config, read_config
 from lipsformer.analysis.bounds import UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius
@@ -64,7 +64,7 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     else:
         raise ConfigError(f"{path}: no config.json lies beside it; give --config configs/x.yaml")
     if options.set:
-        sets = find_sets(options.set, data, classes, num_classes)
+        sets = build_eval_sets(options.set, data, classes, num_classes)
     else:
         sets = [EvalSet("data", build_eval_dataset(data, classes=classes))]
     if model is None:
@@ -108,7 +108,7 @@ def evaluate_set(
         accelerator,
         classifier,
         batches,
-        normalize=Normalize(data),
+        normalize=Normalize(data.mean, data.std),
         num_images=len(eval_set.dataset),
     )
     assert result is not None
@@ -135,7 +135,7 @@ def certify(
         bound = lipschitz_bound(model, domain)
     except UnknownModuleError as error:
         raise ConfigError(f"--certify: {error}") from None
-    normalize, generator = Normalize(data), torch.Generator().manual_seed(0)
+    normalize, generator = Normalize(data.mean, data.std), torch.Generator().manual_seed(0)
 
     def logits(pixels: Tensor) -> Tensor:
         return classifier(normalize(pixels * 255.0))
@@ -237,8 +237,8 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    options = (parser or make_parser()).parse_intermixed_args(argv)
     if options.certify == []:
         options.certify = ["36/255"]
     first = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -37,7 +37,9 @@ from data import (
     Normalize,
     TrainBatches,
     TrainBatchTransform,
+    build_batch_transform,
     build_datasets,
+    collate,
     eval_loader,
 )
 from data.dataset import ImageDataset, TrainDataset
@@ -140,7 +142,7 @@ def assemble(
         train_set=train_set,
         val_set=val_set,
         updates=updates,
-        transform=TrainBatchTransform(
+        transform=build_batch_transform(
             config.data,
             config.augment,
             num_classes=len(train_set.classes),
@@ -174,7 +176,7 @@ def train(config: Config) -> int:
             world_size=accelerator.num_processes,
             num_workers=config.data.num_workers,
         ),
-        normalize=Normalize(config.data),
+        normalize=Normalize(config.data.mean, config.data.std),
         num_images=len(parts.val_set),
         classes=parts.train_set.classes,
         model_card=parts.model_card,
@@ -320,9 +322,9 @@ def make_instruments(
     if (cap := make_cap(options, module)) is not None:
         instruments.append(cap)
     if options.monitor_every is not None:
-        images = torch.stack([val_set[i * len(val_set) // 8][0] for i in range(8)])
+        images, _ = collate([val_set[i * len(val_set) // 8] for i in range(8)])
         device = next(module.parameters()).device
-        probe = Normalize(config.data)(images.to(device))
+        probe = Normalize(config.data.mean, config.data.std)(images.to(device))
         instruments.append(
             Monitor(module, write, every=options.monitor_every, probe=probe, domain=domain)
         )
@@ -353,8 +355,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_intermixed_args(argv)
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    options = (parser or make_parser()).parse_intermixed_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     # Only the first process of a machine speaks.
     first = os.environ.get("LOCAL_RANK", "0") == "0"

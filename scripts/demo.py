@@ -1,11 +1,12 @@
-"""A page on which a model looks at your pictures.
+"""Serve a web page on which a model classifies your own pictures.
 
     python -m scripts.demo --checkpoint outputs/demo
 
-Shows the five best classes of a picture, where a block and a head attend, how the prediction moves
-under noise, and an estimate of the local Lipschitz constant. The page is on this machine alone
-unless --host says otherwise and asks nothing of any other; pictures are not kept. Needs
-`pip install 'lipsformer[train,web]'`. Exit code 2 for a mistake.
+The page shows the five most probable classes of a picture, the attention of a block and a head, how
+the prediction changes under noise, and an estimate of the local Lipschitz constant. The server
+listens on localhost only, unless --host says otherwise. It loads nothing from the network and does
+not store uploads. It needs `pip install 'lipsformer[train,web]'`. Exit code 2 means a mistake in
+the arguments.
 """
 
 import argparse
@@ -26,30 +27,29 @@ import numpy as np
 from torch import Tensor
 
 from data import DataError, UnreadableImageError
-from data.images import ADVICE, ArrayPicture, EncodedPicture
-from data.images import Picture as Source
+from data.images import ADVICE, ArrayPicture, EncodedPicture, Picture
 from data.sources import digits
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_USER_ERROR
-from scripts.demo_model import DemoModel
-from scripts.reporting.pictures import Picture, overlaid
+from scripts._demo_model import DemoModel
+from scripts.reporting.pictures import InlineImage, overlaid
 
 MAX_UPLOAD = 20 * 2**20  # bytes
-MIN_TOKENS = 64  # of the map that is shown first
+MIN_TOKENS = 64  # the map that is shown first has at least so many tokens
 ALL_HEADS = "mean"
 CSS = Path(__file__).with_name("demo.css")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture to begin with.
+    """A sample picture of the page.
 
     Attributes:
-        name: what the page calls it.
+        name: Name on the page.
         array: uint8 [H, W] or [H, W, 3].
-        credit: where it comes from, as HTML.
+        credit: Origin of the picture, as HTML.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Sample:
 
 
 def load_samples(model: DemoModel) -> list[Sample]:
-    """Pictures that come with scikit-learn; held-out digits first for a model of digits."""
+    """Load scikit-learn's photos, after held-out digits if the model classifies digits."""
     from sklearn.datasets import load_sample_image
 
     def photo(name: str, author: str) -> Sample:
@@ -81,19 +81,19 @@ def load_samples(model: DemoModel) -> list[Sample]:
 
 
 def figure(array: np.ndarray, text: str, caption: str = "") -> str:
-    """An image inside the page itself, so that no file of it is made."""
-    source = Picture.of(array, text).uri
+    """Return the HTML of an image that is part of the page, so that no file is written."""
+    source = InlineImage.of(array, text).uri
     words = f"<figcaption>{caption}</figcaption>" if caption else ""
     return f'<figure><img src="{source}" alt="{html.escape(text)}">{words}</figure>'
 
 
 def bars(classes: Sequence[str], probabilities: Tensor, before: Tensor | None = None) -> str:
-    """The five best classes.
+    """Return the HTML of the five most probable classes.
 
     Args:
-        classes: names of the K classes.
-        probabilities: [K].
-        before: [K], marked on the bars.
+        classes: Names of the K classes.
+        probabilities: Probabilities [K], drawn as bars.
+        before: Other probabilities [K], drawn as marks on the bars.
     """
     rows = []
     best = probabilities.topk(min(5, len(classes)))
@@ -107,13 +107,13 @@ def bars(classes: Sequence[str], probabilities: Tensor, before: Tensor | None = 
 
 
 class Answers:
-    """What the page answers. Images are uint8 [H, W, 3] of the size that the model takes."""
+    """Compute what the page shows. Images are uint8 [H, W, 3] in the model's input size."""
 
     def __init__(self, model: DemoModel):
         self.model = model
         self.samples = load_samples(model)
         first = self.samples[0]
-        self.image, self.seen = self.look(ArrayPicture(first.array), first.name)
+        self.image, self.figure = self.prepare(ArrayPicture(first.array), first.name)
         try:
             maps = model.attention(self.image)
         except TypeError as error:
@@ -122,19 +122,19 @@ class Answers:
         fine = [block for block, received in maps.items() if received[0].size >= MIN_TOKENS]
         self.block = (fine or list(maps) or [None])[-1]
 
-    def take(self, path: Path) -> tuple[np.ndarray, str]:
-        """As `look`, of a file, which is deleted."""
+    def prepare_upload(self, path: Path) -> tuple[np.ndarray, str]:
+        """Do the same as `prepare` for a file, and delete the file."""
         try:
             picture = EncodedPicture(path.read_bytes(), path.name)
         finally:
             path.unlink(missing_ok=True)
-        return self.look(picture, path.name)
+        return self.prepare(picture, path.name)
 
-    def look(self, picture: Source, name: str) -> tuple[np.ndarray, str]:
-        """The image that the model sees of a picture, and its figure.
+    def prepare(self, picture: Picture, name: str) -> tuple[np.ndarray, str]:
+        """Return the model's input for a picture, and the HTML that shows it.
 
         Raises:
-            UnreadableImageError: if the picture cannot be used.
+            UnreadableImageError: If the picture cannot be used.
         """
         image = self.model.prepare(picture)
         width, height = picture.size
@@ -145,11 +145,11 @@ class Answers:
         return image, figure(image, f"{name}, as the model sees it", caption)
 
     def predict(self, image: np.ndarray) -> str:
-        """The five best classes of an image."""
+        """Return the HTML of the five most probable classes of an image."""
         return bars(self.model.classes, self.model.probabilities(image))
 
-    def attend(self, image: np.ndarray, block: str | None, head: str) -> str:
-        """The attention of a block and head, over the image."""
+    def draw_attention(self, image: np.ndarray, block: str | None, head: str) -> str:
+        """Return the HTML of the attention of a block and head, drawn over the image."""
         if block is None:
             return f"<p>{html.escape(self.no_attention)}</p>"
         heads = self.model.attention(image)[block]
@@ -158,28 +158,28 @@ class Answers:
         shares = (received - low) / max(high - low, 1e-9)
         caption = (
             f'{low:.2f} <i class="scale"></i> {high:.2f}<br>Attention that each of the '
-            f"{received.shape[1]} x {received.shape[0]} tokens receives; 1 were it uniform."
+            f"{received.shape[1]} x {received.shape[0]} tokens receives; 1 if it were uniform."
         )
         text = f"attention that the tokens of {block} receive, head: {head}"
         return figure(overlaid(image, shares), text, caption)
 
-    def choices(self, block: str) -> list[str]:
-        """The heads of a block."""
+    def head_choices(self, block: str) -> list[str]:
+        """List the heads of a block."""
         return [ALL_HEADS, *(str(head + 1) for head in range(self.heads[block]))]
 
-    def disturb(self, image: np.ndarray, level: float) -> str:
-        """The prediction with noise of a standard deviation, and that without as marks."""
+    def add_noise(self, image: np.ndarray, level: float) -> str:
+        """Return the HTML of the prediction with noise, and without noise as marks."""
         noisy = self.model.with_noise(image, level)
         caption = (
             f"Noise of length {noisy.length:.2f} moved the logits by {noisy.moved:.2f}. "
-            "The marks are the prediction without it."
+            "The marks show the prediction without noise."
         )
         shown = figure(noisy.image, f"the picture with noise of {level:g}", caption)
         before = self.model.probabilities(image)
         return shown + bars(self.model.classes, noisy.probabilities, before)
 
     def measure(self, image: np.ndarray) -> str:
-        """The local Lipschitz constant at an image."""
+        """Return the HTML of the local Lipschitz constant at an image."""
         found = self.model.sensitivity(image)
         reach = found.margin / (2**0.5 * found.constant)
         caption = (
@@ -195,36 +195,36 @@ class Answers:
 
 
 def build(answers: Answers, title: str) -> Any:
-    """The page, as Gradio's `Blocks`."""
+    """Build the page as Gradio's `Blocks`."""
     import gradio as gr
 
     def on_upload(path: str | None) -> dict[Any, Any]:
         if path is None:
             return {notice: ""}
         try:
-            return {upload: None, notice: "", **news(*answers.take(Path(path)))}
+            return {upload: None, notice: "", **update(*answers.prepare_upload(Path(path)))}
         except UnreadableImageError as error:
             reason = html.escape(str(error).removesuffix(ADVICE))
-            message = f'<p role="alert">{reason}. The picture before is still shown.</p>'
+            message = f'<p role="alert">{reason}. The page still shows the previous picture.</p>'
             return {upload: None, notice: message}
 
     def on_sample(sample: Sample) -> dict[Any, Any]:
-        return {notice: "", **news(*answers.look(ArrayPicture(sample.array), sample.name))}
+        return {notice: "", **update(*answers.prepare(ArrayPicture(sample.array), sample.name))}
 
-    def news(image: np.ndarray, shown: str) -> dict[Any, Any]:
+    def update(image: np.ndarray, shown: str) -> dict[Any, Any]:
         return {state: image, seen: shown, prediction: answers.predict(image), constant: ""}
 
     def on_block(image: np.ndarray, block: str) -> tuple[Any, str]:
-        heads = gr.Dropdown(answers.choices(block), value=ALL_HEADS)
-        return heads, answers.attend(image, block, ALL_HEADS)
+        heads = gr.Dropdown(answers.head_choices(block), value=ALL_HEADS)
+        return heads, answers.draw_attention(image, block, ALL_HEADS)
 
     def on_image(image: np.ndarray, block: str | None, head: str, level: float) -> tuple[str, str]:
-        return answers.attend(image, block, head), answers.disturb(image, level)
+        return answers.draw_attention(image, block, head), answers.add_noise(image, level)
 
     image, model, block = answers.image, answers.model, answers.block
     intro = (
         f"<h1>{html.escape(title)}</h1><p>{count_parameters(model.model) / 1e6:.2f} M parameters, "
-        f"{len(model.classes)} classes. Pictures are not kept.</p>"
+        f"{len(model.classes)} classes. Uploads are not stored.</p>"
     )
     credit = ", ".join(dict.fromkeys(sample.credit for sample in answers.samples))
     with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(60, 60)) as page:
@@ -240,7 +240,7 @@ def build(answers: Answers, title: str) -> Any:
                         for i, sample in enumerate(answers.samples)
                     ]
             with gr.Column(scale=3, min_width=260):
-                seen = gr.HTML(answers.seen)
+                seen = gr.HTML(answers.figure)
             with gr.Column(scale=5, min_width=300):
                 gr.HTML("<h2>Prediction</h2>")
                 prediction = gr.HTML(answers.predict(image))
@@ -252,24 +252,24 @@ def build(answers: Answers, title: str) -> Any:
                         list(answers.heads), value=block, label="Block", scale=3, min_width=150
                     )
                     heads = gr.Dropdown(
-                        answers.choices(block) if block else [ALL_HEADS],
+                        answers.head_choices(block) if block else [ALL_HEADS],
                         value=ALL_HEADS,
                         label="Head",
                         scale=2,
                         min_width=90,
                     )
-                attention = gr.HTML(answers.attend(image, block, ALL_HEADS))
+                attention = gr.HTML(answers.draw_attention(image, block, ALL_HEADS))
             with gr.Column(min_width=300):
                 gr.HTML("<h2>Under noise</h2>")
                 level = gr.Slider(0, 0.5, value=0.1, step=0.01, label="Standard deviation")
-                noisy = gr.HTML(answers.disturb(image, 0.1))
+                noisy = gr.HTML(answers.add_noise(image, 0.1))
             with gr.Column(min_width=300):
                 gr.HTML("<h2>How sensitive it is</h2>")
                 measure = gr.Button("Estimate the local Lipschitz constant")
                 constant = gr.HTML()
         gr.HTML(f"<footer>Samples: {credit}</footer>")
 
-        alone: Any = {  # one event at a time asks the model
+        alone: Any = {  # the model answers one event at a time
             "concurrency_id": "model",
             "concurrency_limit": 1,
             "api_visibility": "private",
@@ -284,20 +284,20 @@ def build(answers: Answers, title: str) -> Any:
         ):
             event.then(on_image, [state, blocks, heads, level], [attention, noisy], **alone)
         blocks.input(on_block, [state, blocks], [heads, attention], **alone)
-        heads.input(answers.attend, [state, blocks, heads], attention, **alone)
+        heads.input(answers.draw_attention, [state, blocks, heads], attention, **alone)
         live = {"trigger_mode": "always_last", "show_progress": "hidden"}
-        level.input(answers.disturb, [state, level], noisy, **live, **alone)
+        level.input(answers.add_noise, [state, level], noisy, **live, **alone)
         measure.click(answers.measure, state, constant, **alone)
     return page
 
 
 def launch(page: Any, samples: Sequence[Sample], **options: Any) -> str:
-    """Serves the page from a thread; returns its address."""
+    """Serve the page from a thread, and return its address."""
     import gradio as gr
 
     system = ["system-ui", "sans-serif"]
     thumbnails = "".join(
-        f"#sample-{i} {{ background-image: url({Picture.of(sample.array, '').uri}); }}\n"
+        f"#sample-{i} {{ background-image: url({InlineImage.of(sample.array, '').uri}); }}\n"
         for i, sample in enumerate(samples)
     )
     _, address, _ = page.launch(
@@ -316,11 +316,11 @@ def launch(page: Any, samples: Sequence[Sample], **options: Any) -> str:
 
 
 def serve(checkpoint: str, *, host: str, port: int | None) -> None:
-    """Shows the page until it is interrupted; all it writes is in a folder that goes with it.
+    """Serve the page until a signal stops it. All its files are in a temporary folder.
 
     Raises:
-        CheckpointError: if there are no usable weights.
-        ConfigError: if it is not said what model they are of.
+        CheckpointError: If there are no usable weights.
+        ConfigError: If the files do not say to which model the weights belong.
     """
     answers = Answers(DemoModel.of_checkpoint(checkpoint))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -336,15 +336,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--checkpoint", required=True, help="run, checkpoint or timm's folder")
+    parser.add_argument("--checkpoint", required=True, help="run, checkpoint, or timm's folder")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
-    args = make_parser().parse_args(argv)
+    args = (parser or make_parser()).parse_intermixed_args(argv)
     try:
         serve(args.checkpoint, host=args.host, port=args.port)
     except ImportError as error:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from data import DataError, Normalize, build_eval_dataset
+from data import DataError, Normalize, build_eval_dataset, collate
 from lipsformer._configfile import ConfigError, make_config
 from lipsformer.analysis.bounds import (
     UnknownModuleError,
@@ -66,8 +66,8 @@ def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tenso
     data = make_config(DataConfig, [preset], settings, origin="--data")
     images = build_eval_dataset(data, classes=None)
     step = max(1, len(images) // number)
-    picked = [torch.as_tensor(images[i][0]) for i in range(0, step * number, step)]
-    return Normalize(data)(torch.stack(picked))
+    picked, _ = collate([images[i] for i in range(0, step * number, step)])
+    return Normalize(data.mean, data.std)(picked)
 
 
 def measure(
@@ -153,8 +153,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    options = (parser or make_parser()).parse_intermixed_args(argv)
     try:
         if options.images < 1 or options.iters < 1:
             raise ConfigError("--images and --iters must be at least 1")

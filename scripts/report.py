@@ -73,9 +73,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
-    options = parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    parser = parser or make_parser()
+    options = parser.parse_intermixed_args(argv)
     if options.out is None and len(options.runs) > 1:
         parser.error("several runs: say with --out where the report goes")
     out = options.out or options.runs[0] / "report.html"

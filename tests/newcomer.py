@@ -28,7 +28,7 @@ import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lipsformer.cli import COMMANDS
+from lipsformer._commands import COMMANDS
 from tests.documents import FENCE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +45,7 @@ LEFT_OUT = {
     "torchrun --nnodes 2": f"{IMAGENET} and two machines",
     "python train.py --config configs/imagenette/": "needs Imagenette and hours",
     "python train.py --config configs/cifar10/": "downloads CIFAR-10",
-    "python -m scripts.convert_checkpoint": "needs the authors' file",
+    "python -m scripts.import_weights": "needs the authors' file",
     "python eval.py --checkpoint OUT --data": f"{IMAGENET} and the converted file",
 }
 

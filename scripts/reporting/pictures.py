@@ -12,7 +12,7 @@ SIDE = 128  # pixels that the shorter side of a small image is enlarged to, at l
 
 
 @dataclass(frozen=True)
-class Picture:
+class InlineImage:
     """An encoded picture: PNG where pixels were enlarged, else JPEG.
 
     Attributes:
@@ -26,7 +26,7 @@ class Picture:
     text: str
 
     @classmethod
-    def of(cls, array: np.ndarray, text: str) -> "Picture":
+    def of(cls, array: np.ndarray, text: str) -> "InlineImage":
         """The picture of uint8 [H, W, 3]; of a small one every pixel is repeated."""
         factor = -(-SIDE // min(array.shape[:2]))
         buffer = io.BytesIO()

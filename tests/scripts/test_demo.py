@@ -31,7 +31,7 @@ from data import UnreadableImageError
 from data.images import EncodedPicture
 from lipsformer.config import DataConfig
 from scripts import demo
-from scripts.demo_model import DemoModel
+from scripts._demo_model import DemoModel
 from scripts.reporting.pictures import overlaid
 from tests.browser import Browser
 from tests.conftest import ROOT
@@ -139,9 +139,9 @@ def test_attention_of_the_chosen_head_lies_over_the_image(answers):
     image = np.array(photo(SIZE, SIZE))
     (block, maps), *_ = answers.model.attention(image).items()
     assert answers.heads == {"stages.0.blocks.0": 2, "stages.1.blocks.0": 3}
-    assert answers.block == block and answers.choices(block) == ["mean", "1", "2"]
+    assert answers.block == block and answers.head_choices(block) == ["mean", "1", "2"]
     for head, received in (("2", maps[1]), ("mean", (maps[0] + maps[1]) / 2)):
-        page = answers.attend(image, block, head)
+        page = answers.draw_attention(image, block, head)
         assert f"{received.min():.2f} <" in page and f"> {received.max():.2f}<" in page
         shares = (received - received.min()) / (received.max() - received.min())
         enlarged = overlaid(image, shares).repeat(6, 0).repeat(6, 1)
@@ -176,7 +176,7 @@ def test_a_model_without_known_attention_keeps_the_rest_of_the_page():
     page = demo.Answers(DemoModel("vit", plain, CLASSES, DataConfig(source="folder", img_size=32)))
     assert page.block is None and page.heads == {}
     message = "<p>VisionTransformer has no attention whose map could be drawn</p>"
-    assert page.attend(page.image, None, demo.ALL_HEADS) == message
+    assert page.draw_attention(page.image, None, demo.ALL_HEADS) == message
 
 
 @cache
@@ -220,7 +220,7 @@ def test_broken_upload_is_refused_and_deleted(answers, tmp_path, name):
     path = tmp_path / name
     path.write_bytes(broken_files()[name])
     with pytest.raises(UnreadableImageError, match=f"^cannot read image {name}: [^\n]+$"):
-        answers.take(path)
+        answers.prepare_upload(path)
     assert not path.exists()
 
 
@@ -230,7 +230,7 @@ def test_each_odd_and_broken_file_is_shown_or_refused(answers, tmp_path, dataset
     for source in manifest(datasets / "imagenet-1k-odd") + manifest(datasets / "corrupt"):
         path = Path(shutil.copy(source, tmp_path / source.name))
         try:
-            image, shown = answers.take(path)
+            image, shown = answers.prepare_upload(path)
         except UnreadableImageError:
             refused.add(source.name)
         else:
@@ -344,7 +344,7 @@ def test_server_keeps_no_upload_and_reads_no_other_file(answers, tmp_path):
         content = encoded(photo())
         path = upload(server, "my photo.png", content)
         assert Path(path).read_bytes() == content
-        _, shown = answers.look(EncodedPicture(content, "my photo.png"), "my photo.png")
+        _, shown = answers.prepare(EncodedPicture(content, "my photo.png"), "my photo.png")
         assert json.dumps(shown)[1:-1] in submit(server, path)
         refused = submit(server, upload(server, "<i>.png", content[:99]))
         assert "cannot read image" in refused and "truncated" in refused and "<i>" not in refused

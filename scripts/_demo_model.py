@@ -1,4 +1,4 @@
-"""What the demo page asks of a model about one image."""
+"""The questions that the demo page asks a model about one image."""
 
 import json
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class Noisy:
 
     Attributes:
         image: uint8 [H, W, 3], clipped to valid values.
-        length: 2-norm of the change, of pixel values in [0, 1].
+        length: 2-norm of the change of the pixel values, which are in [0, 1].
         moved: 2-norm of the change of the logits.
-        probabilities: [K].
+        probabilities: Class probabilities [K].
     """
 
     image: np.ndarray
@@ -43,10 +43,10 @@ class Sensitivity:
     """How strongly the logits can move at an image.
 
     Attributes:
-        constant: estimated local Lipschitz constant of the logits in the image, 2-norms of all
-            pixel values in [0, 1] and of all logits.
-        direction: length of the worst change in every pixel, [H, W], as a share of the largest.
-        margin: logit of the first class minus that of the second.
+        constant: Estimate of the local Lipschitz constant from pixel values in [0, 1] to logits,
+            both in the 2-norm.
+        direction: Length of the worst change in every pixel, [H, W], as a share of the largest.
+        margin: Largest logit minus the second largest.
     """
 
     constant: float
@@ -57,13 +57,13 @@ class Sensitivity:
 class DemoModel:
     """A classifier with its class names and its preprocessing.
 
-    Images are uint8 [H, W, 3] of the size that the model takes.
+    Images are uint8 [H, W, 3] in the model's input size.
 
     Args:
-        name: of the architecture.
-        model: the classifier.
-        classes: names of its K outputs.
-        data: preprocessing.
+        name: Name of the architecture.
+        model: The classifier.
+        classes: Names of its K outputs.
+        data: Its preprocessing.
     """
 
     def __init__(self, name: str, model: nn.Module, classes: list[str], data: DataConfig):
@@ -72,16 +72,18 @@ class DemoModel:
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.classes = classes
         self.data = data
-        self.transform = EvalTransform(data)
-        self.normalize = Normalize(data)
+        self.transform = EvalTransform(
+            data.img_size, crop_pct=data.crop_pct, interpolation=data.interpolation
+        )
+        self.normalize = Normalize(data.mean, data.std)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: str) -> "DemoModel":
-        """The model of a run, a checkpoint or a folder of timm's.
+        """Load the model of a run, a checkpoint, or a folder that timm wrote.
 
         Raises:
-            CheckpointError: if there are no usable weights.
-            ConfigError: if it is not said what model they are of, or its images are not known.
+            CheckpointError: If there are no usable weights.
+            ConfigError: If the files do not say to which model and images the weights belong.
         """
         path = locate(Path(checkpoint))
         model = load_model(str(path))
@@ -92,24 +94,24 @@ class DemoModel:
         return cls(card["architecture"], model, classes, data)
 
     def prepare(self, picture: Picture) -> np.ndarray:
-        """The image that the model sees of a picture.
+        """Return the model's input for a picture.
 
         Raises:
-            UnreadableImageError: if it cannot be decoded or is too large.
+            UnreadableImageError: If the picture cannot be decoded or is too large.
         """
-        return np.ascontiguousarray(self.transform(picture).permute(1, 2, 0).numpy())
+        return self.transform(picture).numpy()
 
     def probabilities(self, image: np.ndarray) -> Tensor:
-        """Of all classes, [K]."""
+        """Return the class probabilities [K]."""
         return self._logits(image).softmax(-1)
 
     def attention(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        """Attention that every token receives, by block and head: name -> [heads, H', W'].
+        """Map the name of each block to the attention that every token receives, [heads, H', W'].
 
-        Blocks with a single token have none. 1 is what a token gets where attention is uniform.
+        A token receives 1 if the attention is uniform. Blocks with a single token are left out.
 
         Raises:
-            TypeError: if the model has no attention whose map could be drawn.
+            TypeError: If the model has no attention whose map could be drawn.
         """
         maps = attention_maps(self.model, self.normalize(self._batch(image)))
         return {
@@ -119,11 +121,11 @@ class DemoModel:
         }
 
     def with_noise(self, image: np.ndarray, level: float) -> Noisy:
-        """Adds Gaussian noise, always the same one, of a standard deviation.
+        """Add Gaussian noise, which is the same in every call.
 
         Args:
             image: uint8 [H, W, 3].
-            level: standard deviation for pixel values in [0, 1].
+            level: Standard deviation of the noise, for pixel values in [0, 1].
         """
         noise = np.random.default_rng(0).standard_normal(image.shape)
         noisy = np.rint((image + 255 * level * noise).clip(0, 255)).astype(np.uint8)
@@ -136,7 +138,7 @@ class DemoModel:
         )
 
     def sensitivity(self, image: np.ndarray) -> Sensitivity:
-        """Estimates the local Lipschitz constant by power iteration: a lower bound."""
+        """Estimate the local Lipschitz constant from below, by power iteration."""
 
         def logits(pixels: Tensor) -> Tensor:
             return self.model(self.normalize(255 * pixels))
