@@ -10,7 +10,6 @@ import timm
 from timm.models._hub import save_config_for_hf  # the public save_for_hf also writes weights
 from torch import Tensor, nn
 
-import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.control import BoundCheck, SpectralCap, UpdateLimit

@@ -145,10 +145,6 @@ class RunFolder:
         path = self.path / SUMMARY
         return json.loads(path.read_text()) if path.exists() else None
 
-    def classes(self) -> list[str]:
-        """Return the names of the classes in the order of the logits."""
-        return self.weights("last").classes() or []
-
     def weights(self, which: str = "best") -> Weights:
         """Return the weights that the run stands for.
 

@@ -27,7 +27,13 @@ MicroBatch = tuple[Tensor, Tensor]
 
 
 class SizedBatches(Protocol):
-    """Micro-batches, and their number."""
+    """Micro-batches, and their number.
+
+    Example:
+        >>> batches: SizedBatches = [(torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]))]
+        >>> len(batches)
+        1
+    """
 
     def __len__(self) -> int: ...
 
@@ -35,7 +41,13 @@ class SizedBatches(Protocol):
 
 
 class BatchTransform(Protocol):
-    """Turns raw images and labels into inputs and target probabilities, on the device."""
+    """Turns raw images and labels into inputs and target probabilities, on the device.
+
+    Example:
+        >>> def one_hot(images, labels, *, update, micro_step, rank):
+        ...     return images / 255.0, F.one_hot(labels, 10).float()
+        >>> transform: BatchTransform = one_hot
+    """
 
     def __call__(
         self, images: Tensor, labels: Tensor, *, update: int, micro_step: int, rank: int

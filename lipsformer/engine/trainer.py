@@ -107,11 +107,19 @@ class Trainer:
         start: The checkpoint to continue from; None starts at step 0.
 
     Example:
-        ```python
-        accelerator = distributed.start(config)
-        start = find_start(config, accelerator)
-        stopped = Trainer(config, assemble(config, accelerator, start), start).train()
-        ```
+        >>> import tempfile
+        >>> from lipsformer._configfile import read_config
+        >>> from lipsformer.engine.distributed import start
+        >>> from scripts._assemble import assemble
+        >>> settings = ["train.epochs=1", "train.global_batch_size=1437", "run.trackers=[]"]
+        >>> small = "{embed_dim: 8, depths: [1], num_heads: [2], split_sizes: [2]}"
+        >>> settings += [f"run.output_dir={tempfile.mkdtemp()}", f"model.kwargs={small}"]
+        >>> config = read_config(Config, "configs/demo.yaml", settings)
+        >>> trainer = Trainer(config, assemble(config, start(config), None), start=None)
+        >>> trainer.train()  # 0: no signal stopped it
+        0
+        >>> trainer.folder.weights().step
+        1
     """
 
     def __init__(self, config: Config, parts: Parts, start: Path | None):

@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lipsformer.engine.distributed import EXIT_STOPPED
@@ -137,3 +139,18 @@ def test_stopped_by_a_signal_and_started_again(tmp_path: Path) -> None:
     assert codes == [EXIT_STOPPED]
     assert launch(arguments, tmp_path / "log") == [0]
     same(outcome(tmp_path / "out"), reference(tmp_path / "a", 0, 1))
+
+
+def test_a_fine_tuned_run_continues_without_the_weights_that_it_began_with(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    shutil.copytree(Path(__file__).with_name("before_rebuild"), weights)
+    settings = yaml.safe_load((weights / "config.yaml").read_text())
+    settings["model"]["checkpoint"] = str(weights)
+    settings["train"] |= {"epochs": 1, "global_batch_size": 288}
+    config = write_config(tmp_path, settings, tmp_path / "out")
+    event = Event("lipsformer.engine.steps", "train_step", 2)
+    arguments, log = ["--config", str(config)], tmp_path / "log"
+    assert launch(arguments, log, event=event, signal_number=signal.SIGTERM) == [EXIT_STOPPED]
+    assert f"weights     {weights}/checkpoints/" in (tmp_path / "log.0").read_text()
+    shutil.rmtree(weights)
+    assert launch(arguments, log) == [0], (tmp_path / "log.0").read_text()

@@ -302,6 +302,7 @@ def serving(folder: Path):
             text=True,
         )
     try:
+        assert process.stdout.readline().startswith("weights     ")
         line = process.stdout.readline()
         assert line.startswith("open http://127.0.0.1:"), log.read_text()
         yield Server(line.split()[1], temporary)
