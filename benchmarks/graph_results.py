@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from lipsformer.graph.training import read_lines
+from lipsformer.jsonl import read_jsonl
 
 _PERCENT = ("test_acc", "last_test_acc", "highest_train_acc", "val_acc")
 
@@ -37,7 +37,7 @@ def gather(folder: Path) -> list[dict[str, Any]]:
             "train": {key: train[key] for key in ("lr", "weight_decay", "epochs", "patience")},
         }
     rows: dict[str, list[dict[str, Any]]] = {}
-    for line in read_lines(folder / "results.jsonl"):
+    for line in read_jsonl(folder / "results.jsonl"):
         rows.setdefault(json.dumps(line.get("overrides", [])), []).append(line)
     return [
         {"study": folder.name, **settings, "overrides": json.loads(key), **_columns(lines)}
