@@ -31,7 +31,7 @@ ALLOWED = {
     },
     "lipsformer/graph": {
         *{"torch", "torch_geometric", "triton", "matplotlib", "numpy"},
-        *{"lipsformer.layers", "lipsformer.graph", "lipsformer._configfile"},
+        *{"lipsformer.layers", "lipsformer.graph", "lipsformer._configfile", "lipsformer.jsonl"},
     },
     "lipsformer/analysis": {*CORE, "matplotlib", "lipsformer.layers", "lipsformer.analysis"},
 }

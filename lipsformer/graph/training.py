@@ -22,7 +22,7 @@ from lipsformer.jsonl import append_jsonl, read_jsonl
 
 __all__ = ["NodeBatch", "evaluate", "fit"]
 
-SPLITS = ("train", "val", "test")
+SPLITS: tuple[str, ...] = ("train", "val", "test")
 
 
 @dataclass(frozen=True)

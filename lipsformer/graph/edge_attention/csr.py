@@ -68,7 +68,7 @@ class SortedEdges:
     def csr(self) -> "EdgeCSR":
         """The edges as given."""
         self._check_range()
-        return EdgeCSR.build(*self.edge_index, self.num_sources, self.num_targets)
+        return self._build(self.edge_index)
 
     @cached_property
     def csr_with_self_loops(self) -> "EdgeCSR":
@@ -77,7 +77,11 @@ class SortedEdges:
         edge_index, _ = remove_self_loops(self.edge_index)
         num_loops = min(self.num_sources, self.num_targets)
         edge_index, _ = add_self_loops(edge_index, num_nodes=num_loops)
-        return EdgeCSR.build(*edge_index, self.num_sources, self.num_targets)
+        return self._build(edge_index)
+
+    def _build(self, edge_index: Tensor) -> "EdgeCSR":
+        source, target = edge_index
+        return EdgeCSR.build(source, target, self.num_sources, self.num_targets)
 
     def _check_range(self) -> None:
         limits = (self.num_sources, self.num_targets)

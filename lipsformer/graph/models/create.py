@@ -1,6 +1,7 @@
 """Create models by name."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from lipsformer.graph.models.attention import DeepGAT, DeepGraphTransformer
@@ -11,7 +12,7 @@ from lipsformer.graph.models.stack import GraphNet
 
 __all__ = ["create_model"]
 
-_MODELS: dict[str, type[GraphNet]] = {
+_MODELS: dict[str, Callable[..., GraphNet]] = {
     "gcn": GCN,
     "ggnn": GGNN,
     "deep_gat": DeepGAT,
@@ -58,10 +59,10 @@ def create_model(
     for key in kwargs:
         if key not in allowed:
             raise ValueError(f"{name} has no argument {key!r}; it takes {', '.join(allowed)}")
-    return _MODELS[name](in_channels, hidden_channels, out_channels, num_layers, **kwargs)  # pyright: ignore[reportCallIssue]
+    return _MODELS[name](in_channels, hidden_channels, out_channels, num_layers, **kwargs)
 
 
-def _keyword_arguments(cls: type) -> list[str]:
+def _keyword_arguments(cls: Any) -> list[str]:
     """Return the keyword arguments of a class and those that its `**kwargs` passes on."""
     names: dict[str, None] = {}
     for base in cls.__mro__:
