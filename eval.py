@@ -31,7 +31,7 @@ from data.evalsets import STANDARD, EvalSet, corruption_summary, find_sets
 from lipsformer._configfile import ConfigError, make_config, read_config
 from lipsformer.analysis.bounds import UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius
-from lipsformer.analysis.robustness import withstood
+from lipsformer.analysis.robustness import robust_mask
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.checkpoint import EMA, MODEL, CheckpointError, locate, read_weights
 from lipsformer.engine.distributed import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
@@ -149,7 +149,7 @@ def certify(
             # the normalisation stretches distances by at most 1 / min(std)
             radius = certified_radius(logits(pixels), bound) * min(data.std)
         for row, distance in zip(counts, eps, strict=True):
-            held = withstood(logits, pixels, labels, distance, radius, generator=generator)
+            held = robust_mask(logits, pixels, labels, distance, radius, generator=generator)
             row += torch.stack([part.sum() for part in held])
         images_seen += len(labels)
     counts, images_seen = accelerator.reduce((counts, images_seen), reduction="sum")  # pyright: ignore[reportGeneralTypeIssues]

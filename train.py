@@ -43,9 +43,13 @@ from data import (
 from data.dataset import ImageDataset, TrainDataset
 from lipsformer._configfile import ConfigError, describe, read_config
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
-from lipsformer.analysis.control import BoundCheck, BoundExceededError, SpectralCap, UpdateLimit
-from lipsformer.analysis.instrument import Instrument
-from lipsformer.analysis.monitor import Monitor
+from lipsformer.analysis.instruments import (
+    BoundCheck,
+    BoundExceededError,
+    Monitor,
+    SpectralCap,
+    UpdateLimit,
+)
 from lipsformer.analysis.plots import plot_monitor
 from lipsformer.config import Config, LipschitzConfig
 from lipsformer.engine import distributed
@@ -53,7 +57,7 @@ from lipsformer.engine.checkpoint import CheckpointError, locate, read_weights
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
-from lipsformer.engine.steps import Learner, shard_ema
+from lipsformer.engine.steps import Instrument, Learner, shard_ema
 from lipsformer.engine.tracking import METRICS, read_metrics
 from lipsformer.engine.train_state import load_initial_weights
 from lipsformer.engine.trainer import Run, find_start
@@ -111,7 +115,7 @@ def assemble(
     card = model_card(model, train_set.classes)
     domain = bound_domain(config, model)
     if (cap := make_cap(config.lipschitz, model)) is not None:
-        cap.enforce()  # before the average begins with these weights
+        cap.before_eval()  # before the average begins with these weights
     decay = config.train.ema_decay
     ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
     if config.train.compile:

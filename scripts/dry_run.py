@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lipsformer._configfile import dump_config
-from lipsformer.analysis.cost import count_parameters, part_costs
-from lipsformer.analysis.memory import training_bytes
+from lipsformer.analysis.cost import count_parameters, part_costs, training_bytes
 from lipsformer.config import Config
 
 if TYPE_CHECKING:

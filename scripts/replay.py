@@ -48,7 +48,7 @@ def replay(folder: Path) -> dict[str, Any]:
             update += 1
         if update % parts.updates.updates_per_epoch == 0:
             for instrument in parts.learner.instruments:
-                instrument.enforce()
+                instrument.before_eval()
     return {"update": update, "samples": record["samples"], **inspect(parts, update)}
 
 

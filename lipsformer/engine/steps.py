@@ -47,24 +47,24 @@ class BatchTransform(Protocol):
 class Instrument(Protocol):
     """What watches or steers every update, called by every rank with the updates made so far."""
 
-    def before_step(self, update: int) -> None:
+    def before_step(self, step: int) -> None:
         """Gradients are final, weights unchanged."""
         ...
 
-    def after_step(self, update: int) -> None:
+    def after_step(self, step: int) -> None:
         """Weights have changed, gradients are gone."""
         ...
 
-    def enforce(self) -> None:
+    def before_eval(self) -> None:
         """The epoch is over, the weights are going to be judged."""
         ...
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What the next update depends on, for a checkpoint."""
         ...
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Takes up what `state` gave."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes up what `state_dict` gave."""
         ...
 
 

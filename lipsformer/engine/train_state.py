@@ -36,7 +36,7 @@ def take(learner: Learner) -> dict[str, dict[str, Tensor]]:
         states = {
             f"{type(instrument).__name__}.{name}": tensor
             for instrument in learner.instruments
-            for name, tensor in instrument.state().items()
+            for name, tensor in instrument.state_dict().items()
         }
         files[INSTRUMENTS] = _on_cpu(states)
     return files
@@ -71,7 +71,7 @@ def put_back(learner: Learner, folder: Path) -> None:
         for instrument in learner.instruments:
             prefix = f"{type(instrument).__name__}."
             own = {k.removeprefix(prefix): t for k, t in states.items() if k.startswith(prefix)}
-            instrument.load_state(own)
+            instrument.load_state_dict(own)
 
 
 def scaler_state(learner: Learner) -> dict[str, Any] | None:

@@ -230,7 +230,7 @@ class Run:
             self._log()
         if epoch_ends:  # here, so that an evaluation that is interrupted finds them as they are
             for instrument in self.learner.instruments:
-                instrument.enforce()
+                instrument.before_eval()
         self.stopped = self.stop.agreed()
         if self.stopped or (self._save_is_due() and not epoch_ends):
             self._save()

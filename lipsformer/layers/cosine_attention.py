@@ -207,8 +207,8 @@ class LipschitzNormAttention(nn.Module):
     .. math:: \mathrm{softmax}(Q K^T / \max(uv, uw, vw) + B) V, \quad
         u = |Q|_F,\ v = \max_j |k_j|_2,\ w = \max_j |v_j|_2
 
-    Lipschitz in Frobenius norm, jointly in Q, K and V: see
-    ``score_norm.quadratic_attention_bound``.
+    Lipschitz in Frobenius norm, jointly in Q, K and V: the constant for m queries and n keys is at
+    most :math:`\cosh(1) \sqrt{m / n} + \sqrt 8` without B; the proof is in docs/graph.md.
 
     Shape:
         q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].

@@ -9,7 +9,6 @@ Reference: Dasoulas, Scaman, Virmaux, "Lipschitz Normalization for Self-Attentio
 Application to Graph Neural Networks", ICML 2021.
 """
 
-import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -20,14 +19,11 @@ from torch import Tensor
 __all__ = [
     "dense_max",
     "dense_quadratic_scale",
-    "linear_attention_bound",
     "linear_scale",
-    "quadratic_attention_bound",
     "quadratic_scale",
     "released_linear_scale",
     "segment_max",
     "squared_norm",
-    "theorem_bound",
 ]
 
 Reduce = Callable[[Tensor], Tensor]
@@ -199,29 +195,3 @@ def dense_quadratic_scale(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-12) -
     query_sq = squared_norm(q).sum(dim=-1, keepdim=True)
     scale = quadratic_scale(query_sq, squared_norm(k), squared_norm(v), reduce=dense_max, eps=eps)
     return scale.unsqueeze(-1)
-
-
-def theorem_bound(num_queries: int, num_inputs: int, alpha: float = 1.0) -> float:
-    """Paper's bound on the Lipschitz constant of normalised attention, Frobenius norm.
-
-    e^alpha sqrt(m/n) + alpha sqrt(8); alpha = 1 for linear and sqrt(3) for quadratic scores.
-    """
-    return math.exp(alpha) * math.sqrt(num_queries / num_inputs) + alpha * math.sqrt(8)
-
-
-def linear_attention_bound(num_queries: int, num_inputs: int, att_norm: float = 1.0) -> float:
-    """Proved bound of X -> X softmax(g)^T, g = Q^T X / (att_norm |Q|_F max_j |x_j|), Q fixed.
-
-    cosh(1/att_norm) sqrt(m/n) + 2/att_norm in Frobenius norm, below ``theorem_bound``; the proof
-    stands in docs/graph.md.
-    """
-    return math.cosh(1 / att_norm) * math.sqrt(num_queries / num_inputs) + 2 / att_norm
-
-
-def quadratic_attention_bound(num_queries: int, num_inputs: int) -> float:
-    """Proved bound of (Q, K, V) -> V softmax(Q^T K / max(uv, uw, vw))^T, jointly in all three.
-
-    cosh(1) sqrt(m/n) + 2 sqrt(2) in Frobenius norm, below ``theorem_bound``; the proof stands in
-    docs/graph.md.
-    """
-    return math.cosh(1) * math.sqrt(num_queries / num_inputs) + 2 * math.sqrt(2)
