@@ -202,7 +202,7 @@ def test_the_released_file_is_what_pytorch_itself_refuses(tmp_path):
         (lambda w: w.pop("norm.weight"), "do not fit: .*norm.weight"),
         (lambda w: w.update({"norm.weight": torch.ones(5)}), "do not fit: .*norm.weight"),
         (lambda w: w.update({"extra.weight": torch.ones(5)}), "do not fit: .*extra.weight"),
-        (lambda w: w.clear(), "neither a Swin nor a CSwin body"),
+        (lambda w: w.clear(), "neither a Swin nor a CSwin checkpoint"),
     ],
 )
 def test_weights_that_do_not_fit_leave_nothing_behind(oracles, tmp_path, change, message):
@@ -218,9 +218,9 @@ def test_weights_that_do_not_fit_leave_nothing_behind(oracles, tmp_path, change,
 @pytest.mark.parametrize(
     ("body", "options", "message"),
     [
-        ("cswin", {}, "give both --num-heads and --split-sizes"),
+        ("cswin", {}, "pass both --num-heads and --split-sizes"),
         ("cswin", {"num_heads": [2, 4], "split_sizes": [1, 2, 7]}, "2 numbers of heads and 3"),
-        ("swin", CSWIN, "for CSwin bodies alone"),
+        ("swin", CSWIN, "to CSwin checkpoints only"),
     ],
 )
 def test_options_that_do_not_fit_are_named(oracles, body, options, message):
