@@ -1,11 +1,7 @@
 """The schema of a training run: frozen dataclasses, filled from YAML and `key=value` overrides."""
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import yaml
-from omegaconf import OmegaConf
 
 from lipsformer._configfile import ConfigError, require, require_finite
 
@@ -302,24 +298,3 @@ class Config:
         warmup, epochs = self.schedule.warmup_epochs, self.train.epochs
         allowed = f"must be below train.epochs={epochs}"
         require(warmup < epochs, "schedule.warmup_epochs", warmup, allowed)
-
-
-def config_identity(config: Config) -> dict[str, Any]:
-    """The dotted settings that decide the weights of a run: all but place, speed and reporting."""
-    sections = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(sections, dict)
-    del sections["run"]
-    for name in ("root", "download", "num_workers"):
-        del sections["data"][name]
-    # Only where it stands; the number of devices is compared on its own, with its own option.
-    for name in ("eval_batch_size", "batch_size_per_device"):
-        del sections["train"][name]
-    for name in ("monitor_every", "bound_limit"):
-        del sections["lipschitz"][name]
-    return {f"{section}.{key}": v for section, keys in sections.items() for key, v in keys.items()}
-
-
-def config_hash(config: Config) -> str:
-    """Sixteen hexadecimal digits that name `config_identity`."""
-    text = yaml.safe_dump(config_identity(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -53,8 +53,13 @@ class _Instrument:
                 `before_step`. `step + 1` steps have been made.
         """
 
-    def before_eval(self) -> None:
-        """Act before the weights are evaluated or saved."""
+    def before_eval(self) -> Mapping[str, Mapping[str, float]]:
+        """Act before the weights are evaluated or saved.
+
+        Returns:
+            Figures to add to the records of the evaluation, by kind of weights ("raw" or "ema").
+        """
+        return {}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors on which the next step depends."""
@@ -220,6 +225,7 @@ class SpectralCap(_Instrument):
         >>> with torch.no_grad():
         ...     _ = layer.weight.copy_(torch.diag(torch.tensor([3.0, 0.5])))
         >>> SpectralCap(layer, sigma=1.0).before_eval()
+        {}
         >>> torch.linalg.svdvals(layer.weight.detach())
         tensor([1.0000, 0.5000])
     """
@@ -291,7 +297,7 @@ class SpectralCap(_Instrument):
         self._clamp()
 
     @torch.no_grad()
-    def before_eval(self) -> None:
+    def before_eval(self) -> Mapping[str, Mapping[str, float]]:
         """Project every weight exactly, in both modes."""
         for op in self.operators:
             weight = full_tensor(op.weight)
@@ -300,6 +306,7 @@ class SpectralCap(_Instrument):
             else:
                 assign(op.weight, self._shrink_groups(op, weight, exact=True))
         self._clamp()
+        return {}
 
     def _factor(self, sigma: Tensor, exact: bool = False) -> Tensor:
         strength = self.strength if self.mode == "soft" and not exact else 1.0
@@ -389,40 +396,43 @@ class BoundExceededError(RuntimeError):
     """The proved bound of a model exceeds its limit."""
 
 
-class BoundCheck:
-    """Compute the proved bound of a model when it is evaluated, and compare it with a limit.
+class BoundCheck(_Instrument):
+    """Compute the proved bounds of models before every evaluation, and compare them with a limit.
 
     Example:
         >>> import torch
         >>> from lipsformer.analysis.bounds import Domain
         >>> from lipsformer.analysis.instruments import BoundCheck
-        >>> check = BoundCheck(Domain(size=()), limit=2.0)
-        >>> check(torch.nn.Identity())
-        {'bound_log10': 0.0}
+        >>> BoundCheck({"raw": torch.nn.Identity()}, Domain(size=()), limit=2.0).before_eval()
+        {'raw': {'bound_log10': 0.0}}
     """
 
-    def __init__(self, domain: Domain, limit: float | None = None) -> None:
-        """Set domain and limit.
+    def __init__(
+        self, models: Mapping[str, nn.Module], domain: Domain, limit: float | None = None
+    ) -> None:
+        """Set models, domain and limit.
 
         Args:
+            models: The models without the wrappers of DDP or the compiler, by kind of weights.
             domain: Domain of the bound.
             limit: Largest allowed bound, > 0; None for no limit.
         """
-        self.domain, self.limit = domain, limit
+        self.models, self.domain, self.limit = models, domain, limit
+        self.trackers = {}
 
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Return `bound_log10` of a model that FSDP2 may have sharded. Every rank must call it.
-
-        Args:
-            model: The model without the wrappers of DDP or the compiler.
+    def before_eval(self) -> Mapping[str, Mapping[str, float]]:
+        """Return `bound_log10` by kind of weights. FSDP2 may have sharded the models.
 
         Raises:
-            BoundExceededError: If the bound exceeds the limit.
+            BoundExceededError: If a bound exceeds the limit.
         """
+        return {kind: {"bound_log10": self._log10(model)} for kind, model in self.models.items()}
+
+    def _log10(self, model: nn.Module) -> float:
         log10 = gathered_bound(model, self.domain).log10
         if self.limit is not None and not log10 <= math.log10(self.limit):
             raise BoundExceededError(
                 f"the proved Lipschitz bound is 10^{log10:.3f}, above the limit {self.limit:g}: "
                 "tighten the caps or raise the limit"
             )
-        return {"bound_log10": log10}
+        return log10

@@ -6,7 +6,8 @@ import timm
 import torch
 
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
-from scripts.measure_lipschitz import load_model, main
+from lipsformer.engine.run_folder import load_model
+from scripts.measure_lipschitz import main
 
 
 def test_record_table_and_plot_of_a_model(tmp_path, capsys):
