@@ -106,9 +106,8 @@ def cswin_arguments(
                 len(stage.blocks) for stage in model.stages
             )
             if same:
-                attns = [stage.blocks[0].attn for stage in model.stages]
-                num_heads = [attn.num_heads * attn.num_branches for attn in attns]
-                split_sizes = [a.split_size for a in attns if a.split_size is not None]
+                num_heads = list(model.num_heads)
+                split_sizes = [size for size in model.split_sizes if size is not None]
     if num_heads is None or split_sizes is None:
         raise CheckpointError(
             f"no registered model has embed_dim={args['embed_dim']} and depths={depths}, and the "

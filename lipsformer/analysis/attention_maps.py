@@ -11,10 +11,11 @@ from torch.utils.hooks import RemovableHandle
 from lipsformer.layers import (
     LipschitzNormAttention,
     ScaledCosineAttention,
-    fit_window,
+    cosine_normalize,
     merge_heads,
 )
 from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
+from lipsformer.models.lipsformer import fit_window
 
 
 class Layout(NamedTuple):
@@ -68,10 +69,10 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     return {name: torch.cat(parts, dim=1) for name, parts in maps.items()}
 
 
-def attention_weights(
+def attention_scores(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Return softmax(scores) of ``ScaledCosineAttention`` or ``LipschitzNormAttention``.
+    """Return the scores of ``ScaledCosineAttention`` or ``LipschitzNormAttention``.
 
     Args:
         module: The attention.
@@ -81,14 +82,15 @@ def attention_weights(
         bias: Added to the scores.
 
     Returns:
-        [B, H, N, N]; rows are queries and sum to 1.
+        [B, H, N, N]; the softmax of its rows weighs the values.
     """
     if isinstance(module, ScaledCosineAttention):
-        q, k = module.normalize(q, k)
+        q = cosine_normalize(q, module.eps, module.tau())
+        k = cosine_normalize(k, module.eps)
     else:
         q = q * dense_quadratic_scale(q, k, v)
     scores = q @ k.transpose(-2, -1)
-    return (scores if bias is None else scores + bias).softmax(-1)
+    return scores if bias is None else scores + bias
 
 
 def _watch(
@@ -105,7 +107,8 @@ def _watch(
 
     def keep_map(core: nn.Module, args: tuple[Tensor, ...]) -> None:
         window, size, prefix, shift = layout(module, len(maps[name]), x[0])
-        received = attention_weights(core, *args).sum(-2)[..., prefix:]
+        attn = attention_scores(core, *args).softmax(-1)
+        received = attn.sum(-2)[..., prefix:]
         merged = merge_heads(received.unsqueeze(-1), window, size)
         maps[name].append(merged.roll(shift, (1, 2)).permute(0, 3, 1, 2).float())
 

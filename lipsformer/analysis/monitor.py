@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipsformer.analysis.attention_maps import attention_scores
 from lipsformer.analysis.bounds import Domain, gathered_bound
 from lipsformer.analysis.instrument import Instrument
 from lipsformer.analysis.sigma import SigmaTracker, operators, residual_scale_of, whole
@@ -138,10 +139,7 @@ def attention_statistics(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
 
     def keep(name: str) -> Callable[[Any, tuple[Tensor, ...]], None]:
         def look(module: Any, args: tuple[Tensor, ...]) -> None:
-            q, k = module.normalize(args[0], args[1])
-            scores = (q @ k.transpose(-2, -1)).float()
-            if len(args) > 3 and args[3] is not None:
-                scores = scores + args[3].float()
+            scores = attention_scores(module, *args).float()
             log_attn = scores.log_softmax(-1)
             record[f"attn_entropy/{name}"] = -(log_attn.exp() * log_attn).sum(-1).mean()
             record[f"max_score/{name}"] = scores.amax()

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from lipsformer.layers import LipschitzNormAttention
-from lipsformer.layers.cosine_attention import MAX_LOGIT_SCALE
-from lipsformer.layers.lipschitz_norm import theorem_bound as theorem_bound_of_lipschitz_norm
 
 
 class HeadWeights(NamedTuple):
@@ -45,15 +43,11 @@ def split_qkv(weight: Tensor, bias: Tensor | None, num_heads: int) -> HeadWeight
     return HeadWeights(query, key, value, offset.unflatten(0, (3, num_heads, -1))[2])
 
 
-def logit_scale(attention: Any) -> Tensor:
+def max_abs_score(attention: Any) -> Tensor:
     """Return the largest |score| per head, [H], float64: tau, or 1 with LipschitzNorm."""
-    num_heads: int = attention.num_heads
-    if isinstance(attention, LipschitzNormAttention):
-        return torch.ones(num_heads).double()
-    if attention.log_logit_scale is None:
-        return torch.full((num_heads,), attention.init_logit_scale).double()
-    scale = attention.log_logit_scale.detach().double().flatten()
-    return scale.clamp(max=math.log(MAX_LOGIT_SCALE)).exp().cpu()
+    tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
+    tau = torch.as_tensor(tau).detach().double().cpu().flatten()
+    return tau.expand(attention.num_heads)
 
 
 def column_mass(tau: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:
@@ -129,7 +123,7 @@ def attention_bound(
     """
     if isinstance(attention, LipschitzNormAttention):
         return _lipschitz_norm_bound(heads, num_tokens, radius, mass, local_norm, local_radius)
-    tau = logit_scale(attention)
+    tau = max_abs_score(attention)
     mass = torch.full_like(tau, num_tokens) if mass is None else mass
     steep = attention.eps**-0.5
     norms = [operator_norms(w).cpu() for w in (heads.query, heads.key, heads.value)]
@@ -186,11 +180,24 @@ def _lipschitz_norm_bound(
     local = torch.zeros_like(mass) if local_norm is None else local_norm
     squared = 4.5 + (1.0 + mass.sqrt() + local).square()
     gram = torch.einsum("h,hdi,hdj->ij", squared.to(stacked.device), stacked, stacked)
-    theorem = theorem_bound_of_lipschitz_norm(num_tokens, num_tokens, math.sqrt(3.0)) + local
+    theorem = lipschitz_norm_theorem(num_tokens, num_tokens, math.sqrt(3.0)) + local
     paper = torch.maximum(theorem, squared.sqrt()) * operator_norms(stacked).cpu()
     longest = operator_norms(heads.value).cpu() * radius + heads.value_bias.norm(dim=1).cpu()
     reach = (1.0 + local_radius) * longest.square().sum().sqrt().item()
     return AttentionBound(gram, paper.square().sum().item(), reach**2)
+
+
+def lipschitz_norm_theorem(num_queries: int, num_inputs: int, alpha: float = 1.0) -> float:
+    r"""Return the bound that Dasoulas et al. 2021 state for LipschitzNorm, in Frobenius norm.
+
+    .. math:: e^{\alpha} \sqrt{m/n} + \alpha \sqrt 8
+
+    Args:
+        num_queries: m.
+        num_inputs: n.
+        alpha: 1 for linear scores, sqrt(3) for dot-product scores.
+    """
+    return math.exp(alpha) * math.sqrt(num_queries / num_inputs) + alpha * math.sqrt(8.0)
 
 
 def gram_norm(gram: Tensor) -> float:

@@ -15,12 +15,13 @@ from lipsformer.analysis.bounds.attention import (
     attention_bound,
     column_mass,
     gram_norm,
-    logit_scale,
+    max_abs_score,
     split_qkv,
 )
 from lipsformer.analysis.bounds.core import (
     Bound,
     Domain,
+    UnknownModuleError,
     chain,
     largest,
     lipschitz_bound,
@@ -36,7 +37,8 @@ from lipsformer.analysis.bounds.layers import (
     depthwise_radius,
     linear_sigma,
 )
-from lipsformer.layers import fit_window
+from lipsformer.layers import WeightedResidual
+from lipsformer.models.lipsformer import fit_window
 
 _BODY = "lipsformer.models.lipsformer."
 _SWIN = "lipsformer.models.lipsformer_swin."
@@ -67,7 +69,7 @@ def _conv_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     layers = [("depthwise", module.depthwise)]
     if module.pointwise is not None:
         layers.append(("pointwise", module.pointwise))
-    # the GELU behind each acts on every channel by itself, so it commutes with diag(scale)
+    # a GELU follows each; it acts on every channel by itself, so its bound holds behind diag(scale)
     return _with_gelus(chain(layers, domain, scale), len(layers))
 
 
@@ -118,15 +120,17 @@ def then(x: Bound, name: str, module: nn.Module) -> Bound:
     )
 
 
+@rule(WeightedResidual)
+def _weighted_residual(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    if scale is not None:
+        raise UnknownModuleError("no bound is known for a weighted residual that is scaled")
+    return residual_bound(chain([], domain), module.residual_scale, [("branch", module.branch)])
+
+
 @rule(_BODY + "LipsFormerBlock")
 def _block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    x = chain([], domain)
-    x = residual_bound(x, module.residual_conv1.residual_scale, [("conv1", module.conv1)])
-    x = residual_bound(x, module.residual_conv2.residual_scale, [("conv2", module.conv2)])
-    x = residual_bound(x, module.residual_attn.residual_scale, [("attn", module.attn)])
-    x = then(x, "norm1", module.norm1)
-    x = residual_bound(x, module.residual_mlp.residual_scale, [("mlp", module.mlp)])
-    return then(x, "norm2", module.norm2)
+    names = ("conv1", "conv2", "attn", "norm1", "mlp", "norm2")
+    return chain([(name, getattr(module, name)) for name in names], domain, scale)
 
 
 @rule(_BODY + "LipsFormerStage")
@@ -148,7 +152,7 @@ def _window_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
         split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads),
         h * w,
         domain.radius,
-        mass=column_mass(logit_scale(module.attention), h * w, module.position_bias(h, w)[0]),
+        mass=column_mass(max_abs_score(module.attention), h * w, module.position_bias(h, w)[0]),
     )
     return project(
         module.proj,
@@ -162,19 +166,23 @@ def _window_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
 
 @rule(_CSWIN + "StripeAttention")
 def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    heads = split_qkv(module.qkv.weight, module.qkv.bias, module.num_branches * module.num_heads)
+    heads = split_qkv(
+        module.qkv.weight, module.qkv.bias, module.num_branches * module.heads_per_branch
+    )
     gram, paper_squared, radius_squared = 0.0, 0.0, 0.0
     for branch, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
-        own = slice(branch * module.num_heads, (branch + 1) * module.num_heads)
+        own = slice(branch * module.heads_per_branch, (branch + 1) * module.heads_per_branch)
         size = module.stripe(branch, *domain.size)
         # LePE acts on each channel by itself and so on each head by itself
-        local = depthwise_channel_sigma(lepe.weight, size).unflatten(0, (module.num_heads, -1))
+        local = depthwise_channel_sigma(lepe.weight, size).unflatten(
+            0, (module.heads_per_branch, -1)
+        )
         attended = attention_bound(
             attention,
             HeadWeights(*(part[own] for part in heads)),
             math.prod(size),
             domain.radius,
-            mass=column_mass(logit_scale(attention), math.prod(size)),
+            mass=column_mass(max_abs_score(attention), math.prod(size)),
             local_norm=local.amax(1).cpu(),
             local_radius=depthwise_radius(lepe.weight, 1.0),
         )
@@ -182,7 +190,7 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
         paper_squared += attended.paper_squared
         radius = math.sqrt(attended.radius_squared) + bias_norm(lepe.bias)
         radius_squared += radius**2
-    s = module.output_scale
+    s = module.attn_factor
     return project(
         module.proj,
         s * gram_norm(torch.as_tensor(gram)),

@@ -13,7 +13,7 @@ from lipsformer.analysis.bounds.attention import (
     attention_bound,
     column_mass,
     gram_norm,
-    logit_scale,
+    max_abs_score,
     split_qkv,
 )
 from lipsformer.analysis.bounds.core import (
@@ -39,7 +39,7 @@ def _patch_embed(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 
 @rule(_FORM + "CosineAttention")
 def _cosine_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    mass = column_mass(logit_scale(module.attention), domain.tokens)
+    mass = column_mass(max_abs_score(module.attention), domain.tokens)
     return _attention(module, domain.tokens, mass, domain, scale)
 
 
