@@ -55,7 +55,8 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     for name, module in model.named_modules():
         layout = _LAYOUTS.get(f"{type(module).__module__}.{type(module).__qualname__}")
         if layout is not None:
-            handles += _watch(name, module, partial(layout, model), maps)
+            # a weighted residual holds the attention as its branch
+            handles += _watch(name.removesuffix(".branch"), module, partial(layout, model), maps)
     training = model.training
     try:
         with torch.no_grad():

@@ -166,12 +166,11 @@ def _window_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
 
 @rule(_CSWIN + "StripeAttention")
 def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    heads = split_qkv(
-        module.qkv.weight, module.qkv.bias, module.num_branches * module.heads_per_branch
-    )
+    num_heads = module.heads_per_branch
+    heads = split_qkv(module.qkv.weight, module.qkv.bias, module.num_branches * num_heads)
     gram, paper_squared, radius_squared = 0.0, 0.0, 0.0
     for branch, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
-        own = slice(branch * module.heads_per_branch, (branch + 1) * module.heads_per_branch)
+        own = slice(branch * num_heads, (branch + 1) * num_heads)
         size = module.stripe(branch, *domain.size)
         # LePE acts on each channel by itself and so on each head by itself
         local = depthwise_channel_sigma(lepe.weight, size).unflatten(
