@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer.models import lipsformer_cswin, lipsformer_swin
+from lipsformer.models._timm import unwrap
 
 StateDict = dict[str, Tensor]
 
@@ -66,9 +67,7 @@ def read_checkpoint(path: Path) -> StateDict:
         ) from None
     except (EOFError, RuntimeError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path}: not a readable checkpoint ({error})") from None
-    for key in ("model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
+    content = unwrap(content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
         raise CheckpointError(
             f"{path}: contains no dictionary of tensors, neither at the top nor in 'model'"
@@ -125,9 +124,8 @@ def cswin_arguments(
                 len(stage.blocks) for stage in model.stages
             )
             if same:
-                attns = [stage.blocks[0].attn for stage in model.stages]
-                num_heads = [attn.num_heads * attn.num_branches for attn in attns]
-                split_sizes = [a.split_size for a in attns if a.split_size is not None]
+                num_heads = list(model.num_heads)
+                split_sizes = [size for size in model.split_sizes if size is not None]
     if num_heads is None or split_sizes is None:
         raise CheckpointError(
             f"no registered model has embed_dim={args['embed_dim']} and depths={depths}, and the "

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lipsformer.analysis.bounds import Layout, registration_of
-from lipsformer.layers import LipschitzNormAttention, ScaledCosineAttention, merge_heads
+from lipsformer.layers import (
+    LipschitzNormAttention,
+    ScaledCosineAttention,
+    cosine_normalize,
+    merge_heads,
+)
 from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
 
 
@@ -37,7 +42,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         >>> import timm, torch
         >>> from lipsformer.analysis.attention_maps import attention_maps
         >>> model = timm.create_model("lipsformer_swin_nano")
-        >>> attention_maps(model, torch.randn(2, 3, 32, 32))["stages.0.blocks.0.attn"].shape
+        >>> attention_maps(model, torch.randn(2, 3, 32, 32))["stages.0.blocks.0.attn.branch"].shape
         torch.Size([2, 2, 16, 16])
     """
     maps: dict[str, list[Tensor]] = {}
@@ -78,7 +83,8 @@ def attention_scores(
         The scores, [B, H, N, N]. Rows are queries.
     """
     if isinstance(core, ScaledCosineAttention):
-        q, k = core.normalize(q, k)
+        q = cosine_normalize(q, core.eps, core.tau())
+        k = cosine_normalize(k, core.eps)
     else:
         q = q * dense_quadratic_scale(q, k, v)
     scores = q @ k.transpose(-2, -1)

@@ -30,19 +30,19 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Squared Euclidean norm over the last axis, at least in single precision."""
+    """Return the squared Euclidean norm over the last axis, at least in single precision."""
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     return x.square().sum(dim=-1)
 
 
 def dense_max(values: Tensor) -> Tensor:
-    """Maximum over the last axis, which is kept: [..., N] -> [..., 1]."""
+    """Return the maximum over the last axis, which is kept: [..., N] -> [..., 1]."""
     return values.amax(dim=-1, keepdim=True)
 
 
 class _SegmentMax(torch.autograd.Function):
-    """Keeps a mask of the maxima for the backward pass instead of all values."""
+    """Keep a mask of the maxima for the backward pass instead of all values."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor, num_segments: int) -> Tensor:
@@ -61,14 +61,14 @@ class _SegmentMax(torch.autograd.Function):
 
 
 def segment_max(values: Tensor, index: Tensor, num_segments: int) -> Tensor:
-    """Maximum of non-negative values by segment; 0 for an empty one.
+    """Return the maximum of non-negative values by segment, and 0 for an empty segment.
 
     Equal maxima share the derivative evenly.
 
     Args:
         values: [E, H], none negative.
-        index: segment of each row, [E].
-        num_segments: number of segments N.
+        index: Segment of each row, [E].
+        num_segments: Number of segments N.
 
     Returns:
         [N, H].
@@ -86,21 +86,21 @@ def linear_scale(
     scale_individually: bool = True,
     eps: float = 1e-12,
 ) -> Tensor:
-    """Factor that LipschitzNorm puts on a linear score.
+    """Return the factor that LipschitzNorm puts on a linear score.
 
     1 / (att_norm |a|_2 sqrt(max_k |h_k|^2 + |h_i|^2)) for the score a_l . h_j + a_r . h_i of
     target i, a = [a_l || a_r]. With ``target_sq=0`` and ``att_norm=1`` it is the paper's
     normalisation of g(X) = Q^T X.
 
     Args:
-        neighbor_sq: squared norms of the inputs, [E, H] for edges or [..., N] for windows.
-        target_sq: squared norms of the targets, shaped like what ``reduce`` returns.
-        weight: score weights per head, [H, D]; a single head for windows, [1, D].
-        reduce: maximum over the neighbourhood, such as ``dense_max`` or ``segment_max``.
-        att_norm: constant factor, above 0; the scores then lie within 1/att_norm. The paper's code
+        neighbor_sq: Squared norms of the inputs, [E, H] for edges or [..., N] for windows.
+        target_sq: Squared norms of the targets, shaped like what ``reduce`` returns.
+        weight: Score weights per head, [H, D]; a single head for windows, [1, D].
+        reduce: Maximum over the neighbourhood, such as ``dense_max`` or ``segment_max``.
+        att_norm: Constant factor, above 0; the scores then lie within 1/att_norm. The paper's code
             uses 4, twice what the theorem asks for.
-        scale_individually: one norm of the weight per head, or one over all heads.
-        eps: added to every squared norm, so that zero inputs give score 0 and finite derivatives.
+        scale_individually: One norm of the weight per head, or one over all heads.
+        eps: Added to every squared norm, so that zero inputs give score 0 and finite derivatives.
 
     Returns:
         The factor, shaped like what ``reduce`` returns, in single precision or better.
@@ -122,19 +122,19 @@ def released_linear_scale(
     scale_individually: bool = True,
     eps: float = 1e-12,
 ) -> Tensor:
-    """Factor on a linear score as the authors' code computes it, for comparison only.
+    """Return the factor on a linear score as the authors' code computes it, for comparison.
 
     Deviation: the maxima [N, H] are flattened and then looked up by node, which reads another
     node's or head's value when H > 1, and the source's norm stands in place of the target's.
 
     Args:
-        neighbor_sq: squared norms of the sources, [E, H].
-        weight: score weights per head, [H, D].
-        index: target of each edge, [E].
-        num_nodes: number of targets N.
-        att_norm: see ``linear_scale``.
-        scale_individually: see ``linear_scale``.
-        eps: see ``linear_scale``.
+        neighbor_sq: Squared norms of the sources, [E, H].
+        weight: Score weights per head, [H, D].
+        index: Target of each edge, [E].
+        num_nodes: Number of targets N.
+        att_norm: See ``linear_scale``.
+        scale_individually: See ``linear_scale``.
+        eps: See ``linear_scale``.
 
     Returns:
         One factor per edge and head, [E, H].
@@ -157,16 +157,16 @@ def released_linear_scale(
 def quadratic_scale(
     query_sq: Tensor, key_sq: Tensor, value_sq: Tensor, *, reduce: Reduce, eps: float = 1e-12
 ) -> Tensor:
-    """Factor that LipschitzNorm puts on a dot-product score.
+    """Return the factor that LipschitzNorm puts on a dot-product score.
 
     1 / max(uv, uw, vw) with u = |Q|_F, v = max_k |k_k|_2 and w = max_k |v_k|_2.
 
     Args:
-        query_sq: squared Frobenius norm of the queries, shaped like what ``reduce`` returns.
-        key_sq: squared norms of the keys, [E, H] for edges or [..., N] for windows.
-        value_sq: squared norms of the values, shaped like ``key_sq``.
-        reduce: maximum over the neighbourhood.
-        eps: added to every squared norm, so that zero inputs give score 0 and finite derivatives.
+        query_sq: Squared Frobenius norm of the queries, shaped like what ``reduce`` returns.
+        key_sq: Squared norms of the keys, [E, H] for edges or [..., N] for windows.
+        value_sq: Squared norms of the values, shaped like ``key_sq``.
+        reduce: Maximum over the neighbourhood.
+        eps: Added to every squared norm, so that zero inputs give score 0 and finite derivatives.
 
     Returns:
         The factor, shaped like what ``reduce`` returns, in single precision or better.
@@ -178,16 +178,16 @@ def quadratic_scale(
 
 
 def dense_quadratic_scale(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-12) -> Tensor:
-    """LipschitzNorm's factor for dense attention, one per head: scores = (q k^T) * factor.
+    """Return LipschitzNorm's factor for dense attention, one per head: scores = (q k^T) * factor.
 
     Multiply the queries by it and fused attention kernels stay usable. The factor is in single
     precision or better and may be as large as 1/eps, so cast the product, not the factor.
 
     Args:
-        q: queries, [B, heads, M, d].
-        k: keys, [B, heads, N, d].
-        v: values, [B, heads, N, d].
-        eps: see ``quadratic_scale``.
+        q: Queries, [B, heads, M, d].
+        k: Keys, [B, heads, N, d].
+        v: Values, [B, heads, N, d].
+        eps: See ``quadratic_scale``.
 
     Returns:
         [B, heads, 1, 1].

@@ -18,12 +18,9 @@ from lipsformer.analysis.bounds import (
     lipschitz_bound,
     registration_of,
 )
-from lipsformer.layers import LipschitzNormAttention, ScaledCosineAttention, WeightedResidual
+from lipsformer.layers import LipschitzNormAttention, ScaledCosineAttention
 
 CORES = (ScaledCosineAttention, LipschitzNormAttention)
-
-# the rule of a block reads the weight of these; they have no bound without their branch
-READ_BY_BLOCKS = (WeightedResidual,)
 
 
 def computes(module: nn.Module) -> bool:
@@ -56,7 +53,7 @@ def uncovered(model: nn.Module) -> set[str]:
                 missing.add(f"{type(modules[attention]).__name__} has no layout")
     for path, module in modules.items():
         inside = path and not closed.isdisjoint(ancestors(path))
-        if inside or not computes(module) or isinstance(module, READ_BY_BLOCKS):
+        if inside or not computes(module):
             continue
         if registration_of(type(module)) is None:
             missing.add(f"{type(module).__name__} has no bound")
@@ -93,7 +90,7 @@ def nano(attn: Callable[..., nn.Module] | None = None) -> nn.Module:
     model = timm.create_model("lipsformer_swin_nano", img_size=8, window_size=2, depths=(1, 1))
     if attn is not None:
         for stage in model.stages:
-            stage.blocks[0].attn = attn()
+            stage.blocks[0].attn.branch = attn()
     return model
 
 
@@ -115,7 +112,7 @@ class OwnAttention(nn.Module):
 
 def test_a_class_without_a_bound_is_found():
     model = nano()
-    model.stages[1].blocks[0].mlp.drop = Softsign()
+    model.stages[1].blocks[0].mlp.branch.drop = Softsign()
     assert uncovered(model) == {"Softsign has no bound"}
 
 
@@ -156,6 +153,6 @@ def test_every_module_is_a_part_of_the_bound(name, kwargs):
     for path, module in model.named_modules():
         above = [parts[name] for name in ancestors(path) if name in parts] if path else []
         inside_a_leaf = bool(above) and not above[0].parts
-        weights_of_a_residual = isinstance(module, (WeightedResidual, timm.layers.LayerScale))
+        weights_of_a_residual = isinstance(module, timm.layers.LayerScale)
         if list(module.parameters(recurse=False)) and not inside_a_leaf:
             assert path in parts or weights_of_a_residual or hasattr(module, "cls_token"), path

@@ -102,7 +102,7 @@ def test_record_agrees_with_what_it_measures():
         bound_every=2,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    attention = model.stages[1].blocks[0].attn
+    attention = model.stages[1].blocks[0].attn.branch
     for update in range(7):
         backward(model, update)
         before = {name: w.detach().clone() for name, w in matrices_of(model).items()}
@@ -121,12 +121,12 @@ def test_record_agrees_with_what_it_measures():
         head = model.head.fc
         norm = math.hypot(head.weight.grad.norm().item(), head.bias.grad.norm().item())
         assert record["grad_norm/head.fc"] == pytest.approx(norm, rel=1e-5)
-        scale = model.stages[1].blocks[1].residual_mlp.residual_scale.detach()
-        name = "residual_scale/stages.1.blocks.1.residual_mlp"
+        scale = model.stages[1].blocks[1].mlp.residual_scale.detach()
+        name = "residual_scale/stages.1.blocks.1.mlp"
         assert record[name] == pytest.approx(scale.abs().max().item())
         assert record["gain/norm"] == pytest.approx(model.norm.weight.detach().abs().max().item())
         entropy, largest = naive_statistics(model, attention, probe)
-        name = "stages.1.blocks.0.attn.attention"
+        name = "stages.1.blocks.0.attn.branch.attention"
         assert record[f"attn_entropy/{name}"] == pytest.approx(entropy, rel=1e-4)
         assert record[f"max_score/{name}"] == pytest.approx(largest, rel=1e-4)
         assert ("bound_log10" in record) == (update in (0, 6))
@@ -221,7 +221,7 @@ def test_projection_holds_the_cap_during_training(steps):
     for module in model.modules():
         if isinstance(module, DepthwiseConv2d):
             assert conv_sigma_bound(module.weight, groups=module.dim).max() <= 0.8 + 1e-5
-    assert model.stages[0].blocks[0].residual_attn.residual_scale.abs().max() <= 0.05
+    assert model.stages[0].blocks[0].attn.residual_scale.abs().max() <= 0.05
     assert model.norm.weight.abs().max() <= 0.9
 
 

@@ -51,7 +51,7 @@ def test_swin_stages_follow_the_closed_form(name):
     costs = {part.name: part for part in part_costs(model, images)}
     for index, stage in enumerate(model.stages):
         rows, cols, c = costs[f"stages.{index}"].output
-        heads = stage.blocks[0].attn.num_heads
+        heads = stage.blocks[0].attn.branch.num_heads
         parameters = 13 * c**2 + 118 * c + (2 * window - 1) ** 2 * heads
         side = min(window, rows)
         macs = rows * cols * (13 * c**2 + 98 * c + 2 * side**2 * c)

@@ -77,13 +77,15 @@ def to_official(model):
     """This project's parameters of a Swin body under the released names."""
     names = {
         "stages.": "layers.",
-        "conv1.depthwise": "dwconv_layers.0",
-        "conv2.depthwise": "dwconv_layers.1",
-        "conv1.pointwise": "nin",
-        "residual_conv1.residual_scale": "scale_layers.0.scale",
-        "residual_conv2.residual_scale": "scale_layers.1.scale",
-        "residual_attn.residual_scale": "alpha1.scale",
-        "residual_mlp.residual_scale": "alpha2.scale",
+        "conv1.branch.depthwise": "dwconv_layers.0",
+        "conv2.branch.depthwise": "dwconv_layers.1",
+        "conv1.branch.pointwise": "nin",
+        "conv1.residual_scale": "scale_layers.0.scale",
+        "conv2.residual_scale": "scale_layers.1.scale",
+        "attn.residual_scale": "alpha1.scale",
+        "mlp.residual_scale": "alpha2.scale",
+        "attn.branch.": "attn.",
+        "mlp.branch.": "mlp.",
         "head.fc": "head",
     }
     weights = {}

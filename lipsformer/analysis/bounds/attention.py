@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from lipsformer.analysis.bounds.core import Bound, Domain, log10_of, log10_product, max_abs
 from lipsformer.analysis.bounds.layers import bias_norm, linear_sigma
 from lipsformer.layers import LipschitzNormAttention
-from lipsformer.layers.cosine_attention import MAX_LOGIT_SCALE
 
 
 class HeadWeights(NamedTuple):
@@ -66,13 +65,8 @@ def max_abs_score(attention: Any) -> Tensor:
 
     It is tau for `ScaledCosineAttention` and 1 for `LipschitzNormAttention`.
     """
-    num_heads: int = attention.num_heads
-    if isinstance(attention, LipschitzNormAttention):
-        return torch.ones(num_heads).double()
-    if attention.log_logit_scale is None:
-        return torch.full((num_heads,), attention.init_logit_scale).double()
-    scale = attention.log_logit_scale.detach().double().flatten()
-    return scale.clamp(max=math.log(MAX_LOGIT_SCALE)).exp().cpu()
+    tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
+    return torch.as_tensor(tau).detach().double().cpu().flatten().expand(attention.num_heads)
 
 
 def column_mass(tau: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:

@@ -24,8 +24,6 @@ from lipsformer.analysis.bounds.core import (
     bound_rule,
     chain,
     children_in_order,
-    compose,
-    lipschitz_bound,
     log10_of,
     log10_one_plus,
     log10_product,
@@ -38,7 +36,7 @@ from lipsformer.analysis.bounds.layers import (
     depthwise_channel_sigma,
     depthwise_radius,
 )
-from lipsformer.layers import fit_window
+from lipsformer.layers import WeightedResidual
 from lipsformer.models.lipsformer import (
     ConvBranch,
     LipsFormer,
@@ -46,11 +44,13 @@ from lipsformer.models.lipsformer import (
     LipsFormerStage,
     Mlp,
     PatchEmbed,
+    fit_window,
 )
 from lipsformer.models.lipsformer_cswin import ConvMerging, StripeAttention
 from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention
 
 bound_rule(PatchEmbed)(children_in_order("proj", "norm"))
+bound_rule(LipsFormerBlock)(children_in_order("conv1", "conv2", "attn", "norm1", "mlp", "norm2"))
 bound_rule(LipsFormerStage)(children_in_order("downsample", "blocks"))
 bound_rule(LipsFormer)(children_in_order("patch_embed", "stages", "norm", "head"))
 
@@ -123,19 +123,9 @@ def residual_bound(
     return scale_output(total, scale)
 
 
-@bound_rule(LipsFormerBlock)
-def _block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    x = chain([], domain)
-    for name in ("conv1", "conv2", "attn"):
-        x = compose(x, _shortcut(module, name, x.output))
-    x = compose(x, lipschitz_bound(module.norm1, x.output), "norm1")
-    x = compose(x, _shortcut(module, "mlp", x.output))
-    return compose(x, lipschitz_bound(module.norm2, x.output, scale), "norm2")
-
-
-def _shortcut(block: Any, name: str, domain: Domain) -> Bound:
-    alpha = getattr(block, f"residual_{name}").residual_scale
-    return residual_bound(alpha, [(name, getattr(block, name))], domain)
+@bound_rule(WeightedResidual)
+def _weighted_residual(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    return residual_bound(module.residual_scale, [("branch", module.branch)], domain, scale)
 
 
 def _window_layout(_: Any, module: Any, __: int, x: Tensor) -> Layout:
@@ -164,13 +154,17 @@ def _stripe_layout(_: Any, module: Any, branch: int, x: Tensor) -> Layout:
 
 @bound_rule(StripeAttention, layout=_stripe_layout)
 def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    heads = split_qkv(module.qkv.weight, module.qkv.bias, module.num_branches * module.num_heads)
+    heads = split_qkv(
+        module.qkv.weight, module.qkv.bias, module.num_branches * module.heads_per_branch
+    )
     gram, paper_squared, radius_squared = 0.0, 0.0, 0.0
     for branch, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
-        own = slice(branch * module.num_heads, (branch + 1) * module.num_heads)
+        own = slice(branch * module.heads_per_branch, (branch + 1) * module.heads_per_branch)
         size = module.stripe(branch, *domain.size)
         # LePE convolves every channel separately, and so every head separately.
-        local = depthwise_channel_sigma(lepe.weight, size).unflatten(0, (module.num_heads, -1))
+        local = depthwise_channel_sigma(lepe.weight, size).unflatten(
+            0, (module.heads_per_branch, -1)
+        )
         attended = attention_bound(
             attention,
             HeadWeights(*(part[own] for part in heads)),
@@ -184,4 +178,4 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
         paper_squared += attended.paper_squared
         radius_squared += (math.sqrt(attended.radius_squared) + bias_norm(lepe.bias)) ** 2
     both = AttentionBound(torch.as_tensor(gram), paper_squared, radius_squared)
-    return projected_bound(both, module.proj, domain, scale, module.output_scale)
+    return projected_bound(both, module.proj, domain, scale, module.attn_factor)
