@@ -42,7 +42,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         >>> import timm, torch
         >>> from lipsformer.analysis.attention_maps import attention_maps
         >>> model = timm.create_model("lipsformer_swin_nano")
-        >>> attention_maps(model, torch.randn(2, 3, 32, 32))["stages.0.blocks.0.attn.branch"].shape
+        >>> attention_maps(model, torch.randn(2, 3, 32, 32))["stages.0.blocks.0.attn"].shape
         torch.Size([2, 2, 16, 16])
     """
     maps: dict[str, list[Tensor]] = {}
@@ -64,7 +64,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
             f"{type(model).__name__} has no attention whose map is known: register its class with "
             "lipsformer.analysis.bounds.bound_rule(cls, layout=...)"
         )
-    return {name: torch.cat(parts, dim=1) for name, parts in maps.items()}
+    return {name.removesuffix(".branch"): torch.cat(m, dim=1) for name, m in maps.items()}
 
 
 def attention_scores(

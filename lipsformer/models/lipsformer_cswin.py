@@ -107,13 +107,17 @@ class StripeAttention(nn.Module):
             x: [B, H, W, C].
             output_scale: [C], multiplies the output.
         """
-        height, width = x.shape[1], x.shape[2]
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_branches, self.dim // self.num_branches))
-        stripes = [self.stripe(branch, height, width) for branch in range(self.num_branches)]
-        x = attend_in_windows(qkv, stripes, list(self.attention), lepes=list(self.lepe))
+        x = self.attend(self.qkv(x))
         if self.attn_factor != 1.0:
             x = x * self.attn_factor
         return self.proj_drop(self.proj(x, output_scale=output_scale))
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
+        height, width = qkv.shape[1], qkv.shape[2]
+        stripes = [self.stripe(branch, height, width) for branch in range(self.num_branches)]
+        qkv = qkv.unflatten(-1, (3, self.num_branches, self.dim // self.num_branches))
+        return attend_in_windows(qkv, stripes, list(self.attention), lepes=list(self.lepe))
 
 
 register_notrace_module(

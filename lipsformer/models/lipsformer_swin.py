@@ -130,11 +130,14 @@ class WindowAttention(nn.Module):
             x: [B, H, W, C].
             output_scale: [C], multiplies the output.
         """
-        h, w = (fit_window(x.shape[i + 1], self.window_size[i]) for i in range(2))
-        qkv = self.qkv(x).unflatten(-1, (3, 1, self.dim))
+        return self.proj_drop(self.proj(self.attend(self.qkv(x)), output_scale=output_scale))
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
+        h, w = (fit_window(qkv.shape[i + 1], self.window_size[i]) for i in range(2))
         bias = self.position_bias(h, w).to(qkv.dtype)
-        x = attend_in_windows(qkv, [(h, w)], [self.attention], bias)
-        return self.proj_drop(self.proj(x, output_scale=output_scale))
+        qkv = qkv.unflatten(-1, (3, 1, self.dim))
+        return attend_in_windows(qkv, [(h, w)], [self.attention], bias)
 
 
 register_notrace_module(

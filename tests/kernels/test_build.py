@@ -1,4 +1,4 @@
-"""Compiling, finding, calling and refusing the CPU kernels, of which one small file is made here."""
+"""Compiling, finding, calling and refusing the CPU kernels, with one small source made here."""
 
 import os
 import re
@@ -137,7 +137,8 @@ import torch
 from lipsformer import layers
 x = torch.ones(1, 3, 3, 8)
 for _ in range(2):
-    layers.Linear(8, 8)(x), layers.DepthwiseConv2d(8, 7)(x), layers.CenterNorm(8).double()(x.double())
+    layers.Linear(8, 8)(x), layers.DepthwiseConv2d(8, 7)(x)
+    layers.CenterNorm(8).double()(x.double())
 """
 
 

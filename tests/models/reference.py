@@ -1,4 +1,4 @@
-"""Both backbones once more, in float64 and as plain loops: every image, window and head by itself."""
+"""Both backbones once more, in float64 and as plain loops over images, windows and heads."""
 
 from itertools import product
 
@@ -12,8 +12,8 @@ Parameters = dict[str, Tensor]
 def forward(model: nn.Module, images: Tensor, *, swin: bool, num_heads, windows, tau, nu) -> Tensor:
     """Logits of a Swin or CSwin backbone from its parameters alone.
 
-    ``windows`` holds (height, width) for the Swin backbone and stripe widths, or None, for the CSwin
-    backbone; ``nu=None`` is the released code's form.
+    ``windows`` holds (height, width) for Swin and stripe widths, or None, for CSwin; ``nu=None`` is
+    the released code's form.
     """
     p = {name: tensor.double() for name, tensor in model.state_dict().items()}
     x = F.conv2d(images.double(), p["patch_embed.proj.weight"], p["patch_embed.proj.bias"], 4)

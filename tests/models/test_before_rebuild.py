@@ -37,7 +37,11 @@ def load(way, folder, name, arguments, weights):
         return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
     if way == "local-dir":
         num_classes = arguments.pop("num_classes")
-        config = {"architecture": name, "num_classes": num_classes, "model_args": arguments}
+        config = {
+            "architecture": name,
+            "model_args": arguments,
+            "pretrained_cfg": {"num_classes": num_classes},
+        }
         (folder / "config.json").write_text(json.dumps(config))
         return timm.create_model(f"local-dir:{folder}", pretrained=True)
     model = timm.create_model(name, **arguments)
