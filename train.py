@@ -22,7 +22,7 @@ from pathlib import Path
 
 from data import DataError
 from lipsformer._configfile import ConfigError, describe, read_config
-from lipsformer.analysis.control import BoundExceededError
+from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
 from lipsformer.engine import distributed
 from lipsformer.engine.checkpoint import CheckpointError

@@ -11,19 +11,21 @@ from torch.utils.flop_counter import flop_registry
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Context that adds up the cost of the operators inside it, backward passes included.
+    """Context manager that counts the operators that run inside it, backward passes included.
 
-    Matrix products, convolutions and attention count two operations per multiply-add; any other
-    operator counts one per element that it writes. Every operator reads its tensors from memory and
-    writes its results there: what a cache saves is not known, nor what a compiler fuses.
+    Matrix products, convolutions and attention count two operations per multiply-add. Every other
+    operator counts one operation per element that it writes. Every operator is assumed to read its
+    inputs from memory and to write its results there, so caches and fusion by a compiler are not
+    taken into account. `lipsformer.analysis.cost` counts multiply-adds of a forward pass by part,
+    through fvcore, which sees neither bytes nor backward passes.
 
     Attributes:
-        flops: Floating-point operations.
-        bytes: Bytes read and written.
+        flops: Number of floating-point operations.
+        bytes: Number of bytes read and written.
     """
 
     def __init__(self) -> None:
-        """Start at nothing."""
+        """Start both counts at zero."""
         super().__init__()
         self.flops = 0
         self.bytes = 0
@@ -51,14 +53,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
-    # an expanded tensor has more elements than memory
+    # An expanded tensor has more elements than its storage.
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, written: list) -> int:
     packet = func._overloadpacket
     if packet is torch.ops.aten.convolution_backward:
-        # the library's own formula does not divide the channels by the groups
+        # torch's own formula does not divide the channels by the groups.
         grad, weight, (of_input, of_weight, _) = args[0], args[2], args[-1]
         return 2 * grad.numel() * weight[0].numel() * (of_input + of_weight)
     if packet in flop_registry:

@@ -1,11 +1,12 @@
-"""What the Lipschitz monitor adds to training at its default interval, and how exact it is.
+"""Measure the cost of the Lipschitz monitor at its default interval, and its accuracy.
 
     python -m benchmarks.monitor --output benchmarks/results/monitor_nano.json
 
-The engine's own updates on digits, one record every few updates so that there are many. A record
-costs the same at any interval; its share is its mean CPU time, with the bound that comes with every
-tenth, over that of the updates of one default interval. Every singular value of every record is
-compared with `torch.linalg.svdvals` of the weight in float64.
+The benchmark trains with the engine's own step on digits and records every few steps, so that there
+are many records. The cost of a record does not depend on the interval. The reported share is the
+mean CPU time of a record, including the bound in every tenth record, divided by the CPU time of the
+steps of one default interval. Every singular value of every record is compared with
+`torch.linalg.svdvals` of the weight in float64.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -25,8 +27,7 @@ from accelerate import Accelerator
 import lipsformer  # noqa: F401  (registers the models)
 from data import Normalize, build_eval_dataset, collate
 from lipsformer.analysis.bounds import image_domain
-from lipsformer.analysis.instrument import Instrument
-from lipsformer.analysis.monitor import Monitor
+from lipsformer.analysis.instruments import Monitor
 from lipsformer.analysis.sigma import operators
 from lipsformer.config import DataConfig, OptimConfig
 from lipsformer.engine.optim import make_optimizer
@@ -35,25 +36,25 @@ from lipsformer.engine.steps import train_step
 from lipsformer.engine.train_state import TrainState
 
 INTERVAL = inspect.signature(Monitor).parameters["every"].default
-PROBE = 8  # images, as train.py takes
+PROBE = 8  # number of images, as in train.py
 
 
-class Timed(Instrument):
-    """Another instrument, with the CPU seconds that each update spends in it."""
+class TimedMonitor(Monitor):
+    """A monitor that records the CPU seconds that every step spends in it."""
 
-    def __init__(self, inner: Instrument):
-        self.inner = inner
-        self.seconds: list[float] = []
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.step_seconds: list[float] = []
 
     def before_step(self, step: int) -> None:
         started = time.process_time()
-        self.inner.before_step(step)
-        self.seconds.append(time.process_time() - started)
+        super().before_step(step)
+        self.step_seconds.append(time.process_time() - started)
 
     def after_step(self, step: int) -> None:
         started = time.process_time()
-        self.inner.after_step(step)
-        self.seconds[-1] += time.process_time() - started
+        super().after_step(step)
+        self.step_seconds[-1] += time.process_time() - started
 
 
 def main() -> None:
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--updates", type=int, default=51)
-    parser.add_argument("--every", type=int, default=5, help="updates from record to record")
+    parser.add_argument("--every", type=int, default=5, help="steps from one record to the next")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
 
@@ -86,14 +87,13 @@ def main() -> None:
 
     records: list[tuple[int, Mapping[str, float]]] = []
     domain = image_domain((options.img_size, options.img_size), half, half)
-    monitor = Monitor(
+    monitor = TimedMonitor(
         model,
         lambda update, record: records.append((update, record)),
         every=options.every,
         probe=images[:PROBE],
         domain=domain,
     )
-    timed = Timed(monitor)
     accelerator = Accelerator(cpu=True)
     optim = OptimConfig(lr=options.lr, clip_grad=5.0)
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, optim))
@@ -105,7 +105,7 @@ def main() -> None:
         schedule=CosineSchedule(peak=optim.lr, final=0.0, total_steps=options.updates),
         clip_grad=optim.clip_grad,
         seed=0,
-        instruments=[timed],
+        instruments=[monitor],
     )
     updates = []
     for update in range(options.updates):
@@ -113,14 +113,14 @@ def main() -> None:
         batch = (images[picked], targets[picked])
         started = time.process_time()
         train_step(state, [batch], options.batch_size, update, lambda x, y, **_: (x, y))
-        updates.append(time.process_time() - started - timed.seconds[-1])
+        updates.append(time.process_time() - started - monitor.step_seconds[-1])
         if update % options.every == 0:
             compare(*records[-1])
 
-    spent = timed.seconds[:: options.every]
+    spent = monitor.step_seconds[:: options.every]
     with_bound = ["bound_log10" in record for _, record in records]
     plain = statistics.median(s for s, bound in zip(spent, with_bound, strict=True) if not bound)
-    # the first record of all also starts the singular vectors: it is counted apart
+    # The first record also computes the first singular vectors, so it is reported separately.
     bounds = [s for s, bound in zip(spent, with_bound, strict=True) if bound][1:]
     mean_record = plain + (statistics.median(bounds) - plain) / monitor.bound_every
     interval = INTERVAL * statistics.median(updates)

@@ -31,11 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.counting import OperatorCounter
 from benchmarks.machine import PRECISIONS, limits, machine, synchronize
-from lipsformer.layers import (
-    CenterNorm,
-    DepthwiseConv2d,
-    WeightedResidual,
-)
+from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 from lipsformer.models.lipsformer_cswin import StripeAttention
 from lipsformer.models.lipsformer_swin import WindowAttention
 
@@ -44,7 +40,6 @@ KINDS: dict[type[nn.Module], str] = {
     nn.Conv2d: "patch convolution",
     DepthwiseConv2d: "depthwise convolution",
     CenterNorm: "CenterNorm",
-    WeightedResidual: "residual",
 }
 
 
@@ -61,6 +56,38 @@ class Attention(nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:
         """Attend with the projected tokens ``qkv``."""
         return self.attend(qkv)
+
+
+class Given(nn.Module):
+    """A branch whose result is known."""
+
+    result: Tensor
+
+    def __init__(self, ends_in: str | None) -> None:
+        """Take over how the branch ends."""
+        super().__init__()
+        self.ends_in = ends_in
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        """Return the known result."""
+        return self.result
+
+
+class Sum(nn.Module):
+    """What a weighted residual does behind its branch."""
+
+    def __init__(self, residual: WeightedResidual) -> None:
+        """Take over the scale of ``residual``."""
+        super().__init__()
+        self.given = Given(getattr(residual.branch, "ends_in", None))
+        self.sum = WeightedResidual(self.given, len(residual.residual_scale), 1.0)
+        self.sum.residual_scale = residual.residual_scale
+        self.train(residual.training)
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Add ``branch`` to ``x``."""
+        self.given.result = branch
+        return self.sum(x)
 
 
 @dataclass
@@ -94,7 +121,7 @@ def operators(model: nn.Module, images: Tensor) -> list[Operator]:
     found: dict[Any, Operator] = {}
 
     def note(kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if kwargs.get("gelu"):
+        if kwargs.get("act_before"):
             kind += " with GELU"
         args, kwargs = tree_map(random_like, (tuple(args), dict(kwargs)))
         operator = Operator(kind, module, args, kwargs)
@@ -107,6 +134,11 @@ def operators(model: nn.Module, images: Tensor) -> list[Operator]:
             core = Attention(parent)
             look = lambda _, __, qkv, core=core: note("attention", core, (qkv,), {})  # noqa: E731
             handles.append(parent.qkv.register_forward_hook(look))
+        if isinstance(parent, WeightedResidual):
+            core = Sum(parent)
+            kind = "residual with GELU" if core.given.ends_in == "gelu" else "residual"
+            add = lambda _, args, y, kind=kind, core=core: note(kind, core, (args[0], y), {})  # noqa: E731
+            handles.append(parent.branch.register_forward_hook(add))
         if isinstance(parent, nn.ModuleList):
             continue  # LePE is a part of the attention
         for module in parent.children():

@@ -13,7 +13,7 @@ from data import Normalize
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.bounds import UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius
-from lipsformer.analysis.robustness import withstood
+from lipsformer.analysis.robustness import robust_mask
 from lipsformer.config import DataConfig
 from lipsformer.engine.steps import SizedBatches
 
@@ -75,7 +75,7 @@ def certify(
             # Normalization stretches distances by at most 1 / min(std).
             radius = certified_radius(logits(pixels), bound) * min(data.std)
         for row, distance in zip(counts, distances, strict=True):
-            held = withstood(logits, pixels, labels, distance, radius, generator=generator)
+            held = robust_mask(logits, pixels, labels, distance, radius, generator=generator)
             row += torch.stack([part.sum() for part in held])
         images_seen += len(labels)
     counts, images_seen = accelerator.reduce((counts, images_seen), reduction="sum")  # pyright: ignore[reportGeneralTypeIssues]

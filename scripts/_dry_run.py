@@ -3,8 +3,7 @@
 import torch
 
 from lipsformer._configfile import dump_config
-from lipsformer.analysis.cost import count_parameters, part_costs
-from lipsformer.analysis.memory import training_bytes
+from lipsformer.analysis.cost import count_parameters, part_costs, training_bytes
 from lipsformer.config import Config
 from lipsformer.engine.trainer import Parts
 

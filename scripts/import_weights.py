@@ -2,12 +2,14 @@
 
     python -m scripts.import_weights lipsformer-swin-tiny.pth OUT
 
-writes OUT/model.safetensors and OUT/config.json, and `timm.create_model('local-dir:OUT',
-pretrained=True)` (after `import lipsformer`) gives the released model's logits.
+The command writes OUT/model.safetensors and OUT/config.json. After `import lipsformer`,
+`timm.create_model('local-dir:OUT', pretrained=True)` returns a model with the logits of the
+released one.
 
-Nothing in the file is executed: PyTorch's weights-only reader rebuilds tensors and plain containers
-and refuses every other class or function it names. The released files also hold a configuration
-node, `yacs.config.CfgNode`; that one name is read as a plain ordered dictionary, and then ignored.
+Reading a checkpoint never executes code from it. PyTorch's weights-only reader rebuilds tensors and
+plain containers and refuses every other class or function. The released files also contain a
+configuration node of the class `yacs.config.CfgNode`. The reader turns it into an ordered
+dictionary, which the conversion ignores.
 """
 
 import argparse
@@ -28,19 +30,26 @@ from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer.models import lipsformer_cswin, lipsformer_swin
+from lipsformer.models._timm import unwrap
 
 StateDict = dict[str, Tensor]
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be converted; the message is for the user."""
+    """A checkpoint cannot be converted. The message is shown to the user."""
 
 
 def read_checkpoint(path: Path) -> StateDict:
-    """Read a released checkpoint, or a plain state dict, without executing anything.
+    """Read a released checkpoint or a plain state dict without executing code from it.
+
+    Args:
+        path: Pickle of PyTorch, or `.safetensors`.
+
+    Returns:
+        The weights by name.
 
     Raises:
-        CheckpointError: If the file is missing, refused or holds no state dict.
+        CheckpointError: If the file is missing, is refused, or does not contain weights.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
@@ -53,21 +62,25 @@ def read_checkpoint(path: Path) -> StateDict:
     except pickle.UnpicklingError as error:
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("Please use")[0]
         raise CheckpointError(
-            f"{path}: refused, nothing was executed. Only tensors, plain containers and "
-            f"yacs.config.CfgNode are read from a pickle, and the reader says: {reason.strip()}"
+            f"{path}: refused, nothing was executed. A pickle may only contain tensors, plain "
+            f"containers and yacs.config.CfgNode; PyTorch's reader reports: {reason.strip()}"
         ) from None
     except (EOFError, RuntimeError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path}: not a readable checkpoint ({error})") from None
-    for key in ("model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
+    content = unwrap(content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
-        raise CheckpointError(f"{path}: holds no dictionary of tensors, alone or under 'model'")
+        raise CheckpointError(
+            f"{path}: contains no dictionary of tensors, neither at the top nor in 'model'"
+        )
     return dict(content)
 
 
 def swin_arguments(weights: StateDict) -> dict[str, Any]:
-    """Constructor arguments of a released Swin checkpoint, from the shapes of its tensors."""
+    """Return the constructor arguments of a released Swin checkpoint, from its tensors' shapes.
+
+    Args:
+        weights: Weights under their released names.
+    """
     tables = [
         weights[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"]
         for stage in range(len(_depths(weights, "layers.", ".blocks.")))
@@ -84,14 +97,19 @@ def swin_arguments(weights: StateDict) -> dict[str, Any]:
 def cswin_arguments(
     weights: StateDict, num_heads: list[int] | None, split_sizes: list[int] | None
 ) -> dict[str, Any]:
-    """Constructor arguments of a released CSwin checkpoint.
+    """Return the constructor arguments of a released CSwin checkpoint.
 
-    Heads and stripe widths leave no trace in the shapes: they are those of the registered model
-    with the same dimensions, unless given.
+    The shapes of the tensors do not tell the numbers of heads and the widths of the stripes. Unless
+    given, they are taken from the registered model with the same dimensions.
+
+    Args:
+        weights: Weights under their released names.
+        num_heads: Number of heads of every stage; None to look them up.
+        split_sizes: Width of the stripes of every stage with stripes; None to look them up.
 
     Raises:
-        CheckpointError: If no registered model has these dimensions and they are not given, or if
-            they do not fit the number of stages.
+        CheckpointError: If the numbers are not given and no registered model has these dimensions,
+            or if they do not fit the number of stages.
     """
     depths = _depths(weights, "stage", ".")
     args = {
@@ -106,14 +124,13 @@ def cswin_arguments(
                 len(stage.blocks) for stage in model.stages
             )
             if same:
-                attns = [stage.blocks[0].attn for stage in model.stages]
-                num_heads = [attn.num_heads * attn.num_branches for attn in attns]
-                split_sizes = [a.split_size for a in attns if a.split_size is not None]
+                num_heads = list(model.num_heads)
+                split_sizes = [size for size in model.split_sizes if size is not None]
     if num_heads is None or split_sizes is None:
         raise CheckpointError(
             f"no registered model has embed_dim={args['embed_dim']} and depths={depths}, and the "
-            "weights do not tell the heads and the stripe widths: give both --num-heads and "
-            "--split-sizes"
+            "weights do not tell the numbers of heads and the stripe widths: pass both --num-heads "
+            "and --split-sizes"
         )
     if len(num_heads) != len(depths) or len(split_sizes) != sum(striped):
         raise CheckpointError(
@@ -137,7 +154,7 @@ def _common_arguments(weights: StateDict, stem: Tensor, first_block: str) -> dic
 
 
 def _depths(weights: StateDict, before: str, between: str) -> tuple[int, ...]:
-    """Blocks per stage, from names such as "layers.0.blocks.3.nin.bias" or "stage2.1.nin.bias"."""
+    """Count the blocks of every stage by names such as "layers.0.blocks.3.nin.bias"."""
     names = [name for name in weights if name.endswith(".nin.bias")]
     stages = Counter(int(name.removeprefix(before).split(between)[0]) for name in names)
     return tuple(stages[stage] for stage in sorted(stages))
@@ -146,14 +163,19 @@ def _depths(weights: StateDict, before: str, between: str) -> tuple[int, ...]:
 def build_model(
     weights: StateDict, num_heads: list[int] | None = None, split_sizes: list[int] | None = None
 ) -> tuple[nn.Module, str | None]:
-    """Build the model that a released checkpoint belongs to, and load it.
+    """Build the model of a released checkpoint and load its weights.
+
+    Args:
+        weights: Weights under their released names.
+        num_heads: Numbers of heads of a CSwin checkpoint; None to look them up.
+        split_sizes: Stripe widths of a CSwin checkpoint; None to look them up.
 
     Returns:
-        The model, and the name of the registered model that it is, None if there is no such.
+        The model, and the name of the registered model with the same architecture, or None.
 
     Raises:
-        CheckpointError: If the names are not those of a released checkpoint, or tensors are
-            missing, of another shape, or left over.
+        CheckpointError: If the names are not those of a released checkpoint, or if tensors are
+            missing, left over, or of another shape.
     """
     if "stage1_conv_embed.0.weight" in weights:
         module, fallback = lipsformer_cswin, "lipsformer_tiny"
@@ -161,13 +183,13 @@ def build_model(
     elif "layers.0.blocks.0.dwconv_layers.0.weight" in weights:
         module, fallback = lipsformer_swin, "lipsformer_swin_tiny"
         if num_heads is not None or split_sizes is not None:
-            raise CheckpointError("--num-heads and --split-sizes are for CSwin bodies alone")
+            raise CheckpointError("--num-heads and --split-sizes apply to CSwin checkpoints only")
         args = swin_arguments(weights)
     else:
         raise CheckpointError(
-            "neither a Swin nor a CSwin body of the released code: no layers.0.blocks.0."
-            "dwconv_layers.0.weight and no stage1_conv_embed.0.weight among the names, such as "
-            + ", ".join(sorted(weights)[:3])
+            "neither a Swin nor a CSwin checkpoint of the released code: it contains no "
+            "layers.0.blocks.0.dwconv_layers.0.weight and no stage1_conv_embed.0.weight, but names "
+            "such as " + ", ".join(sorted(weights)[:3])
         )
     num_classes = args.pop("num_classes")
     exact = _create(fallback, num_classes, args, device="meta")
@@ -200,16 +222,22 @@ def import_weights(
     num_heads: list[int] | None = None,
     split_sizes: list[int] | None = None,
 ) -> str:
-    """Convert ``source`` to the folder ``out``, which appears complete or not at all.
+    """Convert a checkpoint to a folder. If anything fails, the folder is not created.
+
+    Args:
+        source: Released checkpoint.
+        out: Folder to create.
+        num_heads: Numbers of heads of a CSwin checkpoint; None to look them up.
+        split_sizes: Stripe widths of a CSwin checkpoint; None to look them up.
 
     Returns:
-        What was written, in one line.
+        A message of one line that says what was written.
 
     Raises:
-        CheckpointError: If ``out`` exists or ``source`` cannot be converted.
+        CheckpointError: If `out` exists or `source` cannot be converted.
     """
     if out.exists():
-        raise CheckpointError(f"{out} exists: choose another folder or remove it")
+        raise CheckpointError(f"{out} exists already: choose another folder or remove it")
     model, registered = build_model(read_checkpoint(source), num_heads, split_sizes)
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
@@ -228,10 +256,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="released .pth, state dict or .safetensors")
-    parser.add_argument("out", type=Path, help="folder to be created")
+    parser.add_argument("source", type=Path, help="released .pth or .safetensors file")
+    parser.add_argument("out", type=Path, help="folder to create")
     parser.add_argument("--num-heads", type=int, nargs="+", help="CSwin: heads of every stage")
-    parser.add_argument("--split-sizes", type=int, nargs="+", help="CSwin: widths of the stripes")
+    parser.add_argument(
+        "--split-sizes",
+        type=int,
+        nargs="+",
+        help="CSwin: widths of the stripes",
+    )
     return parser
 
 

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from lipsformer.kernels import dispatch
+from lipsformer.kernels.build import compiled_library
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -23,3 +26,22 @@ def datasets() -> Path:
     if not path.is_dir():
         pytest.skip(f"no real data at {path}; see data/README in the shared folder")
     return path
+
+
+@pytest.fixture(params=["kernels", "no compiler", "off"])
+def path(request, monkeypatch) -> str:
+    """How the layers compute: with all kernels, without the compiled ones, by the formulas only."""
+    if request.param == "kernels" and not (dispatch.ENABLED and compiled_library() is not None):
+        pytest.skip("no compiler for the CPU kernels, or LIPSFORMER_NATIVE=0")
+    if request.param == "no compiler":
+        monkeypatch.setattr(dispatch, "compiled_library", lambda: None)
+    if request.param == "off":
+        monkeypatch.setattr(dispatch, "ENABLED", False)
+    return request.param
+
+
+@pytest.fixture
+def compiled_kernels() -> None:
+    """Skip the test where the compiled kernels cannot run."""
+    if not dispatch.ENABLED or compiled_library() is None:
+        pytest.skip("no compiler for the CPU kernels, or LIPSFORMER_NATIVE=0")

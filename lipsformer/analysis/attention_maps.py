@@ -1,32 +1,21 @@
-"""Where a model looks: how much attention every token of a feature map receives."""
+"""Attention maps: how much attention every token of a feature map receives."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lipsformer.analysis.bounds import Layout, registration_of
 from lipsformer.layers import (
     LipschitzNormAttention,
     ScaledCosineAttention,
-    fit_window,
+    cosine_normalize,
     merge_heads,
 )
 from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
-
-
-class Layout(NamedTuple):
-    """How tokens lie: in windows of (h, w) on a map of (H, W), after a number of class tokens.
-
-    Windows may begin ``shift`` rows and columns inside the map, which is then cyclic.
-    """
-
-    window: tuple[int, int]
-    size: tuple[int, int]
-    num_prefix_tokens: int = 0
-    shift: tuple[int, int] = (0, 0)
 
 
 def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
@@ -34,27 +23,34 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
 
     .. math:: r_k = \sum_q A_{qk}
 
-    over the queries q of the token's window, padding included. Its mean over a window is 1, which
-    is also what every token receives where attention is uniform.
+    The sum runs over the queries q of the token's window, padding included. The mean over a window
+    is 1, which is also the value of every token under uniform attention.
 
     Args:
-        model: A LipsFormer, or a timm ViT or Swin in its Lipschitz form; runs in evaluation mode
-            and is put back.
-        images: Normalised images, [B, 3, H, W].
+        model: A LipsFormer, or a timm ViT or Swin after `lipsformer.convert`. It runs in evaluation
+            mode and is set back to its mode.
+        images: Normalized images, [B, 3, H, W].
 
     Returns:
-        Module name -> [B, heads, H', W'], float32, in order of depth. Heads of the two directions
-        of stripes follow each other, vertical ones first. Class tokens take part and are left out.
+        Maps [B, heads, H', W'] in float32, by module name, in the order of depth. For stripes the
+        vertical heads come first. Class tokens count as queries, but their own maps are left out.
 
     Raises:
-        TypeError: If the model has no attention whose layout is known here.
+        TypeError: If the model has no attention whose class is registered with a layout.
+
+    Example:
+        >>> import timm, torch
+        >>> from lipsformer.analysis.attention_maps import attention_maps
+        >>> model = timm.create_model("lipsformer_swin_nano")
+        >>> attention_maps(model, torch.randn(2, 3, 32, 32))["stages.0.blocks.0.attn"].shape
+        torch.Size([2, 2, 16, 16])
     """
     maps: dict[str, list[Tensor]] = {}
     handles = []
     for name, module in model.named_modules():
-        layout = _LAYOUTS.get(f"{type(module).__module__}.{type(module).__qualname__}")
-        if layout is not None:
-            handles += _watch(name, module, partial(layout, model), maps)
+        registered = registration_of(type(module))
+        if registered is not None and registered.layout is not None:
+            handles += _record_maps(name, module, partial(registered.layout, model), maps)
     training = model.training
     try:
         with torch.no_grad():
@@ -64,39 +60,84 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         for handle in handles:
             handle.remove()
     if not any(maps.values()):
-        raise TypeError(f"{type(model).__name__} has no attention whose map could be drawn")
-    return {name: torch.cat(parts, dim=1) for name, parts in maps.items()}
+        raise TypeError(
+            f"{type(model).__name__} has no attention whose map is known: register its class with "
+            "lipsformer.analysis.bounds.bound_rule(cls, layout=...)"
+        )
+    return {name.removesuffix(".branch"): torch.cat(m, dim=1) for name, m in maps.items()}
 
 
-def attention_weights(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
+def attention_scores(
+    core: nn.Module, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Return softmax(scores) of ``ScaledCosineAttention`` or ``LipschitzNormAttention``.
+    """Return the scores of an attention, before the softmax.
 
     Args:
-        module: The attention.
+        core: A `ScaledCosineAttention` or `LipschitzNormAttention`.
         q: Queries, [B, H, N, d].
         k: Keys, [B, H, N, d].
         v: Values, [B, H, N, d].
-        bias: Added to the scores.
+        bias: Bias that is added to the scores, broadcastable to [B, H, N, N]; None for none.
 
     Returns:
-        [B, H, N, N]; rows are queries and sum to 1.
+        The scores, [B, H, N, N]. Rows are queries.
     """
-    if isinstance(module, ScaledCosineAttention):
-        q, k = module.normalize(q, k)
+    if isinstance(core, ScaledCosineAttention):
+        q = cosine_normalize(q, core.eps, core.tau())
+        k = cosine_normalize(k, core.eps)
     else:
         q = q * dense_quadratic_scale(q, k, v)
     scores = q @ k.transpose(-2, -1)
-    return (scores if bias is None else scores + bias).softmax(-1)
+    return scores if bias is None else scores + bias
 
 
-def _watch(
+@torch.no_grad()
+def probe_attention(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
+    """Return the mean entropy and the largest score of every scaled cosine attention.
+
+    Args:
+        model: The model. It runs in evaluation mode and is set back to its mode.
+        probe: A few inputs, [B, ...].
+
+    Returns:
+        Scalar tensors `attn_entropy/<name>`, in nats, and `max_score/<name>`.
+    """
+    record: dict[str, Tensor] = {}
+
+    def measure(name: str) -> Callable[[Any, tuple[Tensor, ...]], None]:
+        def hook(core: Any, args: tuple[Tensor, ...]) -> None:
+            scores = attention_scores(core, *args).float()
+            log_attn = scores.log_softmax(-1)
+            record[f"attn_entropy/{name}"] = -(log_attn.exp() * log_attn).sum(-1).mean()
+            record[f"max_score/{name}"] = scores.amax()
+
+        return hook
+
+    handles = [
+        module.register_forward_pre_hook(measure(name))
+        for name, module in model.named_modules()
+        if isinstance(module, ScaledCosineAttention)
+    ]
+    training = model.training
+    try:
+        model.eval()
+        # Without `force_eager`, a compiled model would compile another graph for the hooks.
+        with torch.compiler.set_stance("force_eager"):
+            model(probe)
+    finally:
+        model.train(training)
+        for handle in handles:
+            handle.remove()
+    return record
+
+
+def _record_maps(
     name: str,
     module: nn.Module,
     layout: Callable[[Any, int, Tensor], Layout],
     maps: dict[str, list[Tensor]],
 ) -> Iterator[RemovableHandle]:
+    """Hook a module so that its forward pass appends the map of each core to `maps[name]`."""
     x: list[Tensor] = []
 
     def keep_input(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -104,8 +145,9 @@ def _watch(
         maps[name] = []
 
     def keep_map(core: nn.Module, args: tuple[Tensor, ...]) -> None:
-        window, size, prefix, shift = layout(module, len(maps[name]), x[0])
-        received = attention_weights(core, *args).sum(-2)[..., prefix:]
+        window, size, num_prefix_tokens, shift = layout(module, len(maps[name]), x[0])
+        attn = attention_scores(core, *args).softmax(-1)
+        received = attn.sum(-2)[..., num_prefix_tokens:]
         merged = merge_heads(received.unsqueeze(-1), window, size)
         maps[name].append(merged.roll(shift, (1, 2)).permute(0, 3, 1, 2).float())
 
@@ -113,32 +155,3 @@ def _watch(
     for core in module.modules():
         if isinstance(core, (ScaledCosineAttention, LipschitzNormAttention)):
             yield core.register_forward_pre_hook(keep_map)
-
-
-def _stripes(_: Any, module: Any, branch: int, x: Tensor) -> Layout:
-    size = (x.shape[1], x.shape[2])
-    return Layout(module.stripe(branch, *size), size)
-
-
-def _windows(_: Any, module: Any, __: int, x: Tensor) -> Layout:
-    size = (x.shape[1], x.shape[2])
-    h, w = (fit_window(side, most) for side, most in zip(size, module.window_size, strict=True))
-    return Layout((h, w), size)
-
-
-def _sequence(model: Any, _: Any, __: int, ___: Tensor) -> Layout:
-    grid = model.patch_embed.grid_size
-    return Layout(grid, grid, model.num_prefix_tokens)
-
-
-def _shifted_windows(_: Any, block: Any, __: int, x: Tensor) -> Layout:
-    return Layout(block.window_size, (x.shape[1], x.shape[2]), shift=block.shift_size)
-
-
-# Named, not imported: analysis stands below the models.
-_LAYOUTS = {
-    "lipsformer.models.lipsformer_cswin.StripeAttention": _stripes,
-    "lipsformer.models.lipsformer_swin.WindowAttention": _windows,
-    "lipsformer.models.timm_conversion.CosineAttention": _sequence,
-    "timm.models.swin_transformer.SwinTransformerBlock": _shifted_windows,
-}

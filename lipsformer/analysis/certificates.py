@@ -1,4 +1,4 @@
-"""Certificates: how far an input may move without changing its class."""
+"""Certificates: how far an input may move without changing its predicted class."""
 
 import math
 
@@ -8,19 +8,27 @@ from lipsformer.analysis.bounds import Bound
 
 
 def certified_radius(logits: Tensor, bound: Bound) -> Tensor:
-    r"""Return how far an input may move, in the 2-norm, without changing its class.
+    r"""Return a distance, in the 2-norm, within which the predicted class cannot change.
 
     .. math:: (z_1 - z_2) / (\sqrt 2 L)
 
-    with z the sorted logits: a difference of two logits has the constant :math:`\sqrt 2 L`. Valid
-    for moves that stay within the domain of the bound.
+    Here :math:`z_1 \ge z_2` are the two largest logits and L is the bound. The difference of two
+    logits has the Lipschitz constant :math:`\sqrt 2 L`. The certificate holds for inputs within
+    the domain of the bound.
 
     Args:
         logits: [B, classes].
-        bound: Of the map from inputs to logits.
+        bound: Bound of the map from inputs to logits.
 
     Returns:
-        [B], 0 for a tie.
+        The distances, [B]; 0 for a tie.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
+        >>> identity = lipschitz_bound(torch.nn.Identity(), Domain(size=()))
+        >>> certified_radius(torch.tensor([[3.0, 1.0]]), identity)
+        tensor([1.4142], dtype=torch.float64)
     """
     best = logits.detach().double().topk(2, dim=-1).values
     return (best[:, 0] - best[:, 1]) / math.sqrt(2.0) * 10.0**-bound.log10

@@ -1,34 +1,41 @@
-"""Where a classifier errs: confusion matrix, most confused pairs, worst mistakes."""
+"""Errors of a classifier: confusion matrix, most confused pairs, worst mistakes."""
 
 import torch
 from torch import Tensor
 
 
 def confusion_matrix(labels: Tensor, predicted: Tensor, num_classes: int) -> Tensor:
-    """Count images by their class and by the class that was predicted.
+    """Count the images by class and predicted class.
 
     Args:
-        labels: [N], int64 in [0, num_classes).
-        predicted: [N], likewise.
+        labels: Classes, [N], int64 in [0, num_classes).
+        predicted: Predicted classes, [N], int64 in [0, num_classes).
         num_classes: Number of classes K.
 
     Returns:
-        [K, K], int64, on the CPU: rows are classes, columns predictions.
+        The counts, [K, K], int64, on the CPU. Rows are classes and columns are predictions.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.errors import confusion_matrix
+        >>> confusion_matrix(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), num_classes=2)
+        tensor([[1, 1],
+                [0, 1]])
     """
-    # bincount has no deterministic form on a GPU
+    # On a GPU, bincount is not deterministic.
     cells = (labels * num_classes + predicted).cpu()
     return torch.bincount(cells, minlength=num_classes**2).view(num_classes, num_classes)
 
 
 def most_confused_pairs(matrix: Tensor, limit: int) -> list[tuple[int, int, int]]:
-    """Return the confusions with most images as (class, predicted class, images).
+    """Return the most frequent confusions as (class, predicted class, number of images).
 
     Args:
-        matrix: [K, K] of ``confusion_matrix``.
+        matrix: Result of `confusion_matrix`, [K, K].
         limit: Largest number of pairs, > 0.
 
     Returns:
-        Most images first, equal ones in the order of the matrix; pairs without images are left out.
+        The pairs with at least one image, most images first. Ties keep the order of the matrix.
     """
     errors = matrix.clone().fill_diagonal_(0).flatten()
     order = errors.argsort(descending=True, stable=True)[:limit]
@@ -41,7 +48,7 @@ def most_confused_pairs(matrix: Tensor, limit: int) -> list[tuple[int, int, int]
 
 
 def worst_mistakes(logits: Tensor, labels: Tensor, limit: int) -> Tensor:
-    """Return the images of highest cross entropy, wrong ones before right ones.
+    """Return the images of highest cross entropy, wrong predictions before right ones.
 
     Args:
         logits: [N, K].
@@ -49,7 +56,7 @@ def worst_mistakes(logits: Tensor, labels: Tensor, limit: int) -> Tensor:
         limit: Largest number of images.
 
     Returns:
-        Indices, [min(limit, N)].
+        Indices of the images, [min(limit, N)].
     """
     loss = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none")
     by_loss = loss.argsort(descending=True, stable=True)

@@ -1,8 +1,9 @@
-r"""Measured local Lipschitz constants: lower bounds at given inputs, without forming a Jacobian.
+r"""Measured local Lipschitz constants: lower bounds at given inputs.
 
-The local 2-norm constant of f at x is :math:`\sigma_{max}(J_f(x))`. Power iteration on
-:math:`J^T J` through forward and reverse mode products finds it for a whole batch at once; every
-iterate is a lower bound of the Lipschitz constant on any set around x.
+The local constant of f at x in the 2-norm is :math:`\sigma_{max}(J_f(x))`. Power iteration on
+:math:`J^T J` finds it for a whole batch at once. It needs only products with J and its transpose,
+never the Jacobian J itself. Every iterate is a lower bound of the Lipschitz constant on any set
+that contains a neighborhood of x.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,12 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Function = Callable[[Tensor], Tensor]
 
 
-def _sample_norm(x: Tensor) -> Tensor:
+def sample_norm(x: Tensor) -> Tensor:
+    """Return the 2-norm of every sample of [B, ...], shaped [B, 1, ...] to divide by."""
     return x.flatten(1).norm(dim=1).reshape(-1, *[1] * (x.ndim - 1))
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x / _sample_norm(x).clamp_min(torch.finfo(x.dtype).tiny)
+    return x / sample_norm(x).clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def local_lipschitz(
@@ -35,23 +37,31 @@ def local_lipschitz(
     """Estimate the local Lipschitz constant at every sample of a batch.
 
     Args:
-        function: Treats the samples of a batch independently; a module must be in evaluation mode.
+        function: Function of a batch that treats its samples independently. A module must be in
+            evaluation mode.
         x: Inputs, [B, ...].
         num_iters: Largest number of power iterations.
-        rtol: Stop once no estimate grows by more than this share in an iteration.
-        start: First direction, shaped like ``x``; random if None.
-        generator: Source of randomness for the first direction.
+        rtol: Stop when no estimate has grown by more than this fraction in one iteration.
+        start: First direction, shaped like `x`; None for a random one.
+        generator: Random generator of the first direction.
 
     Returns:
-        (sigma [B], direction like ``x``): the largest singular values found and their right
-        singular vectors, of unit length.
+        The largest singular values that were found, [B], and their right singular vectors of unit
+        length, shaped like `x`.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.estimate import local_lipschitz
+        >>> sigma, _ = local_lipschitz(lambda x: 3.0 * x, torch.randn(2, 5))
+        >>> [f"{value:.3f}" for value in sigma]
+        ['3.000', '3.000']
     """
     x = x.detach()
     if start is None:
         start = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
     direction = _unit(start)
     sigma = x.new_zeros(len(x))
-    # fused attention kernels know no forward mode
+    # Fused attention kernels do not support forward-mode derivatives.
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
         pull_back = vjp(function, x)[1]
         for _ in range(num_iters):
@@ -72,20 +82,22 @@ def adversarial_lipschitz(
     step_size: float = 0.1,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Raise the estimate by moving the inputs uphill: a lower bound of the global constant.
+    """Increase the estimate by moving the inputs: a lower bound of the global constant.
 
-    Every step follows the gradient of |J(x) v|^2 in x for the current singular vector v, by
-    ``step_size`` of the input's own length, halved whenever the constant does not grow.
+    Every step moves an input along the gradient of |J(x) v|^2 in x, where v is the current singular
+    vector. The length of a step is a fraction of the length of the input. It shrinks by half when
+    the constant does not grow, and grows by half when it does.
 
     Args:
-        function: As in :func:`local_lipschitz`.
-        x: Where to start, [B, ...].
+        function: As in `local_lipschitz`.
+        x: First inputs, [B, ...].
         steps: Number of steps.
-        step_size: First length of a step, as a share of the length of the input.
-        generator: Source of randomness for the first direction.
+        step_size: Length of the first step as a fraction of the length of the input.
+        generator: Random generator of the first direction.
 
     Returns:
-        (sigma [B], inputs like ``x``): the largest constants found and where.
+        The largest constants that were found, [B], and the inputs where they were found, shaped
+        like `x`.
     """
 
     def gain(inputs: Tensor, direction: Tensor) -> Tensor:
@@ -98,7 +110,7 @@ def adversarial_lipschitz(
         with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
             uphill = _unit(grad(gain)(best_x, direction).detach())
         share = length.reshape(-1, *[1] * (x.ndim - 1))
-        moved = best_x + share * _sample_norm(best_x) * uphill
+        moved = best_x + share * sample_norm(best_x) * uphill
         sigma, turned = local_lipschitz(function, moved, num_iters=10, start=direction)
         grew = sigma > best
         wide = grew.reshape(-1, *[1] * (x.ndim - 1))
@@ -109,12 +121,12 @@ def adversarial_lipschitz(
 
 
 def capture_inputs(model: nn.Module, names: Iterable[str], x: Tensor) -> dict[str, Tensor]:
-    """Run a model and return the input that each named submodule received.
+    """Run a model and return the input of each named submodule.
 
     Args:
         model: The model, in evaluation mode.
-        names: Dotted names; "" is the model itself.
-        x: The model's input.
+        names: Dotted names of submodules; "" is the model itself.
+        x: Input of the model.
     """
     inputs: dict[str, Tensor] = {}
 
@@ -134,16 +146,16 @@ def capture_inputs(model: nn.Module, names: Iterable[str], x: Tensor) -> dict[st
 def estimate_submodules(
     model: nn.Module, names: Iterable[str], x: Tensor, *, num_iters: int = 20
 ) -> dict[str, float]:
-    """Estimate the local constants of submodules at the inputs that real data give them.
+    """Estimate the local constants of submodules at the inputs that they receive from real data.
 
     Args:
-        model: The model; set to evaluation mode while it runs.
-        names: Dotted names of modules that take one tensor; "" is the model itself.
-        x: The model's input, [B, ...].
-        num_iters: Power iterations.
+        model: The model. It runs in evaluation mode and is set back to its mode.
+        names: Dotted names of submodules that take one tensor; "" is the model itself.
+        x: Input of the model, [B, ...].
+        num_iters: Number of power iterations.
 
     Returns:
-        Name to the largest estimate over the batch.
+        The largest estimate over the batch, by name.
     """
     training = model.training
     model.eval()

@@ -1,4 +1,4 @@
-"""Pictures of bounds, estimates and monitor records; matplotlib is imported on use."""
+"""Plots of bounds, estimates and monitor records. Matplotlib is imported when they are drawn."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,19 +12,19 @@ def plot_bounds(
     rows: Sequence[tuple[str, float, float, float]],
     total: tuple[str, float, float, float],
 ) -> None:
-    """Draw bound, the paper's bound and estimate of blocks in order of depth, and of the whole.
+    """Plot the bound, the paper's bound and the estimate of every block and of the whole model.
 
     Args:
-        path: Of the PNG.
-        title: Of the picture.
-        rows: (name, log10 bound, log10 paper bound, log10 estimate).
-        total: The same of the whole model.
+        path: Path of the PNG file.
+        title: Title of the figure.
+        rows: (name, log10 bound, log10 paper bound, log10 estimate) of the blocks, by depth.
+        total: The same for the whole model.
     """
-    from matplotlib.figure import Figure  # not pyplot, which looks for a display
+    from matplotlib.figure import Figure  # pyplot would look for a display
 
     figure = Figure(figsize=(10.0, 4.5), layout="constrained")
-    parts, whole = figure.subplots(1, 2, width_ratios=(6, 1))
-    for axes, shown in ((parts, rows), (whole, [total])):
+    blocks, model = figure.subplots(1, 2, width_ratios=(6, 1))
+    for axes, shown in ((blocks, rows), (model, [total])):
         series = {
             "theorem of the paper": ([row[2] for row in shown], "s--"),
             "proved here": ([row[1] for row in shown], "o-"),
@@ -37,9 +37,9 @@ def plot_bounds(
         names = [row[0] for row in shown]
         axes.set_xticks(range(len(shown)), names, rotation=60, ha="right", fontsize=8)
         axes.grid(alpha=0.3)
-    whole.set_xlim(-1, 1)
-    parts.set_ylabel("log10 Lipschitz constant")
-    figure.legend(*parts.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    model.set_xlim(-1, 1)
+    blocks.set_ylabel("log10 Lipschitz constant")
+    figure.legend(*blocks.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 
@@ -58,11 +58,11 @@ _LABELS = {
 def plot_monitor(
     path: Path, records: Sequence[Mapping[str, Any]], bounds: Sequence[tuple[int, float]]
 ) -> None:
-    """Draw every kind of monitored figure over updates and by depth, and the bound over updates.
+    """Plot every kind of monitored figure over time and over depth, and the bound over time.
 
     Args:
-        path: Of the PNG.
-        records: Monitor records with ``update``, in order.
+        path: Path of the PNG file.
+        records: Records of the monitor with the key `update`, in order.
         bounds: (update, log10 bound of the model), in order.
     """
     from matplotlib import colormaps
@@ -78,8 +78,8 @@ def plot_monitor(
     for (over_time, by_depth), (kind, keys) in zip(panels, kinds.items(), strict=False):
         for index, key in enumerate(keys):
             line = [(r["update"], r[key]) for r in records if key in r]
-            colour = colormaps["viridis"](0.9 * index / max(len(keys) - 1, 1))
-            over_time.plot(*zip(*line, strict=True), color=colour, linewidth=0.9)
+            color = colormaps["viridis"](0.9 * index / max(len(keys) - 1, 1))
+            over_time.plot(*zip(*line, strict=True), color=color, linewidth=0.9)
         for index, record in enumerate(chosen.values()):
             values = [record.get(key, math.nan) for key in keys]
             label = f"update {record['update']}"

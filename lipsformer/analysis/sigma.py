@@ -1,7 +1,7 @@
-"""Largest singular values of all weights of a model, cheaply and again and again.
+"""Largest singular values of all weights of a model, at a cost that training can afford.
 
-Weights of one shape are handled as one batch; each keeps its singular vector as part of the start
-of the next measurement. Nothing here waits for the device.
+Weights of the same shape are measured as one batch. Every weight keeps its singular vector, from
+which the next measurement starts. Nothing here waits for the device.
 """
 
 from collections import defaultdict
@@ -19,15 +19,22 @@ from lipsformer.layers.spectral import conv_sigma_bound
 
 @dataclass(frozen=True)
 class Operator:
-    """A weight and the linear operator that it stands for.
+    """A weight and the linear operator that it defines.
 
     Attributes:
-        name: Of the parameter.
+        name: Name of the parameter.
         weight: The parameter.
-        is_matrix: Whether the operator's norm is that of the weight reshaped to [out, in * ...]:
-            linear layers and convolutions whose stride equals their kernel.
-        stride: Of a convolution.
-        groups: Of a convolution.
+        is_matrix: Whether the norm of the operator is that of the weight reshaped to
+            [out, in * ...]. It is for linear layers and for convolutions whose stride equals their
+            kernel size.
+        stride: Stride of a convolution.
+        groups: Number of groups of a convolution.
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.sigma import operators
+        >>> [(op.name, op.is_matrix) for op in operators(nn.Sequential(nn.Linear(3, 5)))]
+        [('0.weight', True)]
     """
 
     name: str
@@ -55,20 +62,24 @@ def operators(model: nn.Module) -> list[Operator]:
 
 
 def residual_scale_of(module: nn.Module) -> Tensor | None:
-    """Return the weight of a residual branch if that is what a module holds."""
+    """Return the weight that a module gives to a residual branch, or None for other modules.
+
+    The weight is `residual_scale` of a `WeightedResidual`, or `gamma` of timm's `LayerScale`, which
+    `lipsformer.convert` uses because timm's blocks have a place for it.
+    """
     if isinstance(module, WeightedResidual):
         return module.residual_scale
     return module.gamma if isinstance(module, LayerScale) else None
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that FSDP2 may have sharded; every rank must call it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full values of a tensor that FSDP2 may have sharded. Every rank must call it."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assign(weight: Tensor, values: Tensor) -> None:
-    """Write all values of a weight that FSDP2 may have sharded."""
+    """Write the full values into a weight that FSDP2 may have sharded. Every rank must call it."""
     with torch.no_grad():
         if isinstance(weight, DTensor):
             values = distribute_tensor(
@@ -78,18 +89,18 @@ def assign(weight: Tensor, values: Tensor) -> None:
 
 
 def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Estimate largest singular values by Rayleigh and Ritz in a Krylov space of W^T W.
+    """Estimate largest singular values by the Rayleigh-Ritz method in a Krylov space of W^T W.
 
-    The space holds every iterate of as many steps of power iteration, so the estimate is at least
-    as close, and never above the true value.
+    The space contains every iterate of the same number of steps of power iteration. The estimate is
+    therefore at least as close as power iteration, and never above the true value.
 
     Args:
-        matrices: [G, m, n].
-        start: Where to start, [G, n], such as the singular vectors found before.
-        steps: Dimension of the space, cut to m + 1 and n.
+        matrices: The matrices W, [G, m, n].
+        start: First vectors, [G, n], such as the singular vectors that were found before.
+        steps: Dimension of the space, at most min(m + 1, n).
 
     Returns:
-        (sigma [G], right singular vectors [G, n]).
+        The estimates [G] and the right singular vectors [G, n].
     """
     floor = torch.finfo(matrices.dtype).tiny
     direction = start / start.norm(dim=1, keepdim=True).clamp_min(floor)
@@ -98,7 +109,8 @@ def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, T
         basis.append(direction)
         space = torch.stack(basis, dim=2)
         direction = (matrices.mT @ (matrices @ direction.unsqueeze(2))).squeeze(2)
-        for _ in range(2):  # normalised in between: in an exhausted space only noise is left
+        # Orthogonalize twice and normalize in between: in an exhausted space only noise remains.
+        for _ in range(2):
             direction = direction - (space @ (space.mT @ direction.unsqueeze(2))).squeeze(2)
             direction = direction / direction.norm(dim=1, keepdim=True).clamp_min(floor)
     space = torch.stack(basis, dim=2)
@@ -109,10 +121,20 @@ def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, T
 
 
 class SigmaTracker:
-    """Largest singular values of named weights, warm-started from one call to the next.
+    """Measure the largest singular values of named weights again and again during training.
 
-    Matrices are within 1e-3 of their true value from the second call on while weights move as in
-    training; convolutions get the proved bound of ``conv_sigma_bound``, the largest over channels.
+    Every call starts from the singular vectors of the previous call. For matrices the relative
+    error is below 1e-3 from the second call on, as long as the weights move as they do in training.
+    Convolutions get the proved bound of `conv_sigma_bound`, the largest over the groups.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.sigma import SigmaTracker, operators
+        >>> layer = torch.nn.Linear(3, 3)
+        >>> tracker = SigmaTracker(operators(layer))
+        >>> sigmas = tracker.measure({"weight": torch.diag(torch.tensor([1.0, 2.0, 4.0]))})
+        >>> f"{sigmas['weight']:.3f}"
+        '4.000'
     """
 
     def __init__(self, tracked: list[Operator], steps: int = 16, first_steps: int = 64) -> None:
@@ -121,7 +143,7 @@ class SigmaTracker:
         Args:
             tracked: The operators.
             steps: Dimension of the Krylov space.
-            first_steps: The same for the first call, which starts at random.
+            first_steps: Dimension in the first call, which starts from random vectors.
         """
         self.steps, self.first_steps = steps, first_steps
         self.convolutions = [op for op in tracked if not op.is_matrix]
@@ -131,15 +153,15 @@ class SigmaTracker:
                 self.groups[op.weight.shape[0], op.weight[0].numel()].append(op)
         self.vectors: dict[tuple[int, int], Tensor] = {}
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the singular vectors, by the shape of their matrices."""
         return {f"{m}x{n}": vectors for (m, n), vectors in self.vectors.items()}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue from the vectors that :meth:`state` returned; none of a shape start anew.
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load the singular vectors. Matrices whose shape is missing start from random vectors.
 
         Args:
-            state: Shape to vectors.
+            state: The result of `state_dict`.
         """
         self.vectors = {
             (m, n): state[f"{m}x{n}"].to(group[0].weight.device)
@@ -148,10 +170,10 @@ class SigmaTracker:
         }
 
     def measure(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a scalar tensor per name.
+        """Return the largest singular value of each operator, as scalar tensors by name.
 
         Args:
-            weights: The whole weights, or tensors like them such as updates, by operator name.
+            weights: Full weights by operator name, or tensors of the same shapes such as updates.
         """
         sigmas: dict[str, Tensor] = {}
         for shape, group in self.groups.items():
@@ -163,11 +185,11 @@ class SigmaTracker:
                 size, dtype=matrices.dtype, device=matrices.device, generator=generator
             )
             if shape in self.vectors:
-                # not the old vector alone: a direction orthogonal to it may have become the largest
+                # The noise finds a direction orthogonal to the old one that has become the largest.
                 start = self.vectors[shape] + 0.3 * start / start.norm(dim=1, keepdim=True)
             steps = self.steps if shape in self.vectors else self.first_steps
             found, vectors = krylov_sigma(matrices, start, steps)
-            # a zero matrix, such as a skipped update, tells no direction
+            # A zero matrix, such as a skipped update, has no singular direction.
             self.vectors[shape] = torch.where(found.unsqueeze(1) > 0.0, vectors, start)
             sigmas.update(zip((op.name for op in group), found, strict=True))
         for op in self.convolutions:

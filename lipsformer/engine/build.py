@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
-from lipsformer.analysis.control import BoundCheck, SpectralCap, UpdateLimit
-from lipsformer.analysis.monitor import Monitor
+from lipsformer.analysis.instruments import BoundCheck, Monitor, SpectralCap, UpdateLimit
 from lipsformer.config import Config, LipschitzConfig
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.instrument import Instrument

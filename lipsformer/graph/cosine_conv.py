@@ -99,9 +99,11 @@ class ScaledCosineConv(MessagePassing):
         """Attend over each node's neighbours and the node itself."""
         h = self.lin(x).view(len(x), -1, self.heads, self.out_channels)
         query, key, value = h.expand(-1, 3, -1, -1).unbind(1)  # each [V, H, C]
-        query, key = self.attention.normalize(query, key)
+        eps = self.attention.eps
+        query = cosine_normalize(query, eps, self.attention.tau(), self.training)
+        key = cosine_normalize(key, eps, training=self.training)
         if self.attention.value_scale is not None:
-            value = cosine_normalize(value, self.attention.eps) * self.attention.value_scale
+            value = cosine_normalize(value, eps) * self.attention.value_scale
         edges = plain_edges(edge_index)
         if why_messages(self, ScaledCosineConv, edges, x, x):
             edges, _ = remove_self_loops(edges)

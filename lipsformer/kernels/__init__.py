@@ -1,1 +1,36 @@
-"""How a processor computes the formulas of ``lipsformer.layers`` faster, with the same results."""
+"""How a processor computes the formulas of ``lipsformer.layers`` faster, with the same results.
+
+Every function takes tensors and numbers. A layer asks ``usable`` first and otherwise computes its
+formula with PyTorch's operators.
+
+Example:
+    >>> import torch
+    >>> from lipsformer import kernels
+    >>> x, weight = torch.ones(1, 2, 3, dtype=torch.float64), torch.ones(5, 3, dtype=torch.float64)
+    >>> kernels.usable("linear", x, weight, training=True)  # only float32 has a kernel
+    False
+"""
+
+from lipsformer.kernels.attention import normalize_rows, recomputed_attention
+from lipsformer.kernels.depthwise import KERNEL_SIZES, depthwise_conv
+from lipsformer.kernels.dispatch import usable
+from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
+from lipsformer.kernels.pointwise import add_gelu, center, centered_affine, gelu_residual
+from lipsformer.kernels.windows import MAX_TOKENS, cosine_windows
+
+__all__ = [
+    "KERNEL_SIZES",
+    "MAX_TOKENS",
+    "add_gelu",
+    "center",
+    "centered_affine",
+    "cosine_windows",
+    "depthwise_conv",
+    "fused_linear",
+    "gelu_residual",
+    "normalize_rows",
+    "pack_weight",
+    "packed_linear",
+    "recomputed_attention",
+    "usable",
+]

@@ -1,36 +1,141 @@
-"""When the CPU paths of the layers apply."""
+"""Decide whether a call may take a kernel, and say why not.
+
+``LIPSFORMER_NATIVE=0`` switches every kernel off. ``LIPSFORMER_LOG=kernels`` prints, once per
+operator and reason, which calls took a kernel and which did not.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from lipsformer.kernels.build import compiled_library
+
+ENABLED = os.environ.get("LIPSFORMER_NATIVE") != "0"
+LOG = "kernels" in os.environ.get("LIPSFORMER_LOG", "").split(",")
+
+_FLOAT32 = (torch.float32,)
+_BOTH = (torch.float32, torch.bfloat16)
 
 
-@torch.jit.unused
-def first_order_on_cpu(x: Tensor, training: bool) -> bool:
-    """Whether a layer may use gradients written for training on the CPU in float32 or bfloat16.
+class Needs(NamedTuple):
+    """What the kernel of an operator needs.
 
-    They are first-order only: evaluation and ``torch.func`` keep the plain operators, which can be
-    differentiated twice, forward and per sample. The compiler keeps them too.
+    Attributes:
+        backends: "csrc" for our compiled kernels and "onednn" for PyTorch's. One of them must be
+            available. An empty tuple means that the operator consists of PyTorch's operators.
+        dtypes: Data types of the first tensor. Under autocast, an operator whose ``casts`` is true
+            sees the type that autocast gives it.
+        casts: Whether autocast changes the type of the operator's input.
+        mixed: Whether the other tensors may have a type that differs from the first one's.
+        contiguous: Whether all tensors must be contiguous.
+        min_dims: Least number of dimensions of the first tensor.
     """
-    return (
-        not torch.compiler.is_compiling()  # first: the compiler cannot follow the others
-        and training
-        and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.bfloat16)
-        and not torch._C._are_functorch_transforms_active()
-    )
+
+    backends: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = _FLOAT32
+    casts: bool = False
+    mixed: bool = False
+    contiguous: bool = False
+    min_dims: int = 1
 
 
-@torch.jit.unused
-def float32_on_cpu(x: Tensor, weight: Tensor, training: bool) -> bool:
-    """The same for those in float32 alone, with autocast too: they call nothing that it changes."""
-    return first_order_on_cpu(x, training) and x.dtype == weight.dtype == torch.float32
+_POINTWISE = Needs(("csrc",), contiguous=True)
+NEEDS = {
+    # asked by the layers
+    "center_norm": Needs(),
+    "cosine_normalize": Needs(("onednn",)),
+    "attention": Needs(("onednn",)),
+    "cosine_windows": Needs(("csrc",), _BOTH, mixed=True),
+    "depthwise": Needs(("csrc", "onednn"), _BOTH, casts=True, mixed=True),
+    "gelu_residual": Needs(),
+    "kept_samples": Needs((), _BOTH),
+    "linear": Needs(("onednn",), min_dims=3),
+    "packed_linear": Needs(("onednn",)),
+    # asked inside the kernels, where PyTorch's operators are the other choice
+    "center.csrc": _POINTWISE,
+    "depthwise.csrc": Needs(("csrc",), _BOTH, mixed=True),
+    "gelu.csrc": _POINTWISE,
+    "gelu_residual.csrc": _POINTWISE,
+    "sum_rows.csrc": _POINTWISE,
+}
+_said: set[tuple[str, str | None]] = set()
 
 
-@torch.jit.unused
-def cpu_training(x: Tensor, weight: Tensor, training: bool) -> bool:
-    """The same for those on oneDNN, without autocast."""
-    return (
-        float32_on_cpu(x, weight, training)
-        and torch.backends.mkldnn.is_available()
-        and not torch.is_autocast_enabled("cpu")
-    )
+def usable(
+    operator: str,
+    x: Tensor,
+    *others: Tensor,
+    training: bool = False,
+    unless: Callable[[], str | None] | None = None,
+) -> bool:
+    """Return whether the kernel of an operator may compute a call.
+
+    The gradients of the kernels are first-order, so with gradients a kernel is used only in
+    training mode. Evaluation with gradients and ``torch.func`` keep the plain operators, which can
+    be differentiated twice. The compiler keeps them too, because it fuses them itself.
+
+    Args:
+        operator: A key of ``NEEDS``.
+        x: Input of the operator.
+        *others: Weights and further inputs.
+        training: Whether the layer is in training mode.
+        unless: Called last; returns a reason of the caller against the kernel, or None.
+    """
+    if torch.compiler.is_compiling():  # must come first: the compiler cannot trace what follows
+        return False
+    obstacle = _obstacle(NEEDS[operator], x, others, training)
+    if obstacle is None and unless is not None:
+        obstacle = unless()
+    if LOG and (operator, obstacle) not in _said:
+        _said.add((operator, obstacle))
+        taken = "kernel" if obstacle is None else f"plain operators, because {obstacle}"
+        sys.stderr.write(f"lipsformer kernels: {operator}: {taken}\n")
+    return obstacle is None
+
+
+def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: bool) -> str | None:
+    if not ENABLED:
+        return "LIPSFORMER_NATIVE=0 switches the kernels off"
+    if torch.is_grad_enabled() and not training:
+        return "gradients in evaluation mode may be differentiated twice"
+    if x.device.type != "cpu":
+        return f"the input is on {x.device.type}"
+    if x.ndim < needs.min_dims:
+        return f"the input has {x.ndim} dimensions"
+    autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if autocast and needs.casts else x.dtype
+    if dtype not in needs.dtypes:
+        return f"the input is {dtype}"
+    if not (needs.mixed and (autocast or not needs.casts)):
+        for other in others:
+            if other.dtype != dtype:
+                return f"the input is {dtype} and a parameter is {other.dtype}"
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func is active"
+    if needs.contiguous and not all(tensor.is_contiguous() for tensor in (x, *others)):
+        return "a tensor is not contiguous"
+    if "onednn" in needs.backends and torch.backends.mkldnn.is_available():
+        if not autocast and dtype == torch.float32:
+            return None
+        if needs.backends == ("onednn",):
+            return "autocast is on"
+    if "csrc" in needs.backends:
+        return _csrc_obstacle(x, others)
+    return "oneDNN is not available" if needs.backends else None
+
+
+def _csrc_obstacle(x: Tensor, others: tuple[Tensor, ...]) -> str | None:
+    """Return why the compiled kernels, which no tracer or counter can see, may not be used."""
+    if torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
+        return "something records the operators"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    for tensor in (x, *others):
+        if type(tensor) not in (Tensor, nn.Parameter) or not torch._C._has_storage(tensor):
+            return "a tensor is of a subclass or has no storage"
+    return None if compiled_library() is not None else "the kernels could not be compiled"

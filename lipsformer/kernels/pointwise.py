@@ -1,30 +1,97 @@
-"""GELU, residuals and CenterNorm in one pass over the map on the CPU; PyTorch's operators else."""
+"""GELU, weighted residuals and CenterNorm on the CPU, each in one pass over the map.
+
+The functions at the top are called by the layers. Those below are their forward and backward
+passes, which use PyTorch's operators where the compiled kernels cannot run.
+"""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipsformer.kernels.build import native, run
+from lipsformer.kernels.bindings import run
+from lipsformer.kernels.dispatch import usable
+
+MAX_OFFSET = 64.0  # |bias / gain| up to which the output gives the centered input back
 
 
-def _one_pass(*tensors: Tensor) -> bool:
-    return (
-        not torch.compiler.is_compiling()  # first: the compiler cannot follow the others
-        and not torch.is_grad_enabled()
-        and not torch._C._are_functorch_transforms_active()
-        and all(
-            tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
-            for tensor in tensors
-        )
-        and native(*tensors)
-    )
+def centered_affine(x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
+    """Return factor * gain * (x - mean(x)) + bias.
+
+    Args:
+        x: [..., C].
+        gain: [C].
+        bias: [C].
+        factor: Number that multiplies the gain.
+    """
+    if torch.is_grad_enabled():
+        return _CenteredAffine.apply(x, gain, bias, factor)
+    return center(x, gain * factor, bias)
+
+
+class _CenteredAffine(torch.autograd.Function):
+    """Keep the result, which the next layer keeps as well, and nothing else.
+
+    The gradient of the gain needs the centered input, which is (result - bias) / gain, as in Rota
+    Bulo et al. 2018 (in-place activated batch norm). Where the gain is too small against the bias
+    for that, down to zero, the centered input of the channel is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
+        y = center(x, gain * factor, bias)
+        lost = (bias.abs() > MAX_OFFSET * gain.abs()) | (gain == 0.0)
+        centered = (x[..., lost] - x.mean(dim=-1, keepdim=True)) if lost.any() else None
+        ctx.save_for_backward(y, gain, bias, lost, centered)
+        ctx.factor = factor
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        y, gain, bias, lost, centered = ctx.saved_tensors
+        (grad,) = grad_outputs
+        grad_x, offset, grad_bias = center_backward(grad, y, gain * ctx.factor, bias)
+        grad_gain = offset / gain
+        if centered is not None:
+            grad_gain[lost] = (grad[..., lost] * centered).flatten(0, -2).sum(0) * ctx.factor
+        return grad_x, grad_gain, grad_bias, None
+
+
+def gelu_residual(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:
+    """Return x + scale * GELU(z), where z may hold only the samples of ``index``.
+
+    Args:
+        x: [B, ..., C].
+        z: [K, ..., C], the branch before its last GELU.
+        scale: [C] or [K, 1, ..., C].
+        index: [K], increasing; None for all samples.
+    """
+    if torch.is_grad_enabled():
+        return _GeluResidual.apply(x, z, scale, index)
+    return add_gelu(x, z.float(), scale, index)
+
+
+class _GeluResidual(torch.autograd.Function):
+    """Keep z and compute GELU(z) again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
+        ctx.save_for_backward(z, scale, index)
+        return add_gelu(x, z.float(), scale, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        z, scale, index = ctx.saved_tensors
+        (grad,) = grad_outputs
+        grad_z, grad_scale = add_gelu_backward(grad, z.float(), scale, index)
+        return grad, grad_z.to(z.dtype), grad_scale, None
 
 
 def gelu_backward_(grad: Tensor, z: Tensor) -> Tensor:
     """Multiply ``grad`` by the derivative of GELU at ``z``, in place, and return GELU(z)."""
-    if _one_pass(grad, z):
+    if usable("gelu.csrc", grad, z):
         activated = torch.empty_like(z)
         run("gelu_gradient", z, grad, activated, z.numel())
         return activated
@@ -37,12 +104,12 @@ def add_gelu(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -
 
     Args:
         x: [B, ..., C].
-        z: [K, ..., C], the branch of all samples or of those of ``index``.
+        z: [K, ..., C], the branch before its last GELU.
         scale: [C] or [K, 1, ..., C].
-        index: [K], increasing.
+        index: [K], increasing, the samples that z holds; None for all.
     """
     fits = x.shape[1:] == z.shape[1:] and (index is not None or len(x) == len(z))
-    if fits and _scales(z, scale) and _one_pass(x, z, scale):
+    if fits and _scales(z, scale) and usable("gelu_residual.csrc", x, z, scale):
         y = torch.empty_like(x)
         run("gelu_residual", x, z, *_rows(scale), index, y, len(x), *_sizes(z))
         return y
@@ -55,7 +122,7 @@ def add_gelu_backward(
     grad: Tensor, z: Tensor, scale: Tensor, index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``add_gelu`` with respect to ``z`` and ``scale``."""
-    if _scales(z, scale) and _one_pass(grad, z, scale):
+    if _scales(z, scale) and usable("gelu_residual.csrc", grad, z, scale):
         grad_z, grad_scale = torch.empty_like(z), torch.empty_like(scale)
         sizes = (grad_z, grad_scale, *_sizes(z))
         run("gelu_residual_gradients", grad, z, *_rows(scale), index, *sizes)
@@ -75,7 +142,7 @@ def center(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
         shift: [C] or of the shape of ``x``.
     """
     fits = gain.shape == x.shape[-1:] and shift.shape in (gain.shape, x.shape)
-    if fits and _one_pass(x, gain, shift):
+    if fits and usable("center.csrc", x, gain, shift):
         y = torch.empty_like(x)
         run("center", x, gain, *_rows(shift), y, x.numel() // x.shape[-1], x.shape[-1])
         return y
@@ -96,7 +163,7 @@ def center_backward(
     Returns:
         The gradient, the sum of grad * (y - shift) and that of grad ([C] both).
     """
-    if _one_pass(grad, y, gain, shift):
+    if usable("center.csrc", grad, y, gain, shift):
         grad_x = torch.empty_like(grad)
         sums = torch.empty_like(gain), torch.empty_like(gain)
         sizes = (y.numel() // y.shape[-1], y.shape[-1])
@@ -112,7 +179,7 @@ def center_backward(
 
 def sum_rows(x: Tensor) -> Tensor:
     """Return the sum of ``x`` ([..., C]) over all dimensions but the last."""
-    if _one_pass(x):
+    if usable("sum_rows.csrc", x):
         total = x.new_empty(x.shape[-1])
         run("row_sum", x, total, x.numel() // x.shape[-1], x.shape[-1])
         return total
@@ -120,17 +187,17 @@ def sum_rows(x: Tensor) -> Tensor:
 
 
 def _scales(z: Tensor, scale: Tensor) -> bool:
-    """Whether ``scale`` is one row of channels or one per sample of ``z`` ([K, ..., C])."""
+    """Return whether ``scale`` is one row of channels or one per sample of ``z`` ([K, ..., C])."""
     channels = z.shape[-1]
     per_sample = (len(z), *[1] * (z.ndim - 2), channels)
     return z.ndim > 1 and scale.shape in ((channels,), per_sample)
 
 
 def _rows(scale: Tensor) -> tuple[Tensor, int]:
-    """A scale or shift and the distance between its rows, 0 where there is one."""
+    """Return a scale or shift and the distance between its rows, 0 for a single row."""
     return scale, 0 if scale.ndim == 1 else scale.shape[-1]
 
 
 def _sizes(z: Tensor) -> tuple[int, int, int]:
-    """Samples, tokens per sample and channels."""
+    """Return the number of samples, tokens per sample and channels."""
     return len(z), math.prod(z.shape[1:-1]), z.shape[-1]

@@ -1,64 +1,33 @@
 """CenterNorm: the Lipschitz-continuous replacement of LayerNorm."""
 
-from typing import Any
-
 import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.kernels.dispatch import float32_on_cpu
-from lipsformer.kernels.pointwise import center, center_backward
-
-MAX_OFFSET = 64.0  # |bias / gain| up to which the output gives the centred input back
-
-
-class _CenterNormFunction(torch.autograd.Function):
-    """Keeps its result, which the next layer keeps as well, and nothing else.
-
-    The gradient of the gain needs the centred input, (result - bias) / gain, as in Rota Bulo et
-    al. 2018 (in-place activated batch norm). Where the gain is too small beside the bias for that,
-    down to zero, the channel's centred input is kept.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y = center(x, weight * _factor(weight), bias)
-        lost = (bias.abs() > MAX_OFFSET * weight.abs()) | (weight == 0.0)
-        centred = (x[..., lost] - x.mean(dim=-1, keepdim=True)) if lost.any() else None
-        ctx.save_for_backward(y, weight, bias, lost, centred)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, weight, bias, lost, centred = ctx.saved_tensors
-        (grad,) = grad_outputs
-        factor = _factor(weight)
-        grad_x, offset, grad_bias = center_backward(grad, y, weight * factor, bias)
-        grad_weight = offset / weight
-        if centred is not None:
-            grad_weight[lost] = (grad[..., lost] * centred).flatten(0, -2).sum(0) * factor
-        return grad_x, grad_weight, grad_bias
-
-
-def _factor(weight: Tensor) -> float:
-    return len(weight) / (len(weight) - 1)
+from lipsformer import kernels
 
 
 class CenterNorm(nn.Module):
-    r"""Centre each token over its channels, then scale and shift it.
+    r"""Center each token over its channels, then scale and shift it.
 
     .. math:: CN(x) = \gamma \odot \frac{d}{d-1} (x - \mathrm{mean}(x)) + \beta
 
     The map is affine. Its 2-norm Lipschitz constant per token is
     :math:`\sigma_{max}(\mathrm{diag}(\gamma) \frac{d}{d-1} (I - 11^T/d)) \le \max|\gamma| d/(d-1)`,
-    with equality at initialisation. LayerNorm divides by the standard deviation of the token and
+    with equality at initialization. LayerNorm divides by the standard deviation of the token and
     has no Lipschitz constant.
 
     Shape:
         x: [..., C], channels last; the output has the same shape.
 
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import CenterNorm
+        >>> CenterNorm(4)(torch.tensor([[1.0, 2.0, 3.0, 6.0]])).detach()
+        tensor([[-2.6667, -1.3333,  0.0000,  4.0000]])
+
     Reference:
-        Qi et al. 2023 (LipsFormer), CenterNorm.
+        Qi et al. 2023 (LipsFormer), section 3, CenterNorm.
     """
 
     def __init__(
@@ -72,7 +41,7 @@ class CenterNorm(nn.Module):
         Args:
             dim: Number of channels C, at least 2: one channel minus its own mean is always zero.
             device: Device of the parameters.
-            dtype: Type of the parameters.
+            dtype: Data type of the parameters.
 
         Raises:
             ValueError: If ``dim`` is below 2.
@@ -91,19 +60,16 @@ class CenterNorm(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` ([..., C])."""
-        if not torch.jit.is_scripting():
-            inference = not torch.is_grad_enabled()
-            if float32_on_cpu(x, self.weight, self.training or inference):
-                if inference:
-                    return center(x, self.weight * _factor(self.weight), self.bias)
-                return _CenterNormFunction.apply(x, self.weight, self.bias)
-        centred = x - x.mean(dim=-1, keepdim=True)
-        return torch.addcmul(self.bias, centred, self.weight * (self.dim / (self.dim - 1)))
+        """Normalize ``x`` ([..., C])."""
+        factor = self.dim / (self.dim - 1)
+        if kernels.usable("center_norm", x, self.weight, training=self.training):
+            return kernels.centered_affine(x, self.weight, self.bias, factor)
+        centered = x - x.mean(dim=-1, keepdim=True)
+        return torch.addcmul(self.bias, centered, self.weight * factor)
 
     def extra_repr(self) -> str:
         """Show the number of channels."""
         return f"{self.dim}"
 
 
-register_notrace_module(CenterNorm)  # the choice of the gradient depends on mode and device
+register_notrace_module(CenterNorm)  # FX cannot trace the choice of a kernel

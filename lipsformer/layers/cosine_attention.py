@@ -1,45 +1,28 @@
-"""Attention with bounded scores on fused kernels: scaled cosines, or LipschitzNorm.
+"""Attention with bounded scores: scaled cosines or LipschitzNorm, alone and in windows of a map.
 
 Shapes in this file: B batch (windows included), H heads, N tokens, d channels per head.
 """
 
 import math
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from timm.layers import register_notrace_function, register_notrace_module, use_fused_attn
 from torch import Tensor, nn
 
-from lipsformer.kernels.dispatch import cpu_training
+from lipsformer import kernels
 from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
+from lipsformer.layers.windows import merge_heads, partition_heads
 
-MAX_LOGIT_SCALE = 100.0  # the ceiling of a learned temperature, as in SwinV2
-
-
-class _CosineNormalizeFunction(torch.autograd.Function):
-    """Keeps the result, which attention keeps as well, instead of the input for the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, length: float) -> Tensor:
-        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(eps).rsqrt_()
-        y = x * (inverse * length)
-        ctx.save_for_backward(y, inverse)
-        ctx.length = length
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        y, inverse = ctx.saved_tensors
-        (grad,) = grad_outputs
-        along = (grad * y).sum(dim=-1, keepdim=True) * (inverse / ctx.length)
-        grad_x = grad * (inverse * ctx.length)
-        return grad_x.addcmul_(y, along, value=-1.0), None, None
+MAX_LOGIT_SCALE = 100.0  # the ceiling of a learned logit scale, as in SwinV2
 
 
-@register_notrace_function  # the CPU path depends on the input's type
+@register_notrace_function  # FX cannot trace the choice of a kernel
 def cosine_normalize(
-    x: Tensor, eps: float = 1e-2, length: float = 1.0, training: bool = False
+    x: Tensor, eps: float = 1e-2, length: Tensor | float = 1.0, training: bool = False
 ) -> Tensor:
     r"""Divide every vector by its smoothed length and multiply it by a new one.
 
@@ -47,22 +30,26 @@ def cosine_normalize(
 
     :math:`|\tilde x|_2 < \ell`; the 2-norm Lipschitz constant is
     :math:`\ell \epsilon^{-1/2}`, reached at x = 0. A zero vector stays zero with a finite
-    gradient. Half-precision input is normalised in float32 and rounded to its own type.
+    gradient. Half-precision input is normalized in float32 and rounded to its own type.
 
     Args:
         x: [..., d].
         eps: Smoothing constant inside the root, > 0.
-        length: New length l, > 0.
+        length: New length l, > 0, a number or a tensor that broadcasts to [..., 1].
         training: Allow the first-order gradient that keeps less memory on the CPU.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import cosine_normalize
+        >>> cosine_normalize(torch.tensor([3.0, 4.0]), eps=1e-6, length=10.0)
+        tensor([6.0000, 8.0000])
 
     Reference:
         Qi et al. 2023 (LipsFormer), scaled cosine similarity attention.
     """
-    if not torch.jit.is_scripting() and cpu_training(x, x, training):
-        return _CosineNormalizeFunction.apply(x, eps, length)
-    wide = x
-    if x.dtype == torch.float16 or x.dtype == torch.bfloat16:
-        wide = x.float()
+    if kernels.usable("cosine_normalize", x, training=training):
+        return kernels.normalize_rows(x, eps, length)
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     inverse = torch.rsqrt((wide * wide).sum(dim=-1, keepdim=True) + eps)
     return (wide * (inverse * length)).to(x.dtype)
 
@@ -74,17 +61,24 @@ class ScaledCosineAttention(nn.Module):
         \quad \tilde x = x / \sqrt{|x|_2^2 + \epsilon}
 
     Lipschitz in the 2-norm over the whole [N, C] input on all of space; for one head with
-    projections :math:`W^Q, W^K, W^V` (Theorem 1 of the paper with the softmax constant 1/2)
+    projections :math:`W^Q, W^K, W^V`
 
     .. math:: Lip \le N^2 \nu \tau \epsilon^{-1/2} |W^K| + N \nu \tau \epsilon^{-1/2} |W^Q|
         + 2 N \nu \epsilon^{-1/2} |W^V|.
 
-    With ``value_scale=None`` the values enter as they are, as in the released code. The output is
-    then linear in V and the constant grows with the length of the values: bounded on bounded
-    inputs only.
+    This is Theorem 1 of the paper with the softmax constant 1/2. With ``value_scale=None`` the
+    values enter as they are, as in the released code. The output is then linear in V, and the
+    constant is finite on bounded inputs only.
 
     Shape:
         q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import ScaledCosineAttention
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)  # 2 heads, 5 tokens, 8 channels
+        >>> ScaledCosineAttention(num_heads=2)(q, k, v).shape
+        torch.Size([1, 2, 5, 8])
 
     Reference:
         Qi et al. 2023 (LipsFormer), scaled cosine similarity attention and Theorem 1.
@@ -94,7 +88,6 @@ class ScaledCosineAttention(nn.Module):
         token; both forms here keep eps inside the root.
     """
 
-    fused_attn: Final[bool]
     value_scale: Tensor | None
 
     def __init__(
@@ -108,19 +101,19 @@ class ScaledCosineAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the temperature.
+        """Create the logit scale.
 
         Args:
             num_heads: Number of heads H.
-            logit_scale: tau, in (0, 100].
+            logit_scale: tau, in (0, 100]. It multiplies the cosines.
             learn_logit_scale: Learn tau per head, as its logarithm, clamped to at most 100.
-            value_scale: nu > 0 for normalised values; None leaves the values as they are.
-            eps: Smoothing constant of the normalisation, > 0. It sets the slope eps^(-1/2) at a
-                zero token: at the default, 10, a blank image has the gradients of any other, while
-                1e-6 lets them grow by up to 1000 in every block.
+            value_scale: nu > 0 for normalized values; None leaves the values as they are.
+            eps: Smoothing constant of the normalization, > 0. It sets the slope eps^(-1/2) at a
+                zero token. With the default the slope is 10 and a blank image has ordinary
+                gradients; with 1e-6 they may grow by up to 1000 in every block.
             attn_drop: Dropout probability of the attention weights in training.
             device: Device of the parameters.
-            dtype: Type of the parameters.
+            dtype: Data type of the parameters.
 
         Raises:
             ValueError: If ``logit_scale``, ``value_scale`` or ``eps`` is out of range.
@@ -142,7 +135,7 @@ class ScaledCosineAttention(nn.Module):
         if learn_logit_scale:
             shape = (num_heads, 1, 1)
             self.log_logit_scale = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        # saved with the weights: a checkpoint then tells in which of the two forms it was trained
+        # a buffer, so that a checkpoint tells in which of the two forms it was trained
         value_scale_buffer = None
         if value_scale is not None:
             value_scale_buffer = torch.empty((), device=device, dtype=dtype)
@@ -156,38 +149,26 @@ class ScaledCosineAttention(nn.Module):
         if self.value_scale is not None and self.init_value_scale is not None:
             nn.init.constant_(self.value_scale, self.init_value_scale)
 
-    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return q and k such that their plain products are the scores: tau sits in q."""
-        k = cosine_normalize(k, self.eps, training=self.training)
+    def tau(self) -> Tensor | float:
+        """Return the logit scale that applies: a number, or [H, 1, 1] if it is learned."""
         if self.log_logit_scale is None:
-            return cosine_normalize(q, self.eps, self.init_logit_scale, self.training), k
-        scale = self.log_logit_scale.clamp(max=math.log(MAX_LOGIT_SCALE)).exp()
-        return cosine_normalize(q, self.eps, training=self.training) * scale.to(q.dtype), k
-
-    @torch.jit.unused
-    def kernel_scales(self) -> tuple[Tensor, float, float] | None:
-        """Return tau per head, nu (0 for raw values) and eps for ``cosine_windows``.
-
-        None where the kernel does not compute what this layer does: with dropout or unfused.
-        """
-        if not self.fused_attn or (self.training and self.attn_drop > 0.0):
-            return None
-        nu = 0.0 if self.value_scale is None else float(self.value_scale)
-        if self.log_logit_scale is None:
-            tau = torch.full((self.num_heads,), self.init_logit_scale)
-        else:
-            tau = self.log_logit_scale.clamp(max=math.log(MAX_LOGIT_SCALE)).exp().flatten()
-        return tau, nu, self.eps
+            return self.init_logit_scale
+        return self.log_logit_scale.clamp(max=math.log(MAX_LOGIT_SCALE)).exp()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores."""
-        q, k = self.normalize(q, k)
-        value_scale = self.value_scale
-        if value_scale is not None:
-            # nu enters after the values are joined, where it costs least
-            v = cosine_normalize(v, self.eps, training=self.training)
-        out = _attend(q, k, v, bias, self.attn_drop, self.training, self.fused_attn)
-        return out if value_scale is None else out * value_scale.to(v.dtype)
+        q = cosine_normalize(q, self.eps, self.tau(), self.training)
+        k = cosine_normalize(k, self.eps, 1.0, self.training)
+        if self.value_scale is not None:
+            v = cosine_normalize(v, self.eps, self.value_scale, self.training)
+        dropout = self.attn_drop if self.training else 0.0
+        if self.fused_attn:
+            return _fused_attention(q, k, v, bias, dropout, self.training)
+        scores = q @ k.transpose(-2, -1)
+        if bias is not None:
+            scores = scores + bias
+        attn = F.dropout(scores.softmax(dim=-1), dropout)
+        return attn @ v
 
     def extra_repr(self) -> str:
         """Show the heads and the scales."""
@@ -198,7 +179,7 @@ class ScaledCosineAttention(nn.Module):
         )
 
 
-register_notrace_module(ScaledCosineAttention)  # fused or unfused is chosen at run time
+register_notrace_module(ScaledCosineAttention)  # FX cannot trace the choice of a kernel
 
 
 class LipschitzNormAttention(nn.Module):
@@ -207,17 +188,22 @@ class LipschitzNormAttention(nn.Module):
     .. math:: \mathrm{softmax}(Q K^T / \max(uv, uw, vw) + B) V, \quad
         u = |Q|_F,\ v = \max_j |k_j|_2,\ w = \max_j |v_j|_2
 
-    Lipschitz in Frobenius norm, jointly in Q, K and V: see
-    ``score_norm.quadratic_attention_bound``.
+    Lipschitz in Frobenius norm, jointly in Q, K and V, with constant
+    :math:`\cosh(1) \sqrt{m/n} + 2 \sqrt 2` for m queries and n keys (proof: docs/graph.md).
 
     Shape:
         q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].
 
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import LipschitzNormAttention
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)  # 2 heads, 5 tokens, 8 channels
+        >>> LipschitzNormAttention(num_heads=2)(q, k, v).shape
+        torch.Size([1, 2, 5, 8])
+
     Reference:
         Dasoulas et al. 2021, LipschitzNorm for quadratic scores.
     """
-
-    fused_attn: Final[bool]
 
     def __init__(self, num_heads: int, attn_drop: float = 0.0) -> None:
         """Create the layer, which has no parameters.
@@ -234,61 +220,117 @@ class LipschitzNormAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores."""
         q = (q * dense_quadratic_scale(q, k, v)).to(q.dtype)
-        return _attend(q, k, v, bias, self.attn_drop, self.training, self.fused_attn)
+        dropout = self.attn_drop if self.training else 0.0
+        if self.fused_attn:
+            return _fused_attention(q, k, v, bias, dropout, self.training)
+        scores = q @ k.transpose(-2, -1)
+        if bias is not None:
+            scores = scores + bias
+        attn = F.dropout(scores.softmax(dim=-1), dropout)
+        return attn @ v
 
     def extra_repr(self) -> str:
         """Show the heads."""
         return f"{self.num_heads}"
 
 
-register_notrace_module(LipschitzNormAttention)  # likewise
+register_notrace_module(LipschitzNormAttention)  # FX cannot trace the choice of a kernel
 
 
-class _AttendFunction(torch.autograd.Function):
-    """Attention that computes its weights again in the backward pass instead of keeping them."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(q, k, v, bias)
-        return _weights(q, k, bias) @ v
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias = ctx.saved_tensors
-        (grad,) = grad_outputs
-        attn = _weights(q, k, bias)
-        grad_attn = grad @ v.transpose(-2, -1)
-        grad_scores = torch.ops.aten._softmax_backward_data(grad_attn, attn, -1, attn.dtype)
-        return (
-            grad_scores @ k,
-            grad_scores.transpose(-2, -1) @ q,
-            attn.transpose(-2, -1) @ grad,
-            grad_scores.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None,
-        )
-
-
-def _weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    scores = q @ k.transpose(-2, -1)
-    if bias is not None:
-        scores += bias
-    return scores.softmax(dim=-1)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    attn_drop: float,
-    training: bool,
-    fused: bool,
+def _fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, training: bool
 ) -> Tensor:
-    """softmax(q k^T + bias) v: the plain products of q and k are the scores."""
-    dropout = attn_drop if training else 0.0
-    if not fused:
-        return F.dropout(_weights(q, k, bias), dropout) @ v
-    if not torch.jit.is_scripting() and cpu_training(q, v, training and dropout == 0.0):
-        # the library has no fused kernel for a bias that learns; without one it is no faster
-        # for windows and stripes, and keeps the output besides
-        return _AttendFunction.apply(q, k, v, bias)
+    """Compute softmax(q k^T + bias) v without keeping the attention weights."""
+    tensors = (q, k, v) if bias is None else (q, k, v, bias)
+    if training and dropout == 0.0 and kernels.usable("attention", *tensors, training=True):
+        return kernels.recomputed_attention(q, k, v, bias)
     return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout, scale=1.0)
+
+
+def attend_in_windows(
+    qkv: Tensor,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[nn.Module],
+    bias: Tensor | None = None,
+    lepes: Sequence[nn.Module] = (),
+) -> Tensor:
+    """Attend within the windows of a map.
+
+    The heads may be split into partitions whose windows have different shapes.
+
+    Args:
+        qkv: [B, H, W, 3, P, C], queries, keys and values of the P partitions of the heads.
+        windows: (h, w) in tokens of each partition.
+        attentions: The attention of each partition.
+        bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
+        lepes: Depthwise 3x3 convolution of the values of each partition, zero padded at the edge of
+            the window, that is added to the output; or none.
+
+    Returns:
+        [B, H, W, P * C].
+    """
+    parameters = [p for module in (*attentions, *lepes) for p in module.parameters()]
+    tensors = (qkv, *parameters) if bias is None else (qkv, bias, *parameters)
+    if kernels.usable(
+        "cosine_windows",
+        *tensors,
+        training=attentions[0].training,
+        unless=lambda: _kernel_obstacle(qkv, windows, attentions, lepes),
+    ):
+        return kernels.cosine_windows(qkv, windows, *_numbers(attentions), bias, _taps(lepes))
+    outputs = []
+    for part, (attention, window) in enumerate(zip(attentions, windows, strict=True)):
+        num_heads: Any = attention.num_heads
+        q, k, v = partition_heads(qkv[..., part, :], window, num_heads).unbind(0)
+        out = attention(q, k, v, bias)
+        if len(lepes) > 0:
+            # contiguous: the convolution would otherwise keep the queries and keys for its backward
+            values = rearrange(v, "b n (h w) d -> b h w (n d)", h=window[0]).contiguous()
+            local = lepes[part](values)
+            out = out + rearrange(local, "b h w (n d) -> b n (h w) d", n=num_heads)
+        outputs.append(merge_heads(out, window, (qkv.shape[1], qkv.shape[2])))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def _kernel_obstacle(
+    qkv: Tensor,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[nn.Module],
+    lepes: Sequence[nn.Module],
+) -> str | None:
+    """Return why the kernel would not compute what these modules compute, None if it would."""
+    if qkv.numel() == 0:
+        return "the map is empty"
+    if any(h * w > kernels.MAX_TOKENS for h, w in windows):
+        return f"a window has more than {kernels.MAX_TOKENS} tokens"
+    for attention in attentions:
+        if not isinstance(attention, ScaledCosineAttention):
+            return f"the attention is {type(attention).__name__}"
+        if not attention.fused_attn:
+            return "fused attention is switched off"
+        if attention.training and attention.attn_drop > 0.0:
+            return "the attention weights have dropout"
+    hooked = bool(torch.nn.modules.module._has_any_global_hook())
+    for module in (*attentions, *lepes):
+        hooked |= bool(module._forward_hooks or module._forward_pre_hooks)
+        hooked |= bool(module._backward_hooks or module._backward_pre_hooks)
+    return "a module has hooks, which the kernel would not call" if hooked else None
+
+
+def _numbers(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:
+    """Return tau ([P, heads]), nu (0 for raw values) and eps of every partition."""
+    taus, nu = [], []
+    for attention in attentions:
+        tau = attention.tau()
+        one = torch.full((attention.num_heads,), tau) if isinstance(tau, float) else tau.flatten()
+        taus.append(one)
+        nu.append(0.0 if attention.value_scale is None else float(attention.value_scale))
+    return torch.stack(taus), nu, [attention.eps for attention in attentions]
+
+
+def _taps(lepes: Sequence[Any]) -> Tensor | None:
+    """Return the nine taps and the bias of every partition's convolution, [P, 10, C]."""
+    if len(lepes) == 0:
+        return None
+    rows = [torch.cat((lepe.weight.flatten(1).t(), lepe.bias.unsqueeze(0))) for lepe in lepes]
+    return torch.stack(rows)

@@ -1,53 +1,12 @@
-"""WeightedResidual: the shortcut whose branch enters with a small learnable weight."""
+"""WeightedResidual: a shortcut whose branch enters with a small learnable weight."""
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.kernels.dispatch import first_order_on_cpu, float32_on_cpu
-from lipsformer.kernels.pointwise import add_gelu, add_gelu_backward
-
-
-class _GeluResidualFunction(torch.autograd.Function):
-    """x + scale * GELU(z), where z may hold the samples of ``index`` alone; keeps z."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
-        ctx.save_for_backward(z, scale, index)
-        return add_gelu(x, z.float(), scale, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        z, scale, index = ctx.saved_tensors
-        (grad,) = grad_outputs
-        grad_z, grad_scale = add_gelu_backward(grad, z.float(), scale, index)
-        return grad, grad_z.to(z.dtype), grad_scale, None
-
-
-def kept_samples(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the samples of ``x`` whose branch is not dropped: only they need computing.
-
-    On the CPU alone: elsewhere the host would have to wait for the number of samples. If every
-    sample is dropped all are returned, so that each parameter gets a gradient.
-
-    Args:
-        x: [B, ..., C].
-        mask: Drawn by ``WeightedResidual.draw_mask``.
-
-    Returns:
-        [K, ..., C], 1 <= K <= B, in the order of ``x``.
-    """
-    if mask is None or torch.jit.is_scripting() or not first_order_on_cpu(x, True):
-        return x
-    index = _kept_index(mask)
-    return x if index.shape[0] in (0, x.shape[0]) else x.index_select(0, index)
-
-
-def _kept_index(mask: Tensor) -> Tensor:
-    return mask.flatten().nonzero().flatten()
+from lipsformer import kernels
 
 
 class WeightedResidual(nn.Module):
@@ -60,8 +19,22 @@ class WeightedResidual(nn.Module):
     :math:`\alpha = 1/L` over L branches the product over the network is at most
     :math:`e^{\max Lip(f)}`.
 
+    A branch may let the residual finish its last step, which saves a pass over the map. It says so
+    by a class attribute ``ends_in``:
+
+    - ``"linear"``: ``branch(x, output_scale=alpha)`` returns alpha * f(x), because its last linear
+      layer multiplies alpha into its weight.
+    - ``"gelu"``: ``branch(x, last_gelu=False)`` returns z with f(x) = GELU(z).
+
     Shape:
-        x, branch: [B, ..., C], channels last; the output has the same shape.
+        x: [B, ..., C], channels last; the output has the same shape.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import WeightedResidual
+        >>> residual = WeightedResidual(torch.nn.ReLU(), dim=3, init_value=0.1)
+        >>> residual(torch.tensor([[-1.0, 0.0, 2.0]])).detach()
+        tensor([[-1.0000,  0.0000,  2.2000]])
 
     Reference:
         Qi et al. 2023 (LipsFormer), weighted residual shortcut and Theorem 2.
@@ -69,21 +42,23 @@ class WeightedResidual(nn.Module):
 
     def __init__(
         self,
+        branch: nn.Module,
         dim: int,
         init_value: float,
         drop_path: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the residual scale.
+        """Create the residual scale alpha.
 
         Args:
+            branch: f, from [B, ..., C] to the same shape.
             dim: Number of channels C.
-            init_value: Initial value of every channel's weight; the paper uses 1 / (number of
+            init_value: Initial value of every channel's weight. The paper uses 1 / (number of
                 blocks).
             drop_path: Probability, in [0, 1), of dropping the branch of a sample in training.
             device: Device of the parameter.
-            dtype: Type of the parameter.
+            dtype: Data type of the parameter.
 
         Raises:
             ValueError: If ``drop_path`` is outside [0, 1).
@@ -94,11 +69,33 @@ class WeightedResidual(nn.Module):
         self.init_value = init_value
         self.drop_path = drop_path
         self.residual_scale = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.branch = branch
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set every channel's weight to its initial value."""
         nn.init.constant_(self.residual_scale, self.init_value)
+
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
+        """Return ``x + residual_scale * drop_path(branch(x))``.
+
+        Args:
+            x: [B, ..., C].
+            *context: Further arguments of the branch, such as the edges of a graph.
+        """
+        mask = self.draw_mask(x)
+        index = _kept_samples(x, mask)
+        kept = x if index is None else x.index_select(0, index)
+        mask = mask if mask is None or index is None else mask[index]
+        ends_in = getattr(self.branch, "ends_in", None)
+        if ends_in == "linear":
+            scaled = self.branch(kept, *context, output_scale=self.residual_scale)
+            return _add(x, scaled, mask, index)
+        alpha = self.residual_scale if mask is None else self.residual_scale * mask
+        if ends_in == "gelu" and kernels.usable("gelu_residual", x, alpha, training=self.training):
+            z = self.branch(kept, *context, last_gelu=False)
+            return kernels.gelu_residual(x, z, alpha, index)
+        return _add(x, self.branch(kept, *context), alpha, index)
 
     def draw_mask(self, x: Tensor) -> Tensor | None:
         """Draw which samples of ``x`` ([B, ..., C]) keep their branch.
@@ -110,62 +107,32 @@ class WeightedResidual(nn.Module):
             return None
         keep = 1.0 - self.drop_path
         shape = [x.shape[0]] + [1] * (x.ndim - 1)
-        scale = self.residual_scale
-        return torch.empty(shape, dtype=scale.dtype, device=x.device).bernoulli_(keep) / keep
-
-    def forward(
-        self,
-        x: Tensor,
-        branch: Tensor,
-        mask: Tensor | None = None,
-        gelu: bool = False,
-        scaled: bool = False,
-    ) -> Tensor:
-        """Add the branch.
-
-        Args:
-            x: [B, ..., C].
-            branch: f(x), or its value before a last GELU; of all samples or of those that
-                ``kept_samples`` returned.
-            mask: Drawn by ``draw_mask``.
-            gelu: Apply that GELU here; training on the CPU then recomputes it in the backward pass
-                instead of keeping it.
-            scaled: The branch has been multiplied by ``residual_scale`` already, as its last
-                linear layer can do for nothing.
-
-        Raises:
-            ValueError: If branches are to be dropped and ``mask`` is missing.
-        """
-        if mask is None and self.training and self.drop_path > 0.0:
-            raise ValueError(
-                f"training with drop_path={self.drop_path} needs the mask of draw_mask(x)"
-            )
-        index: Tensor | None = None
-        if mask is not None and branch.shape[0] != x.shape[0]:
-            index = _kept_index(mask)
-            mask = mask[index]
-        scale = self.residual_scale
-        if scaled:
-            if mask is None:
-                return x + branch
-            scale = mask
-        elif mask is not None:
-            scale = scale * mask  # [B, 1, ..., C] instead of one more pass over x
-        if gelu:
-            if not torch.jit.is_scripting():
-                inference = not torch.is_grad_enabled()
-                if float32_on_cpu(x, scale, self.training or inference):
-                    if inference:
-                        return add_gelu(x, branch.float(), scale, index)
-                    return _GeluResidualFunction.apply(x, branch, scale, index)
-            branch = F.gelu(branch)
-        if index is not None:
-            return x.index_add(0, index, (branch * scale).to(x.dtype))
-        return torch.addcmul(x, branch, scale.to(x.dtype))
+        dtype = self.residual_scale.dtype
+        return torch.empty(shape, dtype=dtype, device=x.device).bernoulli_(keep) / keep
 
     def extra_repr(self) -> str:
         """Show the initial value and the drop path rate."""
         return f"init_value={self.init_value:.4g}, drop_path={self.drop_path:.3g}"
 
 
-register_notrace_module(WeightedResidual)  # drop path depends on the mode
+register_notrace_module(WeightedResidual)  # FX cannot trace drop path
+
+
+def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return the samples whose branch needs computing, in order; None for all of them.
+
+    Only on the CPU: elsewhere the host would have to wait for the number of samples. If every
+    sample is dropped all are computed, so that each parameter gets a gradient.
+    """
+    if mask is None or not kernels.usable("kept_samples", x, training=True):
+        return None
+    index = mask.flatten().nonzero().flatten()
+    return None if index.shape[0] in (0, x.shape[0]) else index
+
+
+def _add(x: Tensor, branch: Tensor, scale: Tensor | None, index: Tensor | None) -> Tensor:
+    """Return x + scale * branch, where the branch may hold only the samples of ``index``."""
+    if index is not None:
+        branch = branch if scale is None else branch * scale
+        return x.index_add(0, index, branch.to(x.dtype))
+    return x + branch if scale is None else torch.addcmul(x, branch, scale.to(x.dtype))

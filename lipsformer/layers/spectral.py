@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipsformer.layers.conv import DepthwiseConv2d
+
 
 def largest_singular_value(weight: Tensor) -> Tensor:
     r"""Return the largest singular value of a weight reshaped to [out, in * ...].
@@ -52,13 +54,27 @@ def spectral_init_(weight: Tensor, generator: torch.Generator | None = None) -> 
         ``weight``, whose reshaped largest singular value is 1.
 
     Reference:
-        Qi et al. 2023 (LipsFormer), spectral initialisation.
+        Qi et al. 2023 (LipsFormer), spectral initialization.
     """
     if weight.is_meta:
         return weight
     values = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     nn.init.xavier_normal_(values, generator=generator)
     return weight.copy_(values / largest_singular_value(values))
+
+
+def spectral_init_modules_(module: nn.Module, zero_conv_bias: bool = True) -> None:
+    """Initialize the linear and convolution weights of a module spectrally, and zero the biases.
+
+    Args:
+        module: Searched with all its descendants.
+        zero_conv_bias: False leaves the biases of convolutions as they are.
+    """
+    for layer in module.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv2d, DepthwiseConv2d)):
+            spectral_init_(layer.weight)
+            if layer.bias is not None and (zero_conv_bias or isinstance(layer, nn.Linear)):
+                nn.init.zeros_(layer.bias)
 
 
 def conv_sigma_bound(

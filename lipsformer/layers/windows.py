@@ -2,24 +2,12 @@
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
+from timm.layers import register_notrace_function
 from torch import Tensor
 
 
-def fit_window(size: int, max_window: int) -> int:
-    """Return the side of the equal windows that cover ``size`` with the least padding.
-
-    The side is at most ``max_window`` and, among the divisions into the fewest windows, the
-    smallest: 56 in windows of at most 7 gives 7, 24 gives 6, 16 gives 6 (three windows, two rows
-    of padding instead of five), 5 gives 5.
-
-    Args:
-        size: Extent of the feature map in tokens, >= 1.
-        max_window: Largest allowed side in tokens, >= 1.
-    """
-    num_windows = (size + max_window - 1) // max_window
-    return (size + num_windows - 1) // num_windows
-
-
+@register_notrace_function  # einops refuses FX proxies
 def partition_heads(x: Tensor, window: tuple[int, int], num_heads: int) -> Tensor:
     """Cut a map of projected tokens into windows and heads in a single copy.
 
@@ -32,20 +20,18 @@ def partition_heads(x: Tensor, window: tuple[int, int], num_heads: int) -> Tenso
     Returns:
         [P, B * num_windows, num_heads, h * w, d], contiguous.
     """
-    batch, height, width, parts, channels = x.shape
+    height, width = x.shape[1], x.shape[2]
     h, w = window
     pad_h, pad_w = (h - height % h) % h, (w - width % w) % w
     if pad_h > 0 or pad_w > 0:
         x = F.pad(x, (0, 0, 0, 0, 0, pad_w, 0, pad_h))
-    rows, cols = (height + pad_h) // h, (width + pad_w) // w
-    head_dim = channels // num_heads
-    x = x.reshape(batch, rows, h, cols, w, parts, num_heads, head_dim)
-    x = x.permute(5, 0, 1, 3, 6, 2, 4, 7)
-    return x.reshape(parts, batch * rows * cols, num_heads, h * w, head_dim)
+    pattern = "b (rows h) (cols w) p (heads d) -> p (b rows cols) heads (h w) d"
+    return rearrange(x, pattern, h=h, w=w, heads=num_heads)
 
 
+@register_notrace_function  # einops refuses FX proxies
 def merge_heads(x: Tensor, window: tuple[int, int], size: tuple[int, int]) -> Tensor:
-    """Join windows and heads to the feature map: the inverse of :func:`partition_heads`.
+    """Join windows and heads to the feature map: the inverse of ``partition_heads``.
 
     Args:
         x: [B * num_windows, num_heads, h * w, d].
@@ -57,9 +43,8 @@ def merge_heads(x: Tensor, window: tuple[int, int], size: tuple[int, int]) -> Te
     """
     h, w = window
     rows, cols = (size[0] + h - 1) // h, (size[1] + w - 1) // w
-    num_heads, head_dim = x.shape[1], x.shape[3]
-    x = x.reshape(-1, rows, cols, num_heads, h, w, head_dim)
-    x = x.permute(0, 1, 4, 2, 5, 3, 6).reshape(-1, rows * h, cols * w, num_heads * head_dim)
+    pattern = "(b rows cols) heads (h w) d -> b (rows h) (cols w) (heads d)"
+    x = rearrange(x, pattern, rows=rows, cols=cols, h=h)
     return x[:, : size[0], : size[1]]
 
 

@@ -1,4 +1,4 @@
-"""LipsFormer on a Swin body.
+"""LipsFormer on the Swin backbone.
 
 Paper: Qi, Wang, Chen, Shi, Zhang, "LipsFormer: Introducing Lipschitz Continuity to Vision
 Transformers", ICLR 2023, arXiv:2304.09856. The windows are never shifted: the depthwise
@@ -8,7 +8,7 @@ By default the models follow the paper's text; ``official_compat=True`` gives th
 authors' released code, which its checkpoints need. The README tabulates the differences.
 """
 
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from timm.layers import (
@@ -17,27 +17,19 @@ from timm.layers import (
     to_2tuple,
     trunc_normal_,
 )
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from timm.models._input import update_model_args
 from torch import Tensor, nn
 
-from lipsformer.layers import (
-    CenterNorm,
-    Linear,
-    cosine_windows,
-    fit_window,
-    merge_heads,
-    partition_heads,
-    relative_position_index,
+from lipsformer.layers import CenterNorm, Linear, attend_in_windows, relative_position_index
+from lipsformer.models._timm import create, model_cfg, unwrap
+from lipsformer.models.inference import fold_norm_before, register_fold
+from lipsformer.models.lipsformer import Device, LipsFormer, fit_window, pad_to_even
+from lipsformer.models.official_weights import (
+    check_same_form,
+    official_swin_to_lipsformer,
+    rename_earlier_version,
 )
-from lipsformer.models.lipsformer import (
-    Device,
-    LipsFormer,
-    make_attention,
-    model_cfg,
-    pad_to_even,
-)
-from lipsformer.models.official_weights import check_same_form, official_swin_to_lipsformer
 
 __all__ = ["LipsFormerSwin"]
 
@@ -45,10 +37,23 @@ __all__ = ["LipsFormerSwin"]
 class WindowAttention(nn.Module):
     """Scaled cosine attention inside windows, with a relative position bias.
 
-    The map is cut into equal windows of at most ``window_size`` with the least padding, and the
-    bias depends on the offset of two tokens alone, so one table serves every map. Padded tokens
-    are zeros after the projection: their cosine with any token is 0.
+    The map is cut into equal windows of at most ``window_size`` with the least padding. The bias
+    depends only on the offset of two tokens, so one table serves every map. Padded tokens are zeros
+    after the projection: their cosine with any token is 0.
+
+    Shape:
+        x: [B, H, W, C]; the output has the same shape.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import ScaledCosineAttention
+        >>> from lipsformer.models.lipsformer_swin import WindowAttention
+        >>> attn = WindowAttention(8, 2, window_size=3, attention=ScaledCosineAttention(2))
+        >>> attn(torch.zeros(1, 5, 7, 8)).shape
+        torch.Size([1, 5, 7, 8])
     """
+
+    ends_in = "linear"
 
     def __init__(
         self,
@@ -69,7 +74,7 @@ class WindowAttention(nn.Module):
             attention: Attention on q, k, v of shape [B, heads, N, d] and a bias.
             proj_drop: Dropout probability after the output projection.
             device: Device of the parameters.
-            dtype: Type of the parameters.
+            dtype: Data type of the parameters.
         """
         super().__init__()
         self.dim = dim
@@ -118,29 +123,37 @@ class WindowAttention(nn.Module):
         table = self.relative_position_bias_table
         return nn.functional.embedding(index, table).permute(2, 0, 1).unsqueeze(0)
 
+    def forward(self, x: Tensor, output_scale: Tensor | None = None) -> Tensor:
+        """Attend within the windows of ``x`` ([B, H, W, C]).
+
+        Args:
+            x: [B, H, W, C].
+            output_scale: [C], multiplies the output.
+        """
+        return self.proj_drop(self.proj(self.attend(self.qkv(x)), output_scale=output_scale))
+
     def attend(self, qkv: Tensor) -> Tensor:
         """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
-        height, width = qkv.shape[1], qkv.shape[2]
-        h, w = fit_window(height, self.window_size[0]), fit_window(width, self.window_size[1])
+        h, w = (fit_window(qkv.shape[i + 1], self.window_size[i]) for i in range(2))
         bias = self.position_bias(h, w).to(qkv.dtype)
-        qkv = qkv.unflatten(-1, (3, self.dim))
-        if not torch.jit.is_scripting():
-            y = cosine_windows(qkv.unsqueeze(-2), [(h, w)], [self.attention], bias)
-            if y is not None:
-                return y
-        q, k, v = partition_heads(qkv, (h, w), self.num_heads).unbind(0)
-        return merge_heads(self.attention(q, k, v, bias), (h, w), (height, width))
-
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Attend within the windows of ``x`` ([B, H, W, C]), multiplied by ``scale`` ([C])."""
-        return self.proj_drop(self.proj(self.attend(self.qkv(x)), scale=scale))
+        qkv = qkv.unflatten(-1, (3, 1, self.dim))
+        return attend_in_windows(qkv, [(h, w)], [self.attention], bias)
 
 
-register_notrace_module(WindowAttention)  # the windows depend on the size of the map
+register_notrace_module(
+    WindowAttention
+)  # FX cannot trace windows that depend on the size of the map
 
 
 class PatchMerging(nn.Module):
-    """Join 2x2 neighbours: concatenation, CenterNorm, linear layer without bias."""
+    """Join 2x2 neighbors: concatenation, CenterNorm, linear layer without bias.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.lipsformer_swin import PatchMerging
+        >>> PatchMerging(8, 16)(torch.zeros(1, 6, 4, 8)).shape
+        torch.Size([1, 3, 2, 16])
+    """
 
     def __init__(
         self, dim: int, out_dim: int, device: Device = None, dtype: torch.dtype | None = None
@@ -151,7 +164,7 @@ class PatchMerging(nn.Module):
             dim: Number of channels C.
             out_dim: Number of channels of the output.
             device: Device of the parameters.
-            dtype: Type of the parameters.
+            dtype: Data type of the parameters.
         """
         super().__init__()
         self.norm = CenterNorm(4 * dim, device=device, dtype=dtype)
@@ -167,105 +180,51 @@ class PatchMerging(nn.Module):
 
 
 class LipsFormerSwin(LipsFormer):
-    """LipsFormer with window attention, 2x2 merging and CenterNorm after every token mixer."""
+    """LipsFormer with window attention, 2x2 merging and CenterNorm after every token mixer.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models import LipsFormerSwin
+        >>> model = LipsFormerSwin(embed_dim=8, depths=(1, 1), num_heads=(1, 2), num_classes=5)
+        >>> model(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 5])
+    """
+
+    attn_norm = True
+    final_norm = True
+    downsample_layer = PatchMerging
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int = 4,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        global_pool: str = "avg",
+        *,
         embed_dim: int = 96,
         depths: tuple[int, ...] = (2, 2, 6, 2),
         num_heads: tuple[int, ...] = (3, 6, 12, 24),
         window_size: int | tuple[int, int] = 7,
-        mlp_ratio: float = 4.0,
-        attn: Literal["cosine", "lipschitznorm"] = "cosine",
-        logit_scale: float = 10.0,
-        learn_logit_scale: bool = False,
-        value_scale: float = 1.0,
-        residual_scale: float | None = None,
-        official_compat: bool = False,
-        drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        weight_init: str = "",
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         """Build the model.
 
         Args:
-            img_size: Nominal image size in pixels; every multiple of the patch size is accepted.
-            patch_size: Side of a patch in pixels.
-            in_chans: Number of image channels.
-            num_classes: Number of classes; 0 leaves out the classifier.
-            global_pool: timm's pooling name; "" keeps the map.
             embed_dim: Channels of the first stage, doubled at each further one.
             depths: Number of blocks of each stage.
             num_heads: Number of heads of each stage.
             window_size: Largest side, or (height, width), of a window in tokens.
-            mlp_ratio: Hidden width of the MLP divided by the channels.
-            attn: "cosine" for the paper's scaled cosine attention, "lipschitznorm" for dot products
-                normalised by LipschitzNorm, which has neither tau nor nu.
-            logit_scale: Temperature tau of the attention, in (0, 100].
-            learn_logit_scale: Learn tau per head and block.
-            value_scale: nu > 0, the length to which values are normalised.
-            residual_scale: Initial weight of the residual branches; None for 1 / (number of
-                blocks).
-            official_compat: Numerics of the released code: values not normalised, convolution
-                biases at PyTorch's default.
-            drop_rate: Dropout before the classifier.
-            proj_drop_rate: Dropout after the attention's projection and the MLP.
-            attn_drop_rate: Dropout of the attention weights.
-            drop_path_rate: Drop path rate of the last block, rising linearly from 0.
-            weight_init: "" for spectral initialisation, "skip" for none.
-            device: Device of the parameters.
-            dtype: Type of the parameters.
-
-        Raises:
-            ValueError: If an argument is out of range or would have no effect.
+            **kwargs: Arguments of ``LipsFormer``.
         """
-        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.num_heads, self.window_size = num_heads, window_size  # make_attn needs them at once
+        super().__init__(embed_dim=embed_dim, depths=depths, **kwargs)
 
-        def attn_layer(stage: int, dim: int) -> WindowAttention:
-            attention = make_attention(
-                attn,
-                num_heads[stage],
-                logit_scale=logit_scale,
-                learn_logit_scale=learn_logit_scale,
-                value_scale=value_scale,
-                official_compat=official_compat,
-                attn_drop=attn_drop_rate,
-                **dd,
-            )
-            return WindowAttention(
-                dim, num_heads[stage], window_size, attention, proj_drop=proj_drop_rate, **dd
-            )
+    def make_attn(self, stage: int, dim: int) -> WindowAttention:
+        """Build the window attention of one block.
 
-        super().__init__(
-            attn_layer=attn_layer,
-            downsample_layer=PatchMerging,
-            attn_norm=True,
-            final_norm=True,
-            residual_scale=1.0 / sum(depths) if residual_scale is None else residual_scale,
-            zero_conv_bias=not official_compat,
-            img_size=img_size,
-            patch_size=patch_size,
-            in_chans=in_chans,
-            num_classes=num_classes,
-            global_pool=global_pool,
-            embed_dim=embed_dim,
-            depths=depths,
-            mlp_ratio=mlp_ratio,
-            drop_rate=drop_rate,
-            proj_drop_rate=proj_drop_rate,
-            drop_path_rate=drop_path_rate,
-            weight_init=weight_init,
-            **dd,
-        )
+        Args:
+            stage: Index of the stage.
+            dim: Number of channels C.
+        """
+        num_heads = self.num_heads[stage]
+        core = self.make_core(num_heads)
+        return WindowAttention(dim, num_heads, self.window_size, core, **self.proj_options)
 
     def set_input_size(
         self,
@@ -291,20 +250,19 @@ class LipsFormerSwin(LipsFormer):
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Bring a checkpoint to this file's names and window size.
 
-    Accepts this project's checkpoints, the released code's and either inside a ``model`` or
-    ``state_dict`` entry.
+    Accepts the checkpoints of this project and its earlier versions, those of the released code,
+    and any of them inside a ``model`` or ``state_dict`` entry.
 
     Args:
         state_dict: Names to tensors, or a mapping that holds them.
         model: The model to be loaded.
 
     Raises:
-        ValueError: If the weights were made by the released form of the attention and ``model``
-            is in the paper's form.
+        ValueError: If the weights were made with the other form of the attention, the paper's or
+            the released code's.
     """
-    state_dict = state_dict.get("model", state_dict)
-    state_dict = state_dict.get("state_dict", state_dict)
-    state_dict = official_swin_to_lipsformer(state_dict)
+    state_dict = official_swin_to_lipsformer(unwrap(state_dict))
+    rename_earlier_version(state_dict)
     check_same_form(state_dict, model)
     return {name: _fit_position_table(name, tensor, model) for name, tensor in state_dict.items()}
 
@@ -320,14 +278,15 @@ def _fit_position_table(name: str, tensor: Tensor, model: nn.Module) -> Tensor:
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> LipsFormerSwin:
-    return build_model_with_cfg(
-        LipsFormerSwin,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
-        **kwargs,
-    )
+    return create(LipsFormerSwin, variant, pretrained, checkpoint_filter_fn, **kwargs)
+
+
+@register_fold(PatchMerging)
+def fold_patch_merging(merging: Any) -> None:
+    """Fold the CenterNorm of a patch merging into its linear layer."""
+    if isinstance(merging.norm, CenterNorm):
+        fold_norm_before(merging.norm, merging.reduction)
+        merging.norm = nn.Identity()
 
 
 default_cfgs = generate_default_cfgs(

@@ -1,7 +1,7 @@
-"""LipsFormer on the plain pre-norm ViT body: timm's VisionTransformer in its Lipschitz form.
+"""LipsFormer on the plain pre-norm ViT backbone: timm's VisionTransformer in its Lipschitz form.
 
-The components are the paper's (Qi et al., "LipsFormer", ICLR 2023); putting them on this body is
-ours, no published figure belongs to it.
+The components are the paper's (Qi et al., "LipsFormer", ICLR 2023). Putting them on this backbone
+is ours, and no published figure belongs to it.
 """
 
 from typing import Any
@@ -9,14 +9,23 @@ from typing import Any
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
-from lipsformer.models.lipsformer import model_cfg, spectral_init_modules_
+from lipsformer.layers import spectral_init_modules_
+from lipsformer.models._timm import model_cfg
 from lipsformer.models.timm_conversion import convert
 
 __all__ = ["LipsFormerViT"]
 
 
 class LipsFormerViT(VisionTransformer):
-    """timm's VisionTransformer of CenterNorm, scaled cosine attention and weighted residuals."""
+    """timm's VisionTransformer with CenterNorm, scaled cosine attention and weighted residuals.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models import LipsFormerViT
+        >>> small = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
+        >>> LipsFormerViT(**small)(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 5])
+    """
 
     def __init__(
         self,
@@ -32,7 +41,7 @@ class LipsFormerViT(VisionTransformer):
             value_scale: nu > 0, the length to which values are normalised.
             residual_scale: Initial weight of the residual branches; None for 1 / (number of
                 blocks).
-            weight_init: "" for spectral initialisation, "skip" for none.
+            weight_init: "" for spectral initialization, "skip" for none.
             **kwargs: Arguments of ``timm.models.VisionTransformer``.
 
         Raises:
@@ -46,7 +55,7 @@ class LipsFormerViT(VisionTransformer):
             self.init_weights(needs_reset=False)
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Timm's initialisation of tokens and positions, then spectral initialisation.
+        """Initialize tokens and positions as timm does, and the weights spectrally.
 
         Args:
             mode: Passed on to timm.
@@ -56,7 +65,7 @@ class LipsFormerViT(VisionTransformer):
         spectral_init_modules_(self)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a new, spectrally initialised one.
+        """Replace the classifier by a new, spectrally initialized one.
 
         Args:
             num_classes: Number of classes; 0 leaves out the classifier.

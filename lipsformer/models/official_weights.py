@@ -1,28 +1,30 @@
-"""Names of the released code's checkpoints, translated to this project's."""
+"""Parameter names of the released checkpoints and of earlier versions, translated to today's."""
 
 import re
 from typing import Any
 
 from torch import Tensor, nn
 
-# (pattern, replacement) for the parts that the two released bodies share, inside a block
+# (pattern, replacement), applied in order, for the parts of a block that both releases share
 _BLOCK_RULES = (
-    (r"\.dwconv_layers\.0\.", ".conv1.depthwise."),
-    (r"\.dwconv_layers\.1\.", ".conv2.depthwise."),
-    (r"\.nin\.", ".conv1.pointwise."),
-    (r"\.scale_layers\.0\.scale$", ".residual_conv1.residual_scale"),
-    (r"\.scale_layers\.1\.scale$", ".residual_conv2.residual_scale"),
-    (r"\.alpha1\.scale$", ".residual_attn.residual_scale"),
-    (r"\.alpha2\.scale$", ".residual_mlp.residual_scale"),
+    (r"\.dwconv_layers\.0\.", ".conv1.branch.depthwise."),
+    (r"\.dwconv_layers\.1\.", ".conv2.branch.depthwise."),
+    (r"\.nin\.", ".conv1.branch.pointwise."),
+    (r"\.scale_layers\.0\.scale$", ".conv1.residual_scale"),
+    (r"\.scale_layers\.1\.scale$", ".conv2.residual_scale"),
+    (r"\.alpha1\.scale$", ".attn.residual_scale"),
+    (r"\.alpha2\.scale$", ".mlp.residual_scale"),
+    (r"\.mlp\.fc", ".mlp.branch.fc"),
     (r"^head\.", "head.fc."),
 )
+_SWIN_RULES = ((r"\.attn\.(?!residual_scale)", ".attn.branch."),)
 _CSWIN_RULES = (
     (r"^stage1_conv_embed\.0\.", "patch_embed.proj."),
     (r"^stage1_conv_embed\.2\.", "patch_embed.norm."),
     (r"^merge(\d)\.", r"stages.\1.downsample."),
-    (r"\.qkv\.", ".attn.qkv."),
-    (r"\.proj\.(weight|bias)$", r".attn.proj.\1"),
-    (r"\.attns\.(\d)\.get_v\.", r".attn.lepe.\1."),
+    (r"\.qkv\.", ".attn.branch.qkv."),
+    (r"\.proj\.(weight|bias)$", r".attn.branch.proj.\1"),
+    (r"\.attns\.(\d)\.get_v\.", r".attn.branch.lepe.\1."),
 )
 
 
@@ -44,7 +46,7 @@ def official_swin_to_lipsformer(state_dict: dict[str, Any]) -> dict[str, Any]:
         if match := re.match(r"^layers\.(\d+)\.downsample\.(.*)", name):
             name = f"stages.{int(match[1]) + 1}.downsample.{match[2]}"
         name = re.sub(r"^layers\.", "stages.", name)
-        converted.update([_rename(name, tensor, _BLOCK_RULES)])
+        converted.update([_rename(name, tensor, _SWIN_RULES + _BLOCK_RULES)])
     return converted
 
 
@@ -70,10 +72,27 @@ def official_cswin_to_lipsformer(state_dict: dict[str, Any]) -> dict[str, Any]:
     return converted
 
 
+def rename_earlier_version(state_dict: dict[str, Any], prefix: str = "") -> None:
+    """Rename, in place, parameters saved before a weighted residual owned its branch.
+
+    Args:
+        state_dict: Names to tensors. Names of today's version stay as they are.
+        prefix: Beginning of the model's names, such as "model.".
+    """
+    block = re.escape(prefix) + r"stages\.\d+\.blocks\.\d+\."
+    if not any(re.match(block + r"residual_", name) for name in state_dict):
+        return
+    for name in list(state_dict):
+        new = re.sub(rf"^({block})(conv1|conv2|attn|mlp)\.", r"\1\2.branch.", name)
+        new = re.sub(rf"^({block})residual_(conv1|conv2|attn|mlp)\.", r"\1\2.", new)
+        if new != name:
+            state_dict[new] = state_dict.pop(name)
+
+
 def check_same_form(state_dict: dict[str, Any], model: nn.Module) -> None:
     """Refuse weights trained with the other form of the attention (paper or released code).
 
-    The paper's form saves the length of its normalised values with the weights.
+    The paper's form saves the length of its normalized values with the weights.
 
     Args:
         state_dict: Names to tensors, in this project's names.
@@ -83,20 +102,20 @@ def check_same_form(state_dict: dict[str, Any], model: nn.Module) -> None:
         ValueError: If the forms differ; the logits would be wrong without a sign of it.
     """
     suffix = ".value_scale"
-    has_blocks = any(name.endswith("attn.qkv.weight") for name in state_dict)
-    weights_normalise = any(name.endswith(suffix) for name in state_dict)
-    model_normalises = any(name.endswith(suffix) for name in model.state_dict())
+    has_blocks = any(name.endswith(".qkv.weight") for name in state_dict)
+    weights_normalize = any(name.endswith(suffix) for name in state_dict)
+    model_normalizes = any(name.endswith(suffix) for name in model.state_dict())
     names = {True: "paper", False: "released code"}
-    if has_blocks and weights_normalise != model_normalises:
+    if has_blocks and weights_normalize != model_normalizes:
         raise ValueError(
-            f"the weights have the form of the {names[weights_normalise]}, the model that of the "
-            f"{names[model_normalises]}: create it with official_compat={not weights_normalise}"
+            f"the weights have the form of the {names[weights_normalize]}, the model that of the "
+            f"{names[model_normalizes]}: create it with official_compat={not weights_normalize}"
         )
 
 
 def _rename(name: str, tensor: Tensor, rules: tuple[tuple[str, str], ...]) -> tuple[str, Tensor]:
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
-    if name.endswith("conv1.pointwise.weight"):
+    if name.endswith(".pointwise.weight"):
         tensor = tensor.flatten(1)
     return name, tensor

@@ -2,29 +2,45 @@
 
 from typing import Any, cast
 
-import torch
 from timm.layers import (
     Attention,
     LayerScale,
+    Mlp,
     register_notrace_module,
     resolve_self_attn_mask,
 )
-from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, WindowAttention
+from timm.models.swin_transformer import (
+    PatchMerging,
+    SwinTransformer,
+    SwinTransformerBlock,
+    WindowAttention,
+)
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from lipsformer.layers import CenterNorm, ScaledCosineAttention, cosine_windows
-from lipsformer.models.lipsformer import spectral_init_modules_
+from lipsformer.layers import (
+    CenterNorm,
+    ScaledCosineAttention,
+    attend_in_windows,
+    spectral_init_modules_,
+)
+from lipsformer.models.inference import (
+    FrozenLinear,
+    fold_norm_before,
+    register_fold,
+    scale_output,
+)
+from lipsformer.models.lipsformer_swin import fold_patch_merging
 
 LOGIT_SCALE = 10.0
 
 
-def _one_row(qkv: Tensor, attention: nn.Module, bias: Tensor | None = None) -> Tensor | None:
-    """``cosine_windows`` with every sequence of ``qkv`` ([B, N, 3 * C]) as a window of one row."""
-    y = cosine_windows(
-        qkv[:, None].unflatten(-1, (3, 1, -1)), [(1, qkv.shape[1])], [attention], bias
-    )
-    return None if y is None else y.squeeze(1)
+def _attend_in_one_row(
+    qkv: Tensor, attention: ScaledCosineAttention, bias: Tensor | None = None
+) -> Tensor:
+    """Attend with every sequence of ``qkv`` ([B, N, 3 * C]) as a window of one row."""
+    rows = qkv.unflatten(-1, (3, 1, -1)).unsqueeze(1)
+    return attend_in_windows(rows, [(1, qkv.shape[1])], [attention], bias).squeeze(1)
 
 
 class CosineAttention(nn.Module):
@@ -37,8 +53,8 @@ class CosineAttention(nn.Module):
         """Take over the projections of an attention.
 
         Args:
-            original: Attention without query, key or output normalisation and without gate.
-            value_scale: nu, the length to which values are normalised, > 0.
+            original: Attention without query, key or output normalization and without gate.
+            value_scale: nu, the length to which values are normalized, > 0.
         """
         super().__init__()
         weight = original.qkv.weight
@@ -69,10 +85,8 @@ class CosineAttention(nn.Module):
         """
         batch, num_tokens = x.shape[0], x.shape[1]
         qkv = self.qkv(x)
-        if not torch.jit.is_scripting() and attn_mask is None and not is_causal:
-            y = _one_row(qkv, self.attention)
-            if y is not None:
-                return self.proj_drop(self.proj(y))
+        if attn_mask is None and not is_causal:
+            return self.proj_drop(self.proj(_attend_in_one_row(qkv, self.attention)))
         qkv = qkv.reshape(batch, num_tokens, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         mask = resolve_self_attn_mask(num_tokens, q, attn_mask, is_causal)
@@ -81,7 +95,7 @@ class CosineAttention(nn.Module):
         return self.proj_drop(self.proj(x))
 
 
-register_notrace_module(CosineAttention)  # fused or unfused is chosen at run time
+register_notrace_module(CosineAttention)  # FX cannot trace the choice of a kernel
 
 
 class CosineWindowAttention(WindowAttention):
@@ -95,7 +109,7 @@ class CosineWindowAttention(WindowAttention):
 
         Args:
             original: timm's window attention.
-            value_scale: nu, the length to which values are normalised, > 0.
+            value_scale: nu, the length to which values are normalized, > 0.
         """
         weight = original.qkv.weight
         dd: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
@@ -123,20 +137,17 @@ class CosineWindowAttention(WindowAttention):
         windows, num_tokens, channels = x.shape
         qkv = self.qkv(x)
         bias = self._get_rel_pos_bias().to(qkv.dtype)
-        if not torch.jit.is_scripting() and mask is None:
-            y = _one_row(qkv, self.attention, bias)
-            if y is not None:
-                return self.proj_drop(self.proj(y))
+        if mask is None:
+            return self.proj_drop(self.proj(_attend_in_one_row(qkv, self.attention, bias)))
         qkv = qkv.reshape(windows, num_tokens, 3, self.num_heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        if mask is not None:
-            bias = bias + mask.unsqueeze(1).to(q.dtype)
-            bias = bias.repeat(windows // mask.shape[0], 1, 1, 1)
+        bias = bias + mask.unsqueeze(1).to(q.dtype)
+        bias = bias.repeat(windows // mask.shape[0], 1, 1, 1)
         x = self.attention(q, k, v, bias).transpose(1, 2)
         return self.proj_drop(self.proj(x.reshape(windows, num_tokens, channels)))
 
 
-register_notrace_module(CosineWindowAttention)  # likewise
+register_notrace_module(CosineWindowAttention)  # FX cannot trace the choice of a kernel
 
 
 def convert(
@@ -149,14 +160,22 @@ def convert(
 
     LayerNorm becomes CenterNorm, dot-product attention scaled cosine attention, every residual
     branch gets a learnable weight per channel (timm's ``LayerScale``), and the weights are
-    initialised spectrally. Shapes, parameter names and the whole API of the class stay; names that
+    initialized spectrally. Shapes, parameter names and the whole API of the class stay; names that
     are new are ``ls1.gamma`` and ``ls2.gamma`` (``drop_path1.0.gamma`` and so on in Swin) and
     ``attn.attention.value_scale``.
+
+    Example:
+        >>> import timm
+        >>> import lipsformer
+        >>> small = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
+        >>> model = lipsformer.convert(timm.create_model("vit_tiny_patch16_224", **small))
+        >>> type(model.norm).__name__
+        'CenterNorm'
 
     Args:
         model: A ``VisionTransformer`` (DeiT included) of plain pre-norm blocks with learned or no
             position embedding, or a ``SwinTransformer``.
-        value_scale: nu, the length to which values are normalised, > 0.
+        value_scale: nu, the length to which values are normalized, > 0.
         residual_scale: Initial weight of the branches; None for 1 / (number of blocks).
         spectral_init: Re-initialise the linear and convolution weights and zero their biases;
             False keeps pretrained ones.
@@ -169,7 +188,7 @@ def convert(
             as it was.
 
     Reference:
-        Qi et al. 2023 (LipsFormer) for the four components; the converted body is ours.
+        Qi et al. 2023 (LipsFormer) for the four components; the converted backbone is ours.
     """
     _check_convertible(model)
     blocks = _blocks(model)
@@ -232,3 +251,45 @@ def _layer_scale(norm: nn.LayerNorm, value: float) -> LayerScale:
 def _center_norm(norm: nn.LayerNorm) -> CenterNorm:
     weight = norm.weight
     return CenterNorm(norm.normalized_shape[0], device=weight.device, dtype=weight.dtype)
+
+
+register_fold(PatchMerging)(fold_patch_merging)
+
+
+@register_fold(Block)
+def _fold_vit_block(block: Any) -> None:
+    if isinstance(block.norm1, CenterNorm):
+        fold_norm_before(block.norm1, block.attn.qkv)
+        fold_norm_before(block.norm2, block.mlp.fc1)
+        scale_output(block.attn.proj, block.ls1.gamma)
+        scale_output(block.mlp.fc2, block.ls2.gamma)
+        block.norm1, block.norm2, block.ls1, block.ls2 = (nn.Identity() for _ in range(4))
+
+
+@register_fold(SwinTransformerBlock)
+def _fold_swin_block(block: Any) -> None:
+    if isinstance(block.norm1, CenterNorm):
+        if _keeps_zero_padding(block):
+            fold_norm_before(block.norm1, block.attn.qkv)
+            block.norm1 = nn.Identity()
+        fold_norm_before(block.norm2, block.mlp.fc1)
+        scale_output(block.attn.proj, block.drop_path1[0].gamma)
+        scale_output(block.mlp.fc2, block.drop_path2[0].gamma)
+        block.norm2, block.drop_path1, block.drop_path2 = (nn.Identity() for _ in range(3))
+
+
+@register_fold(Mlp)
+def _fold_mlp(mlp: Any) -> None:
+    if type(mlp.act) is nn.GELU:
+        mlp.fc1, mlp.act = FrozenLinear(mlp.fc1, act_after=True), nn.Identity()
+
+
+def _keeps_zero_padding(block: Any) -> bool:
+    """Return whether folding norm1 leaves the output of timm's Swin block as it is.
+
+    timm pads with zeros behind the norm. A padded token gets the projection's bias, which the fold
+    would move by W beta.
+    """
+    sizes = zip(block.input_resolution, block.window_size, strict=True)
+    fits = not block.dynamic_mask and all(size % window == 0 for size, window in sizes)
+    return fits or not block.norm1.bias.any()

@@ -44,7 +44,7 @@ class RunLog:
 
     @cached_property
     def monitor(self) -> list[dict[str, Any]]:
-        """The records of the Lipschitz monitor; see `lipsformer.analysis.monitor.Monitor`."""
+        """The records of the Lipschitz monitor; see `lipsformer.analysis.instruments.Monitor`."""
         return [r for r in self.records if any(key.startswith("sigma/") for key in r)]
 
     @property

@@ -48,7 +48,8 @@ def test_stripes_of_one_head_in_either_direction():
     maps = attention_maps(model, images)
     assert list(maps) == [name] and maps[name].shape == (2, 4, 6, 10)
 
-    qkv = projections(model, name, images)[1].unflatten(-1, (3, 2, 2, 3))  # direction, head, d
+    qkv = projections(model, f"{name}.branch", images)[1]
+    qkv = qkv.unflatten(-1, (3, 2, 2, 3))  # direction, head, d
     vertical, horizontal = torch.zeros(6, 12).double(), torch.zeros(6, 10).double()
     padded = torch.cat([qkv, torch.zeros(6, 2, 3, 2, 2, 3).double()], dim=1)
     for left in range(0, 12, 3):
@@ -68,12 +69,12 @@ def test_window_of_one_head_with_its_position_bias():
         "lipsformer_swin_nano", embed_dim=10, depths=(1,), num_heads=(2,), window_size=3
     )
     name = "stages.0.blocks.0.attn"
-    torch.nn.init.normal_(model.get_submodule(name).relative_position_bias_table)
+    torch.nn.init.normal_(model.get_submodule(f"{name}.branch").relative_position_bias_table)
     images = torch.randn(2, 3, 12, 6)
     found = attention_maps(model, images)[name][1, 1].double()
 
-    qkv = projections(model, name, images)[1].unflatten(-1, (3, 2, 5))
-    bias = model.get_submodule(name).position_bias(3, 3)[0, 1].double()
+    qkv = projections(model, f"{name}.branch", images)[1].unflatten(-1, (3, 2, 5))
+    bias = model.get_submodule(f"{name}.branch").position_bias(3, 3)[0, 1].double()
     expected = torch.zeros(6, 3).double()
     for top in (0, 3):
         q, k = (qkv[top : top + 3, :, part, 1].reshape(-1, 5) for part in (0, 1))
@@ -108,14 +109,15 @@ def test_lipschitznorm_scores_are_divided_by_the_norms():
     )
     name = "stages.0.blocks.0.attn"
     with torch.no_grad():
-        model.get_submodule(name).qkv.weight.mul_(5.0)
+        model.get_submodule(f"{name}.branch").qkv.weight.mul_(5.0)
     images = torch.randn(1, 3, 6, 6)
     found = attention_maps(model, images)[name][0, 0].double()
-    q, k, v = projections(model, name, images)[0].unflatten(-1, (3, 2, 5))[..., 0, :].unbind(-2)
+    qkv = projections(model, f"{name}.branch", images)[0].unflatten(-1, (3, 2, 5))
+    q, k, v = qkv[..., 0, :].unbind(-2)
     q, k, v = (part.reshape(9, 5) for part in (q, k, v))
     u, key, value = q.norm(), k.norm(dim=1).max(), v.norm(dim=1).max()
     scale = max(u * key, u * value, key * value)
-    bias = model.get_submodule(name).position_bias(3, 3)[0, 0].double()
+    bias = model.get_submodule(f"{name}.branch").position_bias(3, 3)[0, 0].double()
     expected = (q @ k.T / scale + bias).softmax(1).sum(0).view(3, 3)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 

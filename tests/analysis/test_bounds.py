@@ -16,7 +16,7 @@ from lipsformer.analysis.bounds import (
     image_domain,
     lipschitz_bound,
 )
-from lipsformer.analysis.bounds.attention import refined_theorem_bound, theorem_bound
+from lipsformer.analysis.bounds.attention import scaled_cosine_theorem
 from lipsformer.analysis.bounds.layers import GELU_BOUND, center_norm_sigma
 from lipsformer.analysis.certificates import certified_radius
 from lipsformer.analysis.estimate import adversarial_lipschitz, capture_inputs
@@ -203,14 +203,19 @@ def test_raw_values_are_bounded_on_bounded_inputs_only(make):
         assert module(x).norm(dim=-1).max().item() <= bound.output.radius * ROUNDING
 
 
-def test_theorem_of_the_paper_in_its_two_forms():
+def refined_theorem(num_tokens, nu, tau, eps, norms) -> Tensor:
+    """Theorem 1 of the paper with the softmax's own constant 1/2 (Nair 2025), per head."""
+    query, key, value = norms
+    n = num_tokens
+    return nu * eps**-0.5 * (n * tau * (query + n * key) + 2 * n * value)
+
+
+def test_theorem_of_the_paper():
     norms = [torch.tensor([2.0]), torch.tensor([3.0]), torch.tensor([5.0])]
     tau = torch.tensor([7.0])
     n, nu, eps = 11, 13.0, 0.25
     paper = nu * 2.0 * (2 * n * (n - 1) * 7 * 3 + 2 * (n - 1) * 7 * 2 + 2 * n * 5)
-    refined = nu * 2.0 * (n**2 * 7 * 3 + n * 7 * 2 + 2 * n * 5)
-    assert theorem_bound(n, nu, tau, eps, norms).item() == pytest.approx(paper)
-    assert refined_theorem_bound(n, nu, tau, eps, norms).item() == pytest.approx(refined)
+    assert scaled_cosine_theorem(n, nu, tau, eps, norms).item() == pytest.approx(paper)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 5, 49])
@@ -222,8 +227,8 @@ def test_one_head_bound_is_never_looser_than_either_theorem(num_tokens):
     norms = [torch.linalg.svdvals(w)[:1] for w in weights]
     tau = torch.tensor([9.0], dtype=torch.float64)
     ours = lipschitz_bound(module, Domain(size=(1, num_tokens)))
-    paper = theorem_bound(num_tokens, 1.7, tau, 1e-3, norms).item()
-    refined = refined_theorem_bound(num_tokens, 1.7, tau, 1e-3, norms).item()
+    paper = scaled_cosine_theorem(num_tokens, 1.7, tau, 1e-3, norms).item()
+    refined = refined_theorem(num_tokens, 1.7, tau, 1e-3, norms).item()
     print(f"N={num_tokens}: ours {ours.value:.4g}, refined {refined:.4g}, paper {paper:.4g}")
     assert 10**ours.paper_log10 == pytest.approx(paper)
     assert ours.value <= min(paper, refined)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lipsformer.analysis.bounds import Domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius
-from lipsformer.analysis.robustness import margins, pgd_attack, withstood
+from lipsformer.analysis.robustness import margins, pgd_attack, robust_mask
 
 
 def linear_case(classes: int, seed: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
@@ -56,11 +56,11 @@ def test_certificates_of_linear_classifiers_never_pass_the_exact_distance():
         radius = certified_radius(layer(images), lipschitz_bound(layer, Domain(size=())))
         assert (radius <= exact * (1 + 1e-12)).all()
         eps = radius.median().item()
-        certified, attacked = withstood(layer, images, labels, eps, radius)
+        certified, attacked = robust_mask(layer, images, labels, eps, radius)
         assert torch.equal(certified, radius > eps)
         assert certified.sum() == 11 and attacked.sum() >= (exact > eps).sum()
         wrong = (labels + 1) % classes
-        assert not torch.stack(withstood(layer, images, wrong, eps, radius)).any()
+        assert not torch.stack(robust_mask(layer, images, wrong, eps, radius)).any()
 
 
 def test_a_wrong_radius_does_not_go_unnoticed():
@@ -68,7 +68,7 @@ def test_a_wrong_radius_does_not_go_unnoticed():
     near = exact[:, -1] < 0.2
     eps = 1.1 * exact[near].max().item()
     with pytest.raises(RuntimeError, match="broke a certificate"):
-        withstood(layer, images[near], labels[near], eps, torch.full((int(near.sum()),), 9.0))
+        robust_mask(layer, images[near], labels[near], eps, torch.full((int(near.sum()),), 9.0))
 
 
 def test_the_attack_stays_in_the_ball_and_in_the_box():

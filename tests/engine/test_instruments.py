@@ -149,7 +149,7 @@ def test_a_bound_above_the_stated_one_stops_the_run(
     arguments = ["--config", str(config), "train.batch_size_per_device=48"]
     limit = 0.9 * 10.0 ** max(bounds[0], bounds[1])
     assert launch([*arguments, f"lipschitz.bound_limit={limit}"], tmp_path / "log") == [EXIT_BOUND]
-    assert f"above the stated {limit:g}" in (tmp_path / "log.0").read_text()
+    assert f"above the limit {limit:g}" in (tmp_path / "log.0").read_text()
     assert not (tmp_path / "held" / "out" / "checkpoints").exists()
     limit = 1.1 * 10.0 ** max(bounds)  # not part of what a run is: it may be raised
     assert launch([*arguments, f"lipschitz.bound_limit={limit}"], tmp_path / "log") == [0]

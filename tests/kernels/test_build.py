@@ -1,5 +1,9 @@
-"""Compiling, finding and refusing the CPU kernels; the compiler gets one small file here."""
+"""Compiling, finding, calling and refusing the CPU kernels, with one small source made here."""
 
+import os
+import re
+import subprocess
+import sys
 import threading
 from functools import cache
 
@@ -9,10 +13,11 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from lipsformer.kernels import build
+from lipsformer.kernels import bindings, build, dispatch
 from lipsformer.layers import DepthwiseConv2d
 from tests.oracles import depthwise_conv
 
+SOURCES = build._SOURCES
 KERNEL = """
 #include <cstdint>
 extern "C" void fill(float *y, const float *x, int64_t size, float factor, const float *none,
@@ -32,16 +37,21 @@ def folder(tmp_path, monkeypatch):
     (sources / "fill.cpp").write_text(KERNEL)
     (sources / "note.h").write_text("")
     monkeypatch.setattr(build, "_SOURCES", sources)
-    monkeypatch.setattr(build, "_library", cache(build._library.__wrapped__))
+    library = cache(build.compiled_library.__wrapped__)
+    for module in (build, bindings, dispatch):
+        monkeypatch.setattr(module, "compiled_library", library)
+    monkeypatch.setattr(bindings, "_function", cache(bindings._function.__wrapped__))
+    signature = (bindings.F32, bindings.F32, bindings.INT, bindings.NUMBER, bindings.F32)
+    monkeypatch.setitem(bindings.SIGNATURES, "fill", (*signature, bindings.INT))
+    monkeypatch.setattr(dispatch, "ENABLED", True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("LIPSFORMER_NATIVE", raising=False)
     return tmp_path / "cache" / "lipsformer"
 
 
 @pytest.fixture
 def compiled(folder):
     """The same where there is a compiler."""
-    if build._library() is None:
+    if build.compiled_library() is None:
         pytest.skip("no compiler for this processor")
     return folder
 
@@ -49,28 +59,103 @@ def compiled(folder):
 def test_arguments_arrive_and_threads_come_last(compiled):
     x = torch.arange(5.0)
     y = torch.empty(5)
-    build.run("fill", y, x, 5, 0.5, None, True)
+    bindings.run("fill", y, x, 5, 0.5, None, True)
     assert torch.equal(y, 0.5 * x + 10 + torch.get_num_threads())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (5, "x", "y", 0.5, None, 1),  # order
+        ("y", "x", 5.0, 0.5, None, 1),  # a number where an integer belongs
+        ("y", "double", 5, 0.5, None, 1),  # type of a tensor
+        ("y", "x", 5, 0.5, None),  # one too few
+        ("y", "x", 5, 0.5, None, 1, 1),  # one too many
+        ("y", "x", 5, None, None, 1),  # nothing where a number belongs
+    ],
+)
+@pytest.mark.usefixtures("compiled")
+def test_wrong_arguments_are_type_errors(args):
+    tensors = {"x": torch.ones(5), "y": torch.ones(5), "double": torch.ones(5).double()}
+    with pytest.raises(TypeError, match="fill"):
+        bindings.run("fill", *(tensors.get(arg, arg) for arg in args))
+
+
+def test_signatures_are_those_of_the_sources():
+    """Every exported function, with the types of its parameters in order."""
+    types = {"const float *": "F32", "float *": "F32", "const int64_t *": "INDEX"}
+    types |= {"int64_t ": "INT", "float ": "NUMBER"}
+    found = {}
+    for path in SOURCES.glob("*.cpp"):
+        text = path.read_text().replace("\\\n", " ")
+        body = text[text.index('extern "C"') :]
+        pattern = r"void (\w+?)(?:_##name)?\(([^)]*)\)\s*\{"
+        for name, parameters in re.findall(pattern, body):
+            found[name] = [
+                re.sub(r"\w+$", "", " ".join(parameter.split()))
+                for parameter in parameters.split(",")
+            ]
+    plain = {n for n in bindings.SIGNATURES if not n.endswith(("_float32", "_bfloat16"))}
+    templates = {n.removesuffix("_float32") for n in bindings.SIGNATURES if n.endswith("_float32")}
+    assert set(found) == plain | templates
+    for name, parameters in found.items():
+        *signature, threads = parameters
+        assert threads == "int64_t "
+        for dtype in [""] if name in plain else ["_float32", "_bfloat16"]:
+            value = bindings.SIGNATURES[name + dtype]
+            assert len(value) == len(signature), name
+            for kind, written in zip(value, signature, strict=True):
+                if written in types:
+                    expected = getattr(bindings, types[written])
+                    same = kind is expected or kind.dtype == expected.dtype
+                else:  # the type that the macro is given
+                    same = str(kind.dtype) == f"torch.{dtype[1:]}"
+                assert same, (name, written)
 
 
 def test_compiled_once_and_again_when_the_sources_change(compiled, monkeypatch):
     (library,) = compiled.iterdir()
     written = library.stat().st_mtime_ns
-    build._library.cache_clear()
-    assert build._library() is not None
+    build.compiled_library.cache_clear()
+    assert build.compiled_library() is not None
     assert library.stat().st_mtime_ns == written
     (build._SOURCES / "note.h").write_text("// another")
-    build._library.cache_clear()
-    assert build._library() is not None
+    build.compiled_library.cache_clear()
+    assert build.compiled_library() is not None
     assert len(list(compiled.iterdir())) == 2
 
 
-@pytest.mark.parametrize("variable", ["LIPSFORMER_NATIVE", "PATH"])
-def test_switched_off_or_without_a_compiler_nothing_is_said(folder, variable, monkeypatch, caplog):
-    monkeypatch.setenv(variable, "0" if variable == "LIPSFORMER_NATIVE" else "")
-    assert not build.native(torch.ones(1))
+def test_without_a_compiler_nothing_is_said(folder, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", "")
+    assert not dispatch.usable("sum_rows.csrc", torch.ones(1), training=True)
     assert not caplog.records
     assert not folder.exists()
+
+
+PROGRAM = """
+import torch
+from lipsformer import layers
+x = torch.ones(1, 3, 3, 8)
+for _ in range(2):
+    layers.Linear(8, 8)(x), layers.DepthwiseConv2d(8, 7)(x)
+    layers.CenterNorm(8).double()(x.double())
+"""
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_switched_off_or_on_the_log_says_so_once(native):
+    environment = {**os.environ, "LIPSFORMER_NATIVE": native, "LIPSFORMER_LOG": "kernels"}
+    command = [sys.executable, "-c", PROGRAM]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    said = [line for line in run.stderr.splitlines() if line.startswith("lipsformer kernels: ")]
+    assert len(set(said)) == len(said)
+    lines = {line.split(": ")[1]: line.split(": ")[2] for line in said}
+    if native == "0":
+        off = "plain operators, because LIPSFORMER_NATIVE=0 switches the kernels off"
+        assert lines == dict.fromkeys(["linear", "depthwise", "center_norm"], off)
+    else:
+        assert lines["linear"] == lines["depthwise"] == "kernel"
+        assert lines["center_norm"] == "plain operators, because the input is torch.float64"
 
 
 @pytest.mark.parametrize("broken", ["compiler", "cache"])
@@ -99,7 +184,7 @@ def test_processes_that_compile_at_once_leave_one_whole_library(compiled):
 
     def compile_like_another_process():
         together.wait()
-        found.append(build._library.__wrapped__())
+        found.append(build.compiled_library.__wrapped__())
 
     threads = [threading.Thread(target=compile_like_another_process) for _ in range(3)]
     for thread in threads:
@@ -114,14 +199,17 @@ def test_refused_where_something_looks_at_the_operators(compiled):
     x = torch.ones(2, 3)
     seen = {}
 
+    def usable(*tensors):
+        return dispatch.usable("sum_rows.csrc", *tensors, training=True)
+
     def note(name):
         def function(x):
-            seen.setdefault(name, build.native(x))  # tracing runs it once more to compare
+            seen.setdefault(name, usable(x))  # tracing runs it once more to compare
             return x.sum()
 
         return function
 
-    assert build.native(x, nn.Parameter(x))
+    assert usable(x, nn.Parameter(x))
     with FlopCounterMode(display=False):
         note("mode")(x)
     with forward_ad.dual_level():

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from lipsformer.kernels import pointwise
 from lipsformer.kernels.pointwise import (
     add_gelu,
     add_gelu_backward,
@@ -22,12 +21,6 @@ def gelu(z):
 def normals(*shapes):
     torch.manual_seed(0)
     return [torch.randn(shape) for shape in shapes]
-
-
-@pytest.fixture(params=["kernels", "operators"])
-def path(request, monkeypatch):
-    if request.param == "operators":
-        monkeypatch.setattr(pointwise, "native", lambda *tensors: False)
 
 
 @torch.no_grad()

@@ -2,21 +2,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lipsformer.kernels.build import native
-from lipsformer.layers import DepthwiseConv2d, conv
+from lipsformer.kernels import depthwise
+from lipsformer.layers import DepthwiseConv2d
 from tests.oracles import depthwise_conv
 
 B, HEIGHT, WIDTH, C = 2, 5, 11, 3
-needs_kernels = pytest.mark.skipif(
-    not native(torch.ones(1)), reason="no compiler for the CPU kernels, or LIPSFORMER_NATIVE=0"
-)
-
-
-@pytest.fixture(params=[pytest.param("kernels", marks=needs_kernels), "operators"])
-def path(request, monkeypatch):
-    """The layers' own kernels, then PyTorch's operators."""
-    if request.param == "operators":
-        monkeypatch.setattr(conv, "native", lambda *tensors: False)
 
 
 def layer_and_reference(channels, kernel_size):
@@ -90,7 +80,7 @@ def test_second_derivatives_and_batches_of_gradients_equal_float64():
 
 
 @pytest.mark.parametrize("kernel_size", [3, 7])
-@needs_kernels
+@pytest.mark.usefixtures("compiled_kernels")
 def test_nan_stays_within_reach_of_its_kernel(kernel_size):
     layer, _ = layer_and_reference(C, kernel_size)
     x = torch.randn(B, HEIGHT, WIDTH, C, requires_grad=True)
@@ -107,7 +97,7 @@ def test_nan_stays_within_reach_of_its_kernel(kernel_size):
     assert torch.equal(layer.bias.grad.isnan(), torch.arange(C) == 2)
 
 
-@needs_kernels
+@pytest.mark.usefixtures("compiled_kernels")
 def test_results_do_not_depend_on_the_number_of_threads():
     layer, _ = layer_and_reference(37, 7)
     x = torch.randn(3, 11, 17, 37, requires_grad=True)
@@ -124,7 +114,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@needs_kernels
+@pytest.mark.usefixtures("compiled_kernels")
 def test_kernels_run_in_training_and_without_gradients(monkeypatch):
     called = []
 
@@ -132,8 +122,8 @@ def test_kernels_run_in_training_and_without_gradients(monkeypatch):
         called.append(kernel)
         run(kernel, *args)
 
-    run = conv.run
-    monkeypatch.setattr(conv, "run", noting)
+    run = depthwise.run
+    monkeypatch.setattr(depthwise, "run", noting)
     layer = DepthwiseConv2d(C, 7).train()
     x = torch.randn(B, HEIGHT, WIDTH, C, requires_grad=True)
     layer(x).sum().backward()
@@ -157,7 +147,7 @@ def test_even_kernels_are_refused():
         DepthwiseConv2d(C, 4)
 
 
-@needs_kernels
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("mode", ["autocast", "pure", "inference"])
 def test_bfloat16_rounds_maps_only(mode):
     layer, _ = layer_and_reference(19, 7)

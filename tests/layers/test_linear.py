@@ -7,6 +7,7 @@ from lipsformer.layers import Linear
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 11, 7), (1, 1, 1, 7), (13, 7)])
 @pytest.mark.parametrize("mode", ["train", "eval", "inference"])
+@pytest.mark.usefixtures("path")
 def test_values_and_gradients_equal_float64(shape, bias, mode):
     torch.manual_seed(0)
     layer = Linear(7, 17, bias=bias).train(mode == "train")
@@ -39,7 +40,7 @@ def test_frozen_parts_get_no_gradient_and_leave_the_others_alone(frozen):
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
     for name, tensor in tensors.items():
         tensor.requires_grad_(name != frozen)
-    layer(x, scale=scale).backward(upstream)
+    layer(x, output_scale=scale).backward(upstream)
     output = (exact["input"] @ exact["weight"].T + exact["bias"]) * exact["scale"]
     output.backward(upstream.double())
     assert tensors.pop(frozen).grad is None
@@ -68,7 +69,7 @@ def test_gelu_inside_equals_gelu_outside_in_value_and_gradient():
     layer = Linear(7, 17).train()
     x = torch.randn(2, 3, 5, 7, requires_grad=True)
     upstream = torch.randn(2, 3, 5, 17)
-    layer(x, gelu=True).backward(upstream)
+    layer(x, act_before=True).backward(upstream)
     x64, weight64 = (t.detach().double().requires_grad_() for t in (x, layer.weight))
     gelu = 0.5 * x64 * (1 + torch.erf(x64 / 2**0.5))
     (gelu @ weight64.T).backward(upstream.double())
@@ -80,6 +81,7 @@ def test_gelu_inside_equals_gelu_outside_in_value_and_gradient():
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gelu", [True, False])
 @pytest.mark.parametrize("mode", ["train", "eval", "inference"])
+@pytest.mark.usefixtures("path")
 def test_scale_equals_float64_in_value_and_gradient(bias, gelu, mode):
     torch.manual_seed(0)
     layer = Linear(7, 17, bias=bias).train(mode == "train")
@@ -89,7 +91,7 @@ def test_scale_equals_float64_in_value_and_gradient(bias, gelu, mode):
     hidden = 0.5 * exact[0] * (1 + torch.erf(exact[0] / 2**0.5)) if gelu else exact[0]
     expected = (hidden @ exact[2].T + (exact[3] if bias else 0.0)) * exact[1]
     with torch.inference_mode(mode == "inference"):
-        actual = layer(x, gelu=gelu, scale=scale)
+        actual = layer(x, act_before=gelu, output_scale=scale)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
     if mode == "inference":
         return
@@ -112,7 +114,11 @@ def test_gradient_of_the_gradient_equals_float64_in_training(tokens):
     for x, scale, weight in (inputs, exact):
         x.requires_grad_(), scale.requires_grad_()
         bias = layer.bias.to(x.dtype)
-        linear = layer(x, scale=scale) if weight is layer.weight else (x @ weight.T + bias) * scale
+        linear = (
+            layer(x, output_scale=scale)
+            if weight is layer.weight
+            else (x @ weight.T + bias) * scale
+        )
         first = torch.autograd.grad(
             linear, (x, scale, weight), upstream.to(x.dtype), create_graph=True
         )

@@ -6,17 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from lipsformer.analysis.bounds.attention import lipschitz_norm_theorem
 from lipsformer.layers.lipschitz_norm import (
     dense_max,
     dense_quadratic_scale,
-    linear_attention_bound,
     linear_scale,
-    quadratic_attention_bound,
     quadratic_scale,
     released_linear_scale,
     segment_max,
     squared_norm,
-    theorem_bound,
 )
 
 EPS = 1e-30  # far below every squared norm drawn here, so that closed forms need none
@@ -206,10 +204,12 @@ def test_exact_lipschitz_constant_stays_below_the_bounds(m, n, size):
         query = torch.randn(d, m, dtype=torch.double)
         x = size * torch.randn(d, n, dtype=torch.double)
         worst = worst_constant(partial(attend_linear, query=query), x, steps=12)
-        assert worst <= linear_attention_bound(m, n) < theorem_bound(m, n)
+        proved = math.cosh(1.0) * math.sqrt(m / n) + 2.0  # docs/graph.md
+        assert worst <= proved < lipschitz_norm_theorem(m, n)
         qkv = size * torch.randn(m + 2 * n, d, dtype=torch.double)
         worst = worst_constant(partial(attend_quadratic, num_queries=m), qkv, steps=12)
-        assert worst <= quadratic_attention_bound(m, n) < theorem_bound(m, n, math.sqrt(3))
+        proved = math.cosh(1.0) * math.sqrt(m / n) + math.sqrt(8.0)
+        assert worst <= proved < lipschitz_norm_theorem(m, n, math.sqrt(3))
 
 
 def test_plain_scores_exceed_the_bound_at_inputs_where_normalised_ones_do_not():
@@ -219,5 +219,7 @@ def test_plain_scores_exceed_the_bound_at_inputs_where_normalised_ones_do_not():
     def plain(x):
         return x @ (query.T @ x).softmax(-1).T
 
-    assert worst_constant(plain, x, steps=1) > theorem_bound(1, 2)
-    assert worst_constant(partial(attend_linear, query=query), x, steps=1) < theorem_bound(1, 2)
+    assert worst_constant(plain, x, steps=1) > lipschitz_norm_theorem(1, 2)
+    assert worst_constant(partial(attend_linear, query=query), x, steps=1) < lipschitz_norm_theorem(
+        1, 2
+    )

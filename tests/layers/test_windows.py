@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipsformer.layers import fit_window, merge_heads, partition_heads, relative_position_index
+from lipsformer.layers import merge_heads, partition_heads, relative_position_index
+from lipsformer.models.lipsformer import fit_window
 
 
 @given(size=st.integers(1, 200), max_window=st.integers(1, 20))

@@ -1,4 +1,4 @@
-"""Both bodies once more, in float64 and as plain loops: every image, window and head by itself."""
+"""Both backbones once more, in float64 and as plain loops over images, windows and heads."""
 
 from itertools import product
 
@@ -10,10 +10,10 @@ Parameters = dict[str, Tensor]
 
 
 def forward(model: nn.Module, images: Tensor, *, swin: bool, num_heads, windows, tau, nu) -> Tensor:
-    """Logits of a Swin or CSwin body from its parameters alone.
+    """Logits of a Swin or CSwin backbone from its parameters alone.
 
-    ``windows`` holds (height, width) for the Swin body and stripe widths, or None, for the CSwin
-    body; ``nu=None`` is the released code's form.
+    ``windows`` holds (height, width) for Swin and stripe widths, or None, for CSwin; ``nu=None`` is
+    the released code's form.
     """
     p = {name: tensor.double() for name, tensor in model.state_dict().items()}
     x = F.conv2d(images.double(), p["patch_embed.proj.weight"], p["patch_embed.proj.bias"], 4)
@@ -135,17 +135,17 @@ def _unit(x: Tensor, eps: float) -> Tensor:
 
 
 def _block(x, p: Parameters, swin: bool, num_heads, window, tau, nu) -> Tensor:
-    y = F.gelu(_depthwise(x, _part(p, "conv1.depthwise")))
-    y = F.gelu(_linear(y, _part(p, "conv1.pointwise")))
-    x = x + p["residual_conv1.residual_scale"] * y
-    x = x + p["residual_conv2.residual_scale"] * F.gelu(_depthwise(x, _part(p, "conv2.depthwise")))
+    y = F.gelu(_depthwise(x, _part(p, "conv1.branch.depthwise")))
+    y = F.gelu(_linear(y, _part(p, "conv1.branch.pointwise")))
+    x = x + p["conv1.residual_scale"] * y
+    x = x + p["conv2.residual_scale"] * F.gelu(_depthwise(x, _part(p, "conv2.branch.depthwise")))
     attention = window_attention if swin else stripe_attention
-    y = attention(x, _part(p, "attn"), num_heads, window, tau, nu)
-    x = x + p["residual_attn.residual_scale"] * y
+    y = attention(x, _part(p, "attn.branch"), num_heads, window, tau, nu)
+    x = x + p["attn.residual_scale"] * y
     if swin:
         x = center_norm(x, _part(p, "norm1"))
-    y = _linear(F.gelu(_linear(x, _part(p, "mlp.fc1"))), _part(p, "mlp.fc2"))
-    return center_norm(x + p["residual_mlp.residual_scale"] * y, _part(p, "norm2"))
+    y = _linear(F.gelu(_linear(x, _part(p, "mlp.branch.fc1"))), _part(p, "mlp.branch.fc2"))
+    return center_norm(x + p["mlp.residual_scale"] * y, _part(p, "norm2"))
 
 
 def _downsample(x: Tensor, p: Parameters, swin: bool) -> Tensor:

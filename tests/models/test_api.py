@@ -25,14 +25,14 @@ def create(name, **kwargs):
 # number of entries and the start of the SHA-256 of "name shape" lines: a change of either breaks
 # every saved checkpoint
 STATE_DICTS = {
-    "lipsformer_base": (1052, "e3c4aaa29a642eea"),
-    "lipsformer_nano": (223, "1293475aa2597287"),
-    "lipsformer_small": (1052, "7ab5fc3ce6515f1f"),
-    "lipsformer_swin_base": (593, "39fb0456ffed72d2"),
-    "lipsformer_swin_nano": (209, "5bc036e2093c8aa1"),
-    "lipsformer_swin_small": (593, "aa853824123f30df"),
-    "lipsformer_swin_tiny": (305, "90d7bd03c6282708"),
-    "lipsformer_tiny": (665, "0c09ef121831c26c"),
+    "lipsformer_base": (1052, "7b89dee6cbab09d5"),
+    "lipsformer_nano": (223, "864606270382ea3d"),
+    "lipsformer_small": (1052, "a341993f847bf4f4"),
+    "lipsformer_swin_base": (593, "559aaef58ee36714"),
+    "lipsformer_swin_nano": (209, "b096a0c14fb28ec3"),
+    "lipsformer_swin_small": (593, "ab55e9e29e1617f8"),
+    "lipsformer_swin_tiny": (305, "ee6daf0d1e5c9942"),
+    "lipsformer_tiny": (665, "109b8a94ce2d9b3d"),
     "lipsformer_vit_base": (188, "5d011e27bb15e8f7"),
     "lipsformer_vit_small": (188, "bb804126f6d29d88"),
     "lipsformer_vit_tiny": (188, "204e1155eb575b0c"),

@@ -91,9 +91,9 @@ def test_meta_then_init_equals_direct_creation(name):
 def test_released_form_keeps_pytorch_convolution_biases(name):
     model = create(name, official_compat=True)
     block = model.stages[0].blocks[0]
-    for layer, fan_in in [(model.patch_embed.proj, 12), (block.conv1.depthwise, 49)]:
+    for layer, fan_in in [(model.patch_embed.proj, 12), (block.conv1.branch.depthwise, 49)]:
         assert 0 < layer.bias.abs().max() <= fan_in**-0.5
-    assert not block.mlp.fc1.bias.any()
+    assert not block.mlp.branch.fc1.bias.any()
 
 
 @pytest.mark.parametrize(

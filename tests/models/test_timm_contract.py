@@ -2,7 +2,9 @@
 
 They come with timm's source distribution alone (see `timm_sdist.py`); `TIMM_TESTS` may name a
 folder that holds them. Left out: the tests that need pretrained weights, which no model here has,
-and those about one particular model of timm or about models of one fixed image size.
+those about one particular model of timm or about models of one fixed image size, and by name
+`test_model_forward_torchscript` and `test_model_forward_fx_torchscript`: PyTorch has deprecated
+TorchScript.
 """
 
 import importlib.util
@@ -28,12 +30,10 @@ NANO = [name for name in MODELS if name.endswith("_nano")]
 CONTRACT = [
     "test_model_forward",
     "test_model_backward",
-    "test_model_forward_torchscript",
     "test_model_forward_intermediates_features",
     "test_model_forward_intermediates",
     "test_model_forward_fx",
     "test_model_backward_fx",
-    "test_model_forward_fx_torchscript",
 ]
 # selected in timm by name of a model, for behaviour that any model should have
 GENERAL = [

@@ -77,13 +77,15 @@ def to_official(model):
     """This project's parameters of a Swin body under the released names."""
     names = {
         "stages.": "layers.",
-        "conv1.depthwise": "dwconv_layers.0",
-        "conv2.depthwise": "dwconv_layers.1",
-        "conv1.pointwise": "nin",
-        "residual_conv1.residual_scale": "scale_layers.0.scale",
-        "residual_conv2.residual_scale": "scale_layers.1.scale",
-        "residual_attn.residual_scale": "alpha1.scale",
-        "residual_mlp.residual_scale": "alpha2.scale",
+        "conv1.branch.depthwise": "dwconv_layers.0",
+        "conv2.branch.depthwise": "dwconv_layers.1",
+        "conv1.branch.pointwise": "nin",
+        "conv1.residual_scale": "scale_layers.0.scale",
+        "conv2.residual_scale": "scale_layers.1.scale",
+        "attn.residual_scale": "alpha1.scale",
+        "mlp.residual_scale": "alpha2.scale",
+        "attn.branch.": "attn.",
+        "mlp.branch.": "mlp.",
         "head.fc": "head",
     }
     weights = {}
@@ -202,7 +204,7 @@ def test_the_released_file_is_what_pytorch_itself_refuses(tmp_path):
         (lambda w: w.pop("norm.weight"), "do not fit: .*norm.weight"),
         (lambda w: w.update({"norm.weight": torch.ones(5)}), "do not fit: .*norm.weight"),
         (lambda w: w.update({"extra.weight": torch.ones(5)}), "do not fit: .*extra.weight"),
-        (lambda w: w.clear(), "neither a Swin nor a CSwin body"),
+        (lambda w: w.clear(), "neither a Swin nor a CSwin checkpoint"),
     ],
 )
 def test_weights_that_do_not_fit_leave_nothing_behind(oracles, tmp_path, change, message):
@@ -218,9 +220,9 @@ def test_weights_that_do_not_fit_leave_nothing_behind(oracles, tmp_path, change,
 @pytest.mark.parametrize(
     ("body", "options", "message"),
     [
-        ("cswin", {}, "give both --num-heads and --split-sizes"),
+        ("cswin", {}, "pass both --num-heads and --split-sizes"),
         ("cswin", {"num_heads": [2, 4], "split_sizes": [1, 2, 7]}, "2 numbers of heads and 3"),
-        ("swin", CSWIN, "for CSwin bodies alone"),
+        ("swin", CSWIN, "to CSwin checkpoints only"),
     ],
 )
 def test_options_that_do_not_fit_are_named(oracles, body, options, message):

@@ -273,7 +273,7 @@ def test_monitor_records_become_curves(run: Path, tmp_path: Path) -> None:
             record = {f"sigma/{name}": factor * (i + 1) for i, name in enumerate(names)}
             record |= {f"update_ratio/{name}": 0.01 * factor for name in names}
             record |= {f"grad_norm/{name}": 1.0 for name in reversed(names)}  # by depth
-            record["residual_scale/stages.0.blocks.0.residual_attn"] = 0.125 * factor
+            record["residual_scale/stages.0.blocks.0.attn"] = 0.125 * factor
             evaluation = {"kind": "raw", "bound_log10": 20 + factor}
             for more in ({"kind": "monitor", **record}, evaluation):
                 file.write(json.dumps({"update": update, "epoch": 0, **more}) + "\n")
@@ -281,7 +281,7 @@ def test_monitor_records_become_curves(run: Path, tmp_path: Path) -> None:
     assert "watched ends at 6.8." in drawings["sigma_over_time"].text
     assert "6.8 in head.fc." in drawings["sigma_by_layer"].text
     assert "watched ends at 21.7." in drawings["lipschitz_bound"].text
-    assert "0.2125 in stages.0.blocks.0.residual_attn" in drawings["residual_scale_by_layer"].text
+    assert "0.2125 in stages.0.blocks.0.attn" in drawings["residual_scale_by_layer"].text
     assert "watched ends at 0.017." in drawings["update_ratio_over_time"].text
     first, last = drawings["sigma_by_layer"].figure.axes[0].lines
     assert list(first.get_ydata()) == [4, 3, 2, 1]

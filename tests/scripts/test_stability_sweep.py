@@ -29,11 +29,11 @@ def test_each_swap_changes_its_own_part_alone():
         swapped = parts == "dot_product"
         assert count(model, DotProductAttention) == (6 if swapped else 0)
         assert count(model, ScaledCosineAttention) == (0 if swapped else 6)
-        scale = model.stages[1].blocks[3].residual_mlp.residual_scale
+        scale = model.stages[1].blocks[3].mlp.residual_scale
         swapped = parts == "plain_residual"
         assert scale.requires_grad is not swapped
         assert scale.unique().item() == pytest.approx(1.0 if swapped else 1 / 6)
-        sigma = torch.linalg.svdvals(model.stages[0].blocks[0].mlp.fc1.weight)[0].item()
+        sigma = torch.linalg.svdvals(model.stages[0].blocks[0].mlp.branch.fc1.weight)[0].item()
         assert (abs(sigma - 1.0) < 1e-3) is (parts != "default_init")
 
 

@@ -1,40 +1,50 @@
-"""Proved Lipschitz bounds: import them from here, which loads the rule of every class."""
+"""Proved Lipschitz bounds. Importing this package registers the rules of every class.
 
-from lipsformer.analysis.bounds import attention, layers, lipsformer, timm
+Each file holds the rules of one family of modules. The rule of a class and the layout of its
+attention are registered together, with `bound_rule(cls, layout=...)`.
+"""
+
+from lipsformer.analysis.bounds import layers, lipsformer, timm  # noqa: F401  (registers rules)
 from lipsformer.analysis.bounds.core import (
     Bound,
     Domain,
+    Layout,
     UnknownModuleError,
+    bound_rule,
     chain,
+    children_in_order,
+    compose,
     flatten_bound,
     gathered_bound,
     image_domain,
-    largest,
     lipschitz_bound,
     log10_of,
     log10_one_plus,
     log10_product,
-    rule,
+    max_abs,
+    registration_of,
+    scale_output,
     simple_bound,
 )
 
 __all__ = [
     "Bound",
     "Domain",
+    "Layout",
     "UnknownModuleError",
-    "attention",
+    "bound_rule",
     "chain",
+    "children_in_order",
+    "compose",
     "flatten_bound",
     "gathered_bound",
     "image_domain",
-    "largest",
-    "layers",
     "lipschitz_bound",
-    "lipsformer",
     "log10_of",
     "log10_one_plus",
     "log10_product",
-    "rule",
+    "max_abs",
+    "registration_of",
+    "scale_output",
     "simple_bound",
-    "timm",
 ]

@@ -1,29 +1,44 @@
-r"""Bounds of scaled cosine attention in the 2-norm over a whole window. Proofs: docs/lipschitz.md.
+r"""Bounds of attention in the 2-norm over a whole window. Proofs: docs/lipschitz.md.
 
-One head on N tokens: :math:`y_i = \nu \sum_j a_{ij} \tilde v_j` with :math:`a_i = softmax_j(\tau
-\tilde q_i \cdot \tilde k_j + b_{ij})`. Its differential is :math:`\nu A\, d\tilde V` plus, row by
-row, the covariance under :math:`a_i` of the values with the scores' differential. Values in the
-unit ball have a covariance of norm at most 1, which gives
+One head of scaled cosine attention on N tokens computes
+:math:`y_i = \nu \sum_j a_{ij} \tilde v_j` with
+:math:`a_i = softmax_j(\tau \tilde q_i \cdot \tilde k_j + b_{ij})`. Its differential is the sum of
+:math:`\nu A\, d\tilde V` and, row by row, the covariance under :math:`a_i` of the values with the
+differential of the scores. Values in the unit ball have a covariance of norm at most 1. It follows
+that
 
 .. math:: |dY| \le \nu \epsilon^{-1/2} ( \tau \sqrt{|dQ|^2 + \min(m, N/2) |dK|^2} + \sqrt m |dV| )
 
-where :math:`m \le N` bounds the column sums of A. Windows are independent, so the bound of one
-window is the bound of the map.
+where :math:`m \le N` bounds the column sums of A. Windows are independent of each other, so the
+bound of one window is the bound of the whole map.
 """
 
 import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lipsformer.analysis.bounds.core import Bound, Domain, log10_of, log10_product, max_abs
+from lipsformer.analysis.bounds.layers import bias_norm, linear_sigma
 from lipsformer.layers import LipschitzNormAttention
-from lipsformer.layers.cosine_attention import MAX_LOGIT_SCALE
-from lipsformer.layers.lipschitz_norm import theorem_bound as theorem_bound_of_lipschitz_norm
 
 
 class HeadWeights(NamedTuple):
-    """The projections of an attention, each [H, d, C], and the value's bias [H, d]."""
+    """The projections of an attention, head by head.
+
+    Attributes:
+        query: W^Q, [H, d, C].
+        key: W^K, [H, d, C].
+        value: W^V, [H, d, C].
+        value_bias: Bias of the values, [H, d].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds.attention import split_qkv
+        >>> split_qkv(torch.randn(3 * 8, 8), bias=None, num_heads=2).query.shape
+        torch.Size([2, 4, 8])
+    """
 
     query: Tensor
     key: Tensor
@@ -32,11 +47,11 @@ class HeadWeights(NamedTuple):
 
 
 def split_qkv(weight: Tensor, bias: Tensor | None, num_heads: int) -> HeadWeights:
-    """Cut a fused projection into heads.
+    """Split a fused projection into heads.
 
     Args:
-        weight: [3 H d, C], query, key and value one after the other, heads inside.
-        bias: [3 H d] or None.
+        weight: [3 * H * d, C]: query, key and value in this order, each split into H heads.
+        bias: [3 * H * d]; None for none.
         num_heads: H.
     """
     weight = weight.detach().double()
@@ -45,30 +60,29 @@ def split_qkv(weight: Tensor, bias: Tensor | None, num_heads: int) -> HeadWeight
     return HeadWeights(query, key, value, offset.unflatten(0, (3, num_heads, -1))[2])
 
 
-def logit_scale(attention: Any) -> Tensor:
-    """Return the largest |score| per head, [H], float64: tau, or 1 with LipschitzNorm."""
-    num_heads: int = attention.num_heads
-    if isinstance(attention, LipschitzNormAttention):
-        return torch.ones(num_heads).double()
-    if attention.log_logit_scale is None:
-        return torch.full((num_heads,), attention.init_logit_scale).double()
-    scale = attention.log_logit_scale.detach().double().flatten()
-    return scale.clamp(max=math.log(MAX_LOGIT_SCALE)).exp().cpu()
+def max_abs_score(attention: Any) -> Tensor:
+    """Return the largest possible |score| per head, [H], float64.
+
+    It is tau for `ScaledCosineAttention` and 1 for `LipschitzNormAttention`.
+    """
+    tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
+    return torch.as_tensor(tau).detach().double().cpu().flatten().expand(attention.num_heads)
 
 
 def column_mass(tau: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:
     r"""Bound the column sums of the attention matrix over all inputs, one value per head.
 
-    The cosines change the odds of every entry by at most :math:`e^{2\tau}` from those of the
-    bias alone, p = softmax(b): :math:`a_{ij} \le p_{ij} / (p_{ij} + (1 - p_{ij}) e^{-2\tau})`.
+    Without scores, the bias gives the weights p = softmax(b). Scores in [-tau, tau] change the odds
+    of an entry by at most :math:`e^{2\tau}`. It follows that
+    :math:`a_{ij} \le p_{ij} / (p_{ij} + (1 - p_{ij}) e^{-2\tau})`.
 
     Args:
         tau: [H].
         num_tokens: N.
-        bias: Added to the scores, [H, N, N]; None for none.
+        bias: Bias that is added to the scores, [H, N, N]; None for none.
 
     Returns:
-        [H], between 1 and N.
+        The bounds, [H], between 1 and N.
     """
     odds = torch.exp(-2.0 * tau.double())
     if bias is None:
@@ -85,17 +99,31 @@ def operator_norms(weights: Tensor) -> Tensor:
 
 
 class AttentionBound(NamedTuple):
-    """What one attention (all its heads, before the output projection) contributes.
+    """Bound of all heads of an attention, before the output projection.
 
     Attributes:
-        gram: [C, C] with |dY|^2 <= trace(dX gram dX^T).
-        paper_squared: Square of the bound by the paper's Theorem 1, heads as root sum of squares.
-        radius_squared: Square of the largest length of an output token.
+        gram: Matrix [C, C] with |dY|^2 <= trace(dX gram dX^T).
+        paper_squared: Square of the bound that follows from the paper's Theorem 1. The bounds of
+            the heads are combined as the root of their sum of squares.
+        radius_squared: Square of the largest 2-norm of an output token.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds.attention import AttentionBound
+        >>> AttentionBound(4.0 * torch.eye(3), paper_squared=9.0, radius_squared=1.0).value
+        2.0
     """
 
     gram: Tensor
     paper_squared: float
     radius_squared: float
+
+    @property
+    def value(self) -> float:
+        """The bound: the root of the largest eigenvalue of `gram`."""
+        if not self.gram.isfinite().all():
+            return math.inf
+        return torch.linalg.eigvalsh(self.gram)[-1].clamp_min(0.0).sqrt().item()
 
 
 def attention_bound(
@@ -109,31 +137,32 @@ def attention_bound(
 ) -> AttentionBound:
     r"""Bound x -> attention(q(x), k(x), v(x)) + local(v(x)) on one window.
 
-    A head has two paths, scores (query and key stacked, the key times min(m, N/2)^(1/2)) and
-    values. With :math:`c_i` their factors and :math:`S = \sum_i c_i |W_i|`, Cauchy and Schwarz give
+    A head depends on its input in two ways: through the scores (the query stacked on the key times
+    min(m, N/2)^(1/2)) and through the values. With :math:`c_i` the factors of the two and
+    :math:`S = \sum_i c_i |W_i|`, the inequality of Cauchy and Schwarz gives
 
-    .. math:: (\sum_i c_i |W_i dx|)^2 \le S\, dx^T (\sum_i \tfrac{c_i}{|W_i|} W_i^T W_i)\, dx,
+    .. math:: (\sum_i c_i |W_i dx|)^2 \le S\, dx^T (\sum_i \tfrac{c_i}{|W_i|} W_i^T W_i)\, dx.
 
-    never above :math:`S^2 |dx|^2` and additive over heads and branches.
+    The right side is at most :math:`S^2 |dx|^2`, and the matrices of heads and branches add up.
 
     Args:
-        attention: ``LipschitzNormAttention`` or ``ScaledCosineAttention``; with raw values of the
-            latter (``value_scale`` None) the bound is finite only for a finite ``radius``.
-        heads: Its projections.
-        num_tokens: Tokens of a window, padding included.
+        attention: `LipschitzNormAttention` or `ScaledCosineAttention`. If the latter attends to raw
+            values (`value_scale=None`), the bound is finite only if `radius` is finite.
+        heads: The projections.
+        num_tokens: Number of tokens of a window, padding included.
         radius: Largest 2-norm of a token x.
-        mass: Bound of the column sums of the attention matrix, [H], as of :func:`column_mass`; N if
-            None, which holds whatever is added to the scores.
-        local_norm: Norm of a linear map of the values that is added to each head's output, [H].
-        local_radius: Factor by which that map may lengthen the longest token of values.
+        mass: Bounds of the column sums of the attention matrix, [H], from `column_mass`. None
+            stands for N, which holds for every bias and mask.
+        local_norm: Norm of a linear map of the values that is added to the output, per head, [H].
+        local_radius: Largest factor by which that map increases the 2-norm of the longest value.
     """
     if isinstance(attention, LipschitzNormAttention):
         return _lipschitz_norm_bound(heads, num_tokens, radius, mass, local_norm, local_radius)
-    tau = logit_scale(attention)
+    tau = max_abs_score(attention)
     mass = torch.full_like(tau, num_tokens) if mass is None else mass
     steep = attention.eps**-0.5
     norms = [operator_norms(w).cpu() for w in (heads.query, heads.key, heads.value)]
-    reach = norms[2] * radius  # raw values lie in a ball of this radius around the bias
+    reach = norms[2] * radius  # The values lie in a ball of this radius around the bias.
     longest = reach + heads.value_bias.norm(dim=1).cpu()
     if attention.value_scale is None:
         spread, value_factor = reach, mass.sqrt()
@@ -143,11 +172,11 @@ def attention_bound(
         nu = attention.value_scale.abs().item()
         spread, value_factor = torch.full_like(tau, nu), nu * steep * mass.sqrt()
         attended_radius = torch.tensor(nu**2 * attention.num_heads)
-        paper = theorem_bound(num_tokens, nu, tau, attention.eps, norms)
+        paper = scaled_cosine_theorem(num_tokens, nu, tau, attention.eps, norms)
         if local_norm is not None:
             paper = paper + local_norm * norms[2]
         paper_squared = paper.square().sum().item()
-    if num_tokens == 1:  # the softmax of one score is constant
+    if num_tokens == 1:  # The softmax of a single score is constant.
         spread = torch.zeros_like(spread)
     if local_norm is not None:
         value_factor = value_factor + local_norm.cpu()
@@ -175,64 +204,85 @@ def _lipschitz_norm_bound(
     local_norm: Tensor | None,
     local_radius: float,
 ) -> AttentionBound:
-    r"""Bound attention whose scores LipschitzNorm keeps within [-1, 1], local path included.
+    r"""Bound attention with LipschitzNorm, whose scores lie in [-1, 1], and the local map.
 
-    Per head :math:`|dY| \le 2 |dQ| + 2^{-1/2} |dK| + (1 + \sqrt m) |dV|`, the worst of the three
-    cases of the normalising maximum. The theorem of Dasoulas et al. for quadratic scores stands in
-    the place of the paper's.
+    Per head :math:`|dY| \le 2 |dQ| + 2^{-1/2} |dK| + (1 + \sqrt m) |dV|`, which is the worst of the
+    three cases of the maximum in the normalization. `paper_squared` uses the theorem of Dasoulas et
+    al. for quadratic scores.
     """
     stacked = torch.cat(heads[:3], dim=1)
     mass = torch.full((len(stacked),), float(num_tokens)).double() if mass is None else mass
     local = torch.zeros_like(mass) if local_norm is None else local_norm
     squared = 4.5 + (1.0 + mass.sqrt() + local).square()
     gram = torch.einsum("h,hdi,hdj->ij", squared.to(stacked.device), stacked, stacked)
-    theorem = theorem_bound_of_lipschitz_norm(num_tokens, num_tokens, math.sqrt(3.0)) + local
+    theorem = lipschitz_norm_theorem(num_tokens, num_tokens, math.sqrt(3.0)) + local
     paper = torch.maximum(theorem, squared.sqrt()) * operator_norms(stacked).cpu()
     longest = operator_norms(heads.value).cpu() * radius + heads.value_bias.norm(dim=1).cpu()
     reach = (1.0 + local_radius) * longest.square().sum().sqrt().item()
     return AttentionBound(gram, paper.square().sum().item(), reach**2)
 
 
-def gram_norm(gram: Tensor) -> float:
-    """Return the bound that a sum of Gram matrices stands for."""
-    if not gram.isfinite().all():
-        return math.inf
-    return torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt().item()
-
-
-def theorem_bound(
+def scaled_cosine_theorem(
     num_tokens: int, nu: float, tau: Tensor, eps: float, norms: list[Tensor]
 ) -> Tensor:
-    r"""Return the bound of the paper's Theorem 1, per head.
+    r"""Return the bound of Theorem 1 of the LipsFormer paper, per head.
 
     .. math:: \nu \epsilon^{-1/2} ( 2 (N-1) \tau |W^Q| + 2 N (N-1) \tau |W^K| + 2 N |W^V| )
 
     Args:
         num_tokens: N.
         nu: Length of the values.
-        tau: [H].
-        eps: Smoothing constant of the normalisation.
-        norms: 2-norms of the query's, key's and value's projection, each [H].
+        tau: Logit scale, [H].
+        eps: Smoothing constant of the normalization.
+        norms: 2-norms of the projections of query, key and value, each [H].
+
+    Reference:
+        Qi et al. 2023 (LipsFormer), Theorem 1.
     """
     query, key, value = norms
     n = num_tokens
     return nu * eps**-0.5 * (2 * (n - 1) * tau * (query + n * key) + 2 * n * value)
 
 
-def refined_theorem_bound(
-    num_tokens: int, nu: float, tau: Tensor, eps: float, norms: list[Tensor]
-) -> Tensor:
-    r"""Return Theorem 1 with the softmax's own constant 1/2, per head (Nair 2025).
+def lipschitz_norm_theorem(num_queries: int, num_inputs: int, alpha: float = 1.0) -> float:
+    r"""Return the bound of attention with LipschitzNorm by Dasoulas et al., in Frobenius norm.
 
-    .. math:: \nu \epsilon^{-1/2} ( N \tau |W^Q| + N^2 \tau |W^K| + 2 N |W^V| )
+    .. math:: e^\alpha \sqrt{m / n} + \alpha \sqrt 8
 
     Args:
-        num_tokens: N.
-        nu: Length of the values.
-        tau: [H].
-        eps: Smoothing constant of the normalisation.
-        norms: 2-norms of the query's, key's and value's projection, each [H].
+        num_queries: m.
+        num_inputs: n.
+        alpha: 1 for linear scores and sqrt(3) for quadratic scores.
+
+    Reference:
+        Dasoulas et al. 2021, "Lipschitz Normalization for Self-Attention Layers".
     """
-    query, key, value = norms
-    n = num_tokens
-    return nu * eps**-0.5 * (n * tau * (query + n * key) + 2 * n * value)
+    return math.exp(alpha) * math.sqrt(num_queries / num_inputs) + alpha * math.sqrt(8)
+
+
+def projected_bound(
+    attended: AttentionBound,
+    proj: nn.Linear,
+    domain: Domain,
+    scale: Tensor | None,
+    factor: float = 1.0,
+) -> Bound:
+    """Return the bound of attention followed by a constant factor and an output projection.
+
+    Args:
+        attended: Bound of the attention.
+        proj: The output projection.
+        domain: Inputs of the attention.
+        scale: Factor per channel that multiplies the output of the projection; None for none.
+        factor: Constant that multiplies the input of the projection.
+    """
+    sigma = linear_sigma(proj.weight, scale)
+    paper_sigma = linear_sigma(proj.weight) * max_abs(scale)
+    value, paper = factor * attended.value, factor * math.sqrt(attended.paper_squared)
+    radius = sigma * (factor * math.sqrt(attended.radius_squared)) + bias_norm(proj.bias, scale)
+    return Bound(
+        log10=log10_product((log10_of(sigma), log10_of(value))),
+        paper_log10=log10_product((log10_of(paper_sigma), log10_of(paper))),
+        output=Domain(size=domain.size, radius=radius),
+        input=domain,
+    )

@@ -1,35 +1,37 @@
-"""Bounds of single layers: PyTorch's, timm's and this project's. Proofs: docs/lipschitz.md."""
+"""Bounds of single layers of PyTorch, timm and this project. Proofs: docs/lipschitz.md."""
 
 import math
 from typing import Any
 
-from timm.layers import ClassifierHead, DropPath, Mlp, SelectAdaptivePool2d
+from timm.layers import ClassifierHead, DropPath, LayerScale, Mlp, SelectAdaptivePool2d
 from torch import Tensor, nn
 
 from lipsformer.analysis.bounds.core import (
     Bound,
     Domain,
     UnknownModuleError,
+    bound_rule,
     chain,
-    largest,
-    rule,
+    children_in_order,
+    max_abs,
     simple_bound,
 )
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear, largest_singular_value
 from lipsformer.layers.spectral import conv_sigma_bound, depthwise_sigma
 
-# sup of d/dx [x Phi(x)] = Phi(x) + x phi(x), reached at x = sqrt(2)
+# The largest derivative of GELU(x) = x Phi(x), which is Phi(x) + x phi(x) at x = sqrt(2).
 GELU_BOUND = 0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi)
 
-MAX_DENSE_TOKENS = 64  # below, a depthwise convolution's operator is cheap to write out
+# On maps of at most this many tokens a depthwise convolution is cheap to write out as a matrix.
+MAX_DENSE_TOKENS = 64
 
 
 def center_norm_sigma(weight: Tensor) -> float:
     r"""Return the exact 2-norm of CenterNorm, :math:`\sigma_{max}(diag(g) d/(d-1) (I - 11^T/d))`.
 
-    The square of the norm without d/(d-1) is the largest root of
-    :math:`\sum_i 1 / (g_i^2 - \lambda) = 0`, between the two largest :math:`g_i^2`; found by
-    bisection from above in O(d).
+    Without the factor d/(d-1), the square of the norm is the largest root of
+    :math:`\sum_i 1 / (g_i^2 - \lambda) = 0`. The root lies between the two largest :math:`g_i^2`.
+    Bisection from above finds it in O(d).
 
     Args:
         weight: The gain g, [d].
@@ -52,8 +54,8 @@ def linear_sigma(weight: Tensor, scale: Tensor | None = None) -> float:
     """Return the largest singular value of diag(scale) W in double precision.
 
     Args:
-        weight: [out, in, ...], reshaped to [out, in * ...].
-        scale: [out], or None for ones.
+        weight: W, [out, in, ...], which is reshaped to [out, in * ...].
+        scale: [out]; None for ones.
     """
     matrix = weight.detach().double().flatten(1)
     if scale is not None:
@@ -62,52 +64,53 @@ def linear_sigma(weight: Tensor, scale: Tensor | None = None) -> float:
 
 
 def bias_norm(bias: Tensor | None, scale: Tensor | None = None) -> float:
-    """Return the 2-norm of diag(scale) b, 0 without a bias."""
+    """Return the 2-norm of diag(scale) b, which is 0 without a bias."""
     if bias is None:
         return 0.0
     return (bias.detach() if scale is None else bias.detach() * scale.detach()).norm().item()
 
 
-@rule(nn.Identity, nn.Dropout, DropPath)
-def _identity(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
-    return simple_bound(largest(scale), domain, radius=largest(scale) * domain.radius)
+@bound_rule(nn.Identity, nn.Dropout, nn.ReLU, DropPath)
+def _nonexpansive(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
+    return simple_bound(max_abs(scale), domain, radius=max_abs(scale) * domain.radius)
 
 
-@rule(nn.Sequential)
+@bound_rule(LayerScale)
+def _layer_scale(module: LayerScale, domain: Domain, scale: Tensor | None) -> Bound:
+    value = max_abs(module.gamma if scale is None else module.gamma * scale)
+    return simple_bound(value, domain, radius=value * domain.radius)
+
+
+@bound_rule(nn.Sequential)
 def _sequential(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
     return chain(module.named_children(), domain, scale)
 
 
-@rule(nn.GELU)
+@bound_rule(nn.GELU)
 def _gelu(module: nn.GELU, domain: Domain, scale: Tensor | None) -> Bound:
     if module.approximate != "none":
         raise UnknownModuleError(
             f"no Lipschitz bound is known for GELU(approximate={module.approximate!r}): use the "
             "exact form"
         )
-    # |gelu(x)| <= |x|
-    return simple_bound(GELU_BOUND * largest(scale), domain, radius=largest(scale) * domain.radius)
+    # The radius follows from |GELU(x)| <= |x|.
+    return simple_bound(GELU_BOUND * max_abs(scale), domain, radius=max_abs(scale) * domain.radius)
 
 
-@rule(nn.ReLU)
-def _relu(module: nn.ReLU, domain: Domain, scale: Tensor | None) -> Bound:
-    return simple_bound(largest(scale), domain, radius=largest(scale) * domain.radius)
-
-
-@rule(nn.Linear, Linear)
+@bound_rule(nn.Linear, Linear)
 def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
     sigma = linear_sigma(module.weight, scale)
     return simple_bound(sigma, domain, radius=sigma * domain.radius + bias_norm(module.bias, scale))
 
 
-@rule(CenterNorm)
+@bound_rule(CenterNorm)
 def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     gain = module.weight if scale is None else module.weight * scale
     sigma = center_norm_sigma(gain)
     return simple_bound(sigma, domain, radius=sigma * domain.radius + bias_norm(module.bias, scale))
 
 
-@rule(DepthwiseConv2d)
+@bound_rule(DepthwiseConv2d)
 def _depthwise(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     sigma = depthwise_channel_sigma(module.weight, (domain.size[0], domain.size[1]))
     if scale is not None:
@@ -117,10 +120,10 @@ def _depthwise(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 
 
 def depthwise_channel_sigma(weight: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bound the norm of each channel's convolution on a map: exact if it is small.
+    """Bound the norm of the convolution of each channel. The bound is exact on small maps.
 
     Args:
-        weight: [C, 1, k, k], zero padded by k // 2.
+        weight: [C, 1, k, k], of a convolution with zero padding k // 2.
         size: (H, W) of the map.
 
     Returns:
@@ -133,9 +136,10 @@ def depthwise_channel_sigma(weight: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def depthwise_radius(weight: Tensor, radius: float, scale: Tensor | None = None) -> float:
-    """Bound the length of an output token of a depthwise convolution, bias not counted.
+    """Bound the 2-norm of an output token of a depthwise convolution without its bias.
 
-    The smaller of sum_o max_c |w_co| and k max_c |w_c|_2, times the radius of the inputs.
+    The bound is the radius of the inputs times the smaller of sum_o max_c |w_co| and
+    k max_c |w_c|_2, where o runs over the k * k taps of the kernel.
     """
     kernel = weight.detach().double().flatten(1)
     if scale is not None:
@@ -146,12 +150,12 @@ def depthwise_radius(weight: Tensor, radius: float, scale: Tensor | None = None)
     return min(by_offset, by_channel) * radius if radius < math.inf else math.inf
 
 
-@rule(nn.Conv2d)
+@bound_rule(nn.Conv2d)
 def _conv2d(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bound:
     if module.dilation != (1, 1) or module.padding_mode not in ("zeros", "circular"):
         raise UnknownModuleError(
-            f"no Lipschitz bound is known for {module}: dilation must be 1 and padding_mode zeros "
-            "or circular"
+            f"no Lipschitz bound is known for {module}: use dilation 1 and padding_mode 'zeros' or "
+            "'circular'"
         )
     weight = module.weight.detach().double()
     if scale is not None:
@@ -171,25 +175,18 @@ def _conv2d(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bound:
     return simple_bound(sigma, domain, size=size, radius=radius)
 
 
-@rule(SelectAdaptivePool2d)
+@bound_rule(SelectAdaptivePool2d)
 def _pool(module: SelectAdaptivePool2d, domain: Domain, scale: Tensor | None) -> Bound:
     if module.is_identity():
-        return _identity(module, domain, scale)
+        return _nonexpansive(module, domain, scale)
     if module.pool_type not in ("avg", "fast", "fastavg"):
         raise UnknownModuleError(
             f"no Lipschitz bound is known for pooling {module.pool_type!r}: use 'avg'"
         )
-    # the mean of N tokens; each has norm 1 / N of its own, together 1 / sqrt(N)
-    value = largest(scale) / math.sqrt(domain.tokens)
-    return simple_bound(value, domain, size=(), radius=largest(scale) * domain.radius)
+    # The mean of N tokens multiplies each by 1 / N. Its norm over the whole map is 1 / sqrt(N).
+    value = max_abs(scale) / math.sqrt(domain.tokens)
+    return simple_bound(value, domain, size=(), radius=max_abs(scale) * domain.radius)
 
 
-@rule(Mlp)
-def _mlp(module: Mlp, domain: Domain, scale: Tensor | None) -> Bound:
-    names = ("fc1", "act", "norm", "fc2")
-    return chain([(name, getattr(module, name)) for name in names], domain, scale)
-
-
-@rule(ClassifierHead)
-def _classifier_head(module: ClassifierHead, domain: Domain, scale: Tensor | None) -> Bound:
-    return chain([("global_pool", module.global_pool), ("fc", module.fc)], domain, scale)
+bound_rule(Mlp)(children_in_order("fc1", "act", "norm", "fc2"))
+bound_rule(ClassifierHead)(children_in_order("global_pool", "fc"))

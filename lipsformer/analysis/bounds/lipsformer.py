@@ -1,9 +1,7 @@
-"""Bounds of LipsFormer's composite modules, each composed as its ``forward`` composes the parts.
-
-The models are named, not imported: analysis stands below them.
-"""
+"""Bounds of LipsFormer's modules. Each rule composes its parts as the module's `forward` does."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,67 +9,81 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer.analysis.bounds.attention import (
+    AttentionBound,
     HeadWeights,
     attention_bound,
     column_mass,
-    gram_norm,
-    logit_scale,
+    max_abs_score,
+    projected_bound,
     split_qkv,
 )
 from lipsformer.analysis.bounds.core import (
     Bound,
     Domain,
+    Layout,
+    bound_rule,
     chain,
-    largest,
-    lipschitz_bound,
+    children_in_order,
     log10_of,
     log10_one_plus,
     log10_product,
-    rule,
+    max_abs,
+    scale_output,
 )
 from lipsformer.analysis.bounds.layers import (
     GELU_BOUND,
     bias_norm,
     depthwise_channel_sigma,
     depthwise_radius,
-    linear_sigma,
 )
-from lipsformer.layers import fit_window
+from lipsformer.layers import WeightedResidual
+from lipsformer.models.lipsformer import (
+    ConvBranch,
+    LipsFormer,
+    LipsFormerBlock,
+    LipsFormerStage,
+    Mlp,
+    PatchEmbed,
+    fit_window,
+)
+from lipsformer.models.lipsformer_cswin import ConvMerging, StripeAttention
+from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention
 
-_BODY = "lipsformer.models.lipsformer."
-_SWIN = "lipsformer.models.lipsformer_swin."
-_CSWIN = "lipsformer.models.lipsformer_cswin."
+bound_rule(PatchEmbed)(children_in_order("proj", "norm"))
+bound_rule(LipsFormerBlock)(children_in_order("conv1", "conv2", "attn", "norm1", "mlp", "norm2"))
+bound_rule(LipsFormerStage)(children_in_order("downsample", "blocks"))
+bound_rule(LipsFormer)(children_in_order("patch_embed", "stages", "norm", "head"))
 
 
-@rule(_BODY + "PatchEmbed")
-def _patch_embed(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    return chain([("proj", module.proj), ("norm", module.norm)], domain, scale)
-
-
-@rule(_CSWIN + "ConvMerging")
+@bound_rule(ConvMerging)
 def _conv_merging(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    # padding with zeros is an isometry
+    # Padding the map with zeros to even sides is an isometry.
     even = Domain(size=tuple(side + side % 2 for side in domain.size), radius=domain.radius)
     return chain([("conv", module.conv), ("norm", module.norm)], even, scale)
 
 
-@rule(_SWIN + "PatchMerging")
-def _patch_merging(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    # joining four tokens is an isometry of the map and at most doubles the longest token
+@bound_rule(PatchMerging)
+def patch_merging_bound(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    """Bound the merging of 2x2 tokens by concatenation, norm and linear reduction.
+
+    The concatenation is an isometry of the map. It increases the 2-norm of the longest token by a
+    factor of at most 2.
+    """
     merged = Domain(size=tuple((side + 1) // 2 for side in domain.size), radius=2.0 * domain.radius)
     return chain([("norm", module.norm), ("reduction", module.reduction)], merged, scale)
 
 
-@rule(_BODY + "ConvBranch")
+@bound_rule(ConvBranch)
 def _conv_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     layers = [("depthwise", module.depthwise)]
     if module.pointwise is not None:
         layers.append(("pointwise", module.pointwise))
-    # the GELU behind each acts on every channel by itself, so it commutes with diag(scale)
+    # GELU acts on every channel separately. |diag(scale) GELU'| is at most GELU_BOUND |scale|, so
+    # `scale` can be applied to the convolution before it.
     return _with_gelus(chain(layers, domain, scale), len(layers))
 
 
-@rule(_BODY + "Mlp")
+@bound_rule(Mlp)
 def _mlp(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     return _with_gelus(chain([("fc1", module.fc1), ("fc2", module.fc2)], domain, scale), 1)
 
@@ -81,66 +93,48 @@ def _with_gelus(bound: Bound, number: int) -> Bound:
     return replace(bound, log10=bound.log10 + gelus, paper_log10=bound.paper_log10 + gelus)
 
 
-def residual_bound(x: Bound, alpha: Tensor, branch: list[tuple[str, nn.Module]]) -> Bound:
-    """Bound x + diag(alpha) f(x) behind what led to x: 1 + |diag(alpha) f|, evaluation mode.
+def residual_bound(
+    alpha: Tensor,
+    branch: Iterable[tuple[str, nn.Module]],
+    domain: Domain,
+    scale: Tensor | None = None,
+) -> Bound:
+    """Bound x + diag(alpha) f(x), whose constant is at most 1 + |diag(alpha) f|.
 
     Args:
-        x: Bound of what came before.
-        alpha: Weight of the branch, [C].
+        alpha: Weight of the branch per channel, [C].
         branch: Names and modules of f, in order.
+        domain: The inputs x.
+        scale: Factor per channel that multiplies the sum; None for none.
     """
-    scaled = chain(branch, x.output, alpha)
-    log10, paper_log10, radius = 0.0, 0.0, 0.0
-    plain = scaled
-    if largest(alpha) > 0.0:
-        plain = chain(branch, x.output)
-        log10 = log10_one_plus(scaled.log10)
-        paper_log10 = log10_one_plus(plain.paper_log10 + math.log10(largest(alpha)))
-        radius = scaled.output.radius
-    return Bound(
-        log10=x.log10 + log10,
-        paper_log10=x.paper_log10 + paper_log10,
-        output=Domain(size=x.output.size, radius=x.output.radius + radius),
-        input=x.input,
-        parts={**x.parts, **plain.parts},
+    branch = list(branch)
+    weighted, plain = chain(branch, domain, alpha), chain(branch, domain)
+    largest_weight = max_abs(alpha)
+    # The radius of a branch may be infinite, and 0 * inf is nan.
+    added = weighted.output.radius if largest_weight > 0.0 else 0.0
+    paper_log10 = log10_product((plain.paper_log10, log10_of(largest_weight)))
+    total = Bound(
+        log10=log10_one_plus(weighted.log10),
+        paper_log10=log10_one_plus(paper_log10),
+        output=Domain(size=domain.size, radius=domain.radius + added),
+        input=domain,
+        parts=plain.parts,
     )
+    return scale_output(total, scale)
 
 
-def then(x: Bound, name: str, module: nn.Module) -> Bound:
-    """Apply one more module behind what led to x."""
-    part = lipschitz_bound(module, x.output)
-    return Bound(
-        log10=log10_product((x.log10, part.log10)),
-        paper_log10=log10_product((x.paper_log10, part.paper_log10)),
-        output=part.output,
-        input=x.input,
-        parts={**x.parts, name: part},
-    )
+@bound_rule(WeightedResidual)
+def _weighted_residual(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    return residual_bound(module.residual_scale, [("branch", module.branch)], domain, scale)
 
 
-@rule(_BODY + "LipsFormerBlock")
-def _block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    x = chain([], domain)
-    x = residual_bound(x, module.residual_conv1.residual_scale, [("conv1", module.conv1)])
-    x = residual_bound(x, module.residual_conv2.residual_scale, [("conv2", module.conv2)])
-    x = residual_bound(x, module.residual_attn.residual_scale, [("attn", module.attn)])
-    x = then(x, "norm1", module.norm1)
-    x = residual_bound(x, module.residual_mlp.residual_scale, [("mlp", module.mlp)])
-    return then(x, "norm2", module.norm2)
+def _window_layout(_: Any, module: Any, __: int, x: Tensor) -> Layout:
+    size = (x.shape[1], x.shape[2])
+    h, w = (fit_window(side, most) for side, most in zip(size, module.window_size, strict=True))
+    return Layout((h, w), size)
 
 
-@rule(_BODY + "LipsFormerStage")
-def _stage(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    return chain([("downsample", module.downsample), ("blocks", module.blocks)], domain, scale)
-
-
-@rule(_BODY + "LipsFormer")
-def _lipsformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    names = ("patch_embed", "stages", "norm", "head")
-    return chain([(name, getattr(module, name)) for name in names], domain, scale)
-
-
-@rule(_SWIN + "WindowAttention")
+@bound_rule(WindowAttention, layout=_window_layout)
 def _window_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     h, w = (fit_window(s, m) for s, m in zip(domain.size, module.window_size, strict=True))
     attended = attention_bound(
@@ -148,70 +142,40 @@ def _window_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
         split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads),
         h * w,
         domain.radius,
-        mass=column_mass(logit_scale(module.attention), h * w, module.position_bias(h, w)[0]),
+        mass=column_mass(max_abs_score(module.attention), h * w, module.position_bias(h, w)[0]),
     )
-    return project(
-        module.proj,
-        gram_norm(attended.gram),
-        math.sqrt(attended.paper_squared),
-        math.sqrt(attended.radius_squared),
-        domain,
-        scale,
-    )
+    return projected_bound(attended, module.proj, domain, scale)
 
 
-@rule(_CSWIN + "StripeAttention")
+def _stripe_layout(_: Any, module: Any, branch: int, x: Tensor) -> Layout:
+    size = (x.shape[1], x.shape[2])
+    return Layout(module.stripe(branch, *size), size)
+
+
+@bound_rule(StripeAttention, layout=_stripe_layout)
 def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    heads = split_qkv(module.qkv.weight, module.qkv.bias, module.num_branches * module.num_heads)
+    heads = split_qkv(
+        module.qkv.weight, module.qkv.bias, module.num_branches * module.heads_per_branch
+    )
     gram, paper_squared, radius_squared = 0.0, 0.0, 0.0
     for branch, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
-        own = slice(branch * module.num_heads, (branch + 1) * module.num_heads)
+        own = slice(branch * module.heads_per_branch, (branch + 1) * module.heads_per_branch)
         size = module.stripe(branch, *domain.size)
-        # LePE acts on each channel by itself and so on each head by itself
-        local = depthwise_channel_sigma(lepe.weight, size).unflatten(0, (module.num_heads, -1))
+        # LePE convolves every channel separately, and so every head separately.
+        local = depthwise_channel_sigma(lepe.weight, size).unflatten(
+            0, (module.heads_per_branch, -1)
+        )
         attended = attention_bound(
             attention,
             HeadWeights(*(part[own] for part in heads)),
             math.prod(size),
             domain.radius,
-            mass=column_mass(logit_scale(attention), math.prod(size)),
+            mass=column_mass(max_abs_score(attention), math.prod(size)),
             local_norm=local.amax(1).cpu(),
             local_radius=depthwise_radius(lepe.weight, 1.0),
         )
         gram = gram + attended.gram
         paper_squared += attended.paper_squared
-        radius = math.sqrt(attended.radius_squared) + bias_norm(lepe.bias)
-        radius_squared += radius**2
-    s = module.output_scale
-    return project(
-        module.proj,
-        s * gram_norm(torch.as_tensor(gram)),
-        s * math.sqrt(paper_squared),
-        s * math.sqrt(radius_squared),
-        domain,
-        scale,
-    )
-
-
-def project(
-    proj: nn.Linear, value: float, paper: float, radius: float, domain: Domain, scale: Tensor | None
-) -> Bound:
-    """Bound an output projection behind attention.
-
-    Args:
-        proj: The projection.
-        value: Bound of the attention.
-        paper: The same by the paper's theorem.
-        radius: Largest length of a token of the attention's output.
-        domain: Inputs of the attention.
-        scale: Factor per channel that follows.
-    """
-    sigma = linear_sigma(proj.weight, scale)
-    paper_sigma = linear_sigma(proj.weight) * largest(scale)
-    radius = sigma * radius + bias_norm(proj.bias, scale)
-    return Bound(
-        log10=log10_product((log10_of(sigma), log10_of(value))),
-        paper_log10=log10_product((log10_of(paper_sigma), log10_of(paper))),
-        output=Domain(size=domain.size, radius=radius),
-        input=domain,
-    )
+        radius_squared += (math.sqrt(attended.radius_squared) + bias_norm(lepe.bias)) ** 2
+    both = AttentionBound(torch.as_tensor(gram), paper_squared, radius_squared)
+    return projected_bound(both, module.proj, domain, scale, module.attn_factor)

@@ -1,51 +1,62 @@
-"""Bounds of timm's ViT, DeiT and Swin in their Lipschitz form (``lipsformer.convert``).
-
-The classes are named, not imported: analysis stands below the models.
-"""
+"""Bounds of timm's ViT, DeiT and Swin after `lipsformer.convert` has made them Lipschitz."""
 
 import math
 from typing import Any
 
 import torch
+from timm.layers import PatchEmbed
+from timm.models.swin_transformer import (
+    PatchMerging,
+    SwinTransformer,
+    SwinTransformerBlock,
+    SwinTransformerStage,
+)
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from lipsformer.analysis.bounds.attention import (
     attention_bound,
     column_mass,
-    gram_norm,
-    logit_scale,
+    max_abs_score,
+    projected_bound,
     split_qkv,
 )
 from lipsformer.analysis.bounds.core import (
     Bound,
     Domain,
+    Layout,
     UnknownModuleError,
+    bound_rule,
     chain,
-    rule,
+    children_in_order,
+    compose,
+    lipschitz_bound,
     simple_bound,
 )
-from lipsformer.analysis.bounds.lipsformer import project, residual_bound, then
+from lipsformer.analysis.bounds.lipsformer import patch_merging_bound, residual_bound
 from lipsformer.analysis.sigma import residual_scale_of
+from lipsformer.models.timm_conversion import CosineAttention, CosineWindowAttention
 
-_FORM = "lipsformer.models.timm_conversion."
-_VIT = "timm.models.vision_transformer."
-_SWIN = "timm.models.swin_transformer."
-
-
-@rule("timm.layers.patch_embed.PatchEmbed")
-def _patch_embed(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    return chain([("proj", module.proj), ("norm", module.norm)], domain, scale)
+bound_rule(PatchEmbed)(children_in_order("proj", "norm"))
+bound_rule(PatchMerging)(patch_merging_bound)
+bound_rule(SwinTransformerStage)(children_in_order("downsample", "blocks"))
+bound_rule(SwinTransformer)(children_in_order("patch_embed", "layers", "norm", "head"))
 
 
-@rule(_FORM + "CosineAttention")
+def _sequence_layout(model: Any, _: Any, __: int, ___: Tensor) -> Layout:
+    grid = model.patch_embed.grid_size
+    return Layout(grid, grid, model.num_prefix_tokens)
+
+
+@bound_rule(CosineAttention, layout=_sequence_layout)
 def _cosine_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    mass = column_mass(logit_scale(module.attention), domain.tokens)
+    mass = column_mass(max_abs_score(module.attention), domain.tokens)
     return _attention(module, domain.tokens, mass, domain, scale)
 
 
-@rule(_FORM + "CosineWindowAttention")
+@bound_rule(CosineWindowAttention)
 def _cosine_window_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    # shifted windows add a mask to the biases, so nothing is assumed of what is added
+    # Shifted windows add a mask to the bias, so `mass=None`, which holds for every bias and mask.
     return _attention(module, math.prod(module.window_size), None, domain, scale)
 
 
@@ -54,83 +65,49 @@ def _attention(
 ) -> Bound:
     heads = split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads)
     attended = attention_bound(module.attention, heads, num_tokens, domain.radius, mass)
-    return project(
-        module.proj,
-        gram_norm(attended.gram),
-        math.sqrt(attended.paper_squared),
-        math.sqrt(attended.radius_squared),
-        domain,
-        scale,
-    )
+    return projected_bound(attended, module.proj, domain, scale)
 
 
-@rule(_VIT + "Block")
-def _vit_block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    x = chain([], domain)
-    for index, branch in ((1, "attn"), (2, "mlp")):
-        names = (f"norm{index}", branch)
-        gamma = _residual_scale(getattr(module, f"ls{index}"), getattr(module, f"norm{index}"))
-        x = residual_bound(x, gamma, [(name, getattr(module, name)) for name in names])
-    return x
+def _shifted_window_layout(_: Any, block: Any, __: int, x: Tensor) -> Layout:
+    return Layout(block.window_size, (x.shape[1], x.shape[2]), shift=block.shift_size)
 
 
-@rule(_SWIN + "SwinTransformerBlock")
-def _swin_block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    x = chain([], domain)
-    for index, branch in ((1, "attn"), (2, "mlp")):
-        names = (f"norm{index}", branch)
-        end, norm = getattr(module, f"drop_path{index}"), getattr(module, f"norm{index}")
-        branch_modules = [(name, getattr(module, name)) for name in names]
-        x = residual_bound(x, _residual_scale(end, norm), branch_modules)
-    return x
+# In Swin the block has the layout, because its attention knows neither the map nor the shift.
+@bound_rule(Block)
+@bound_rule(SwinTransformerBlock, layout=_shifted_window_layout)
+def _pre_norm_block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    # `convert` puts the weights of the branches into `ls1` and `ls2` of ViT and into `drop_path1`
+    # and `drop_path2` of Swin, which has no `ls1`.
+    ends = "ls" if hasattr(module, "ls1") else "drop_path"
+    attn = [("norm1", module.norm1), ("attn", module.attn)]
+    mlp = [("norm2", module.norm2), ("mlp", module.mlp)]
+    x = residual_bound(_alpha(getattr(module, f"{ends}1"), module.norm1), attn, domain)
+    alpha = _alpha(getattr(module, f"{ends}2"), module.norm2)
+    return compose(x, residual_bound(alpha, mlp, x.output, scale))
 
 
-def _residual_scale(end: nn.Module, norm: Any) -> Tensor:
-    """The weight that the end of a branch holds, or ones as many as channels."""
+def _alpha(end: nn.Module, norm: Any) -> Tensor:
+    """Return the weight of the residual branch that `end` holds, or ones if it holds none."""
     scales = [scale for m in end.modules() if (scale := residual_scale_of(m)) is not None]
     return scales[0] if scales else torch.ones_like(norm.weight)
 
 
-@rule(_SWIN + "PatchMerging")
-def _patch_merging(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    merged = Domain(size=tuple((side + 1) // 2 for side in domain.size), radius=2.0 * domain.radius)
-    return chain([("norm", module.norm), ("reduction", module.reduction)], merged, scale)
-
-
-@rule(_SWIN + "SwinTransformerStage")
-def _swin_stage(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    return chain([("downsample", module.downsample), ("blocks", module.blocks)], domain, scale)
-
-
-@rule(_SWIN + "SwinTransformer")
-def _swin(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    names = ("patch_embed", "layers", "norm", "head")
-    return chain([(name, getattr(module, name)) for name in names], domain, scale)
-
-
-@rule(_VIT + "VisionTransformer")
+@bound_rule(VisionTransformer)
 def _vit(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    x = then(chain([], domain), "patch_embed", module.patch_embed)
-    x = _then_simple(x, _tokens(module, x.output))
+    x = chain([("patch_embed", module.patch_embed)], domain)
+    x = compose(x, _tokens(module, x.output))
     for name in ("norm_pre", "blocks", "norm"):
-        x = then(x, name, getattr(module, name))
-    x = _then_simple(x, _vit_pool(module, x.output))
-    return then(then(x, "fc_norm", module.fc_norm), "head", module.head)
-
-
-def _then_simple(x: Bound, step: Bound) -> Bound:
-    """Apply a step that is not a module of its own."""
-    return Bound(
-        log10=x.log10 + step.log10,
-        paper_log10=x.paper_log10 + step.paper_log10,
-        output=step.output,
-        input=x.input,
-        parts=x.parts,
-    )
+        x = compose(x, lipschitz_bound(getattr(module, name), x.output), name)
+    x = compose(x, _vit_pool(module, x.output))
+    x = compose(x, lipschitz_bound(module.fc_norm, x.output), "fc_norm")
+    return compose(x, lipschitz_bound(module.head, x.output, scale), "head")
 
 
 def _tokens(module: Any, patches: Domain) -> Bound:
-    """Class and register tokens and position embeddings are constants: an isometry and a shift."""
+    """Bound the step that adds class and register tokens and the position embedding.
+
+    All of them are constants, so the step is an isometry followed by a shift.
+    """
     radius = patches.radius
     for token in (module.cls_token, module.reg_token):
         if token is not None:
@@ -142,7 +119,7 @@ def _tokens(module: Any, patches: Domain) -> Bound:
 
 
 def _vit_pool(module: Any, tokens: Domain) -> Bound:
-    """Take the class token, or the mean of the N others with norm 1 / sqrt(N)."""
+    """Bound the pooling: the class token, or the mean of N tokens, whose norm is 1 / sqrt(N)."""
     if module.attn_pool is None and module.global_pool in ("token", "avg"):
         averaged = tokens.tokens - (0 if module.pool_include_prefix else module.num_prefix_tokens)
         value = 1.0 if module.global_pool == "token" else 1.0 / math.sqrt(averaged)

@@ -14,6 +14,20 @@ from lipsformer.layers.spectral import spectral_linear
 __all__ = ["LipsGAT", "LipsGraphTransformer"]
 
 
+class AttentionBranch(nn.Module):
+    """CenterNorm, attention over the neighbors and a projection."""
+
+    def __init__(self, conv: ScaledCosineConv, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = CenterNorm(width)
+        self.conv = conv
+        self.proj = spectral_linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
+        return self.dropout(self.proj(self.conv(self.norm(x), edge_index)))
+
+
 class LipsLayer(nn.Module):
     """Add attention and an MLP to the input, each after CenterNorm and with a weighted residual."""
 
@@ -26,28 +40,37 @@ class LipsLayer(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        self.norm = CenterNorm(width)
-        self.conv = conv
-        self.proj = spectral_linear(width, width)
-        self.residual = WeightedResidual(width, residual_scale)
-        self.dropout = nn.Dropout(dropout)
-        self.mlp: nn.Module | None = None
+        self.attn = WeightedResidual(AttentionBranch(conv, width, dropout), width, residual_scale)
+        self.mlp: nn.Module = nn.Identity()
         if mlp_ratio > 0:
             hidden = int(mlp_ratio * width)
-            self.mlp = nn.Sequential(
+            branch = nn.Sequential(
                 CenterNorm(width),
                 spectral_linear(width, hidden),
                 nn.GELU(),
                 spectral_linear(hidden, width),
+                nn.Dropout(dropout),
             )
-            self.mlp_residual = WeightedResidual(width, residual_scale)
+            self.mlp = WeightedResidual(branch, width, residual_scale)
 
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
-        branch = self.proj(self.conv(self.norm(x), edge_index))
-        x = self.residual(x, self.dropout(branch))
-        if self.mlp is not None:
-            x = self.mlp_residual(x, self.dropout(self.mlp(x)))
-        return x
+        return self.mlp(self.attn(x, edge_index))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept the parameter names from before a weighted residual owned its branch."""
+        earlier = {
+            "residual.": "attn.",
+            "mlp_residual.": "mlp.",
+            "norm.": "attn.branch.norm.",
+            "conv.": "attn.branch.conv.",
+            "proj.": "attn.branch.proj.",
+            "mlp.": "mlp.branch.",
+        }
+        if prefix + "residual.residual_scale" in state_dict:
+            for name in [name for name in state_dict if name.startswith(prefix)]:
+                first, _, rest = name.removeprefix(prefix).partition(".")
+                state_dict[prefix + earlier[first + "."] + rest] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class LipsGraphTransformer(GraphNet):

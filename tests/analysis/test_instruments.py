@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 import lipsformer
 from lipsformer.analysis.bounds import Domain, gathered_bound, lipschitz_bound
-from lipsformer.analysis.control import SpectralCap, UpdateLimit
-from lipsformer.analysis.monitor import Monitor
+from lipsformer.analysis.instruments import Monitor, SpectralCap, UpdateLimit
 from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma, operators
 from lipsformer.layers import DepthwiseConv2d
 from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
@@ -103,7 +102,7 @@ def test_record_agrees_with_what_it_measures():
         bound_every=2,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    attention = model.stages[1].blocks[0].attn
+    attention = model.stages[1].blocks[0].attn.branch
     for update in range(7):
         backward(model, update)
         before = {name: w.detach().clone() for name, w in matrices_of(model).items()}
@@ -122,12 +121,12 @@ def test_record_agrees_with_what_it_measures():
         head = model.head.fc
         norm = math.hypot(head.weight.grad.norm().item(), head.bias.grad.norm().item())
         assert record["grad_norm/head.fc"] == pytest.approx(norm, rel=1e-5)
-        scale = model.stages[1].blocks[1].residual_mlp.residual_scale.detach()
-        name = "residual_scale/stages.1.blocks.1.residual_mlp"
+        scale = model.stages[1].blocks[1].mlp.residual_scale.detach()
+        name = "residual_scale/stages.1.blocks.1.mlp"
         assert record[name] == pytest.approx(scale.abs().max().item())
         assert record["gain/norm"] == pytest.approx(model.norm.weight.detach().abs().max().item())
         entropy, largest = naive_statistics(model, attention, probe)
-        name = "stages.1.blocks.0.attn.attention"
+        name = "stages.1.blocks.0.attn.branch.attention"
         assert record[f"attn_entropy/{name}"] == pytest.approx(entropy, rel=1e-4)
         assert record[f"max_score/{name}"] == pytest.approx(largest, rel=1e-4)
         assert ("bound_log10" in record) == (update in (0, 6))
@@ -222,7 +221,7 @@ def test_projection_holds_the_cap_during_training(steps):
     for module in model.modules():
         if isinstance(module, DepthwiseConv2d):
             assert conv_sigma_bound(module.weight, groups=module.dim).max() <= 0.8 + 1e-5
-    assert model.stages[0].blocks[0].residual_attn.residual_scale.abs().max() <= 0.05
+    assert model.stages[0].blocks[0].attn.residual_scale.abs().max() <= 0.05
     assert model.norm.weight.abs().max() <= 0.9
 
 
@@ -234,7 +233,7 @@ def test_projection_leaves_weights_below_the_cap_alone():
         torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
 
 
-def test_soft_cap_takes_back_a_share_and_enforce_the_rest():
+def test_soft_cap_removes_a_fraction_and_before_eval_the_rest():
     torch.manual_seed(0)
     model = small_model()
     with torch.no_grad():

@@ -1,0 +1,96 @@
+"""The compiled kernels' signatures: a wrong argument, type or order is a ``TypeError``."""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipsformer.kernels.build import compiled_library
+
+
+class _TensorOf:
+    """Parameter type of ctypes: a CPU tensor of one data type, or None for a null pointer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def from_param(self, value: Tensor | None) -> ctypes.c_void_p:
+        if value is None:
+            return ctypes.c_void_p()
+        if not isinstance(value, Tensor) or value.dtype != self.dtype or not value.is_cpu:
+            raise TypeError(f"expected a {self.dtype} tensor on the CPU, got {value!r}")
+        return ctypes.c_void_p(value.data_ptr())
+
+
+F32, INDEX = _TensorOf(torch.float32), _TensorOf(torch.int64)
+INT, NUMBER = ctypes.c_int64, ctypes.c_float
+
+
+def _signatures() -> dict[str, tuple[object, ...]]:
+    """Return the parameter types of every kernel without the last one, the number of threads."""
+    signatures: dict[str, tuple[object, ...]] = {
+        # z, grad, activated, size
+        "gelu_gradient": (F32, F32, F32, INT),
+        # x, z, scale, scale_stride, index, y, samples, kept, tokens, channels
+        "gelu_residual": (F32, F32, F32, INT, INDEX, F32, *[INT] * 4),
+        # grad, z, scale, scale_stride, index, grad_z, grad_scale, kept, tokens, channels
+        "gelu_residual_gradients": (F32, F32, F32, INT, INDEX, F32, F32, *[INT] * 3),
+        # x, gain, shift, shift_stride, y, rows, channels
+        "center": (F32, F32, F32, INT, F32, INT, INT),
+        # grad, y, gain, bias, grad_x, grad_offset, grad_bias, rows, channels
+        "center_gradients": (*[F32] * 7, INT, INT),
+        # x, total, rows, channels
+        "row_sum": (F32, F32, INT, INT),
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        name, value = name_of(dtype), _TensorOf(dtype)
+        # x, weight, bias, y, batch, height, width, channels, kernel, flip
+        signatures[f"depthwise_{name}"] = (value, F32, F32, value, *[INT] * 6)
+        # x, grad, grad_weight, grad_bias, batch, height, width, channels, kernel
+        signatures[f"depthwise_parameters_{name}"] = (value, value, F32, F32, *[INT] * 5)
+        # nu, eps, batch, height, width, heads, dim, h, w, in_stride, out_stride
+        geometry = (NUMBER, NUMBER, *[INT] * 9)
+        # q, k, v, out, bias, tau, lepe
+        signatures[f"cosine_windows_forward_{name}"] = (*[value] * 4, *[F32] * 3, *geometry)
+        # q, k, v, grad_out, bias, tau, lepe, grad_q, grad_k, grad_v, grad_bias, grad_tau, grad_lepe
+        gradients = (*[value] * 4, *[F32] * 3, *[value] * 3, *[F32] * 3)
+        signatures[f"cosine_windows_backward_{name}"] = (*gradients, *geometry)
+    return signatures
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return how the name of a kernel for a data type ends: "float32" or "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+SIGNATURES = _signatures()
+
+
+@cache
+def _function(kernel: str) -> Any:
+    library = compiled_library()
+    assert library is not None
+    function = getattr(library, kernel)
+    function.argtypes = (*SIGNATURES[kernel], INT)
+    function.restype = None
+    return function
+
+
+def run(kernel: str, *args: Tensor | int | float | None) -> None:
+    """Call a compiled kernel with as many threads as PyTorch uses.
+
+    Args:
+        kernel: Name of the function, a key of ``SIGNATURES``.
+        *args: Tensors, integers and numbers in the order of its signature; None for no tensor.
+
+    Raises:
+        TypeError: If the number, the type or the order of the arguments is wrong.
+    """
+    if len(args) != len(SIGNATURES[kernel]):  # ctypes itself accepts surplus arguments
+        raise TypeError(f"{kernel} takes {len(SIGNATURES[kernel])} arguments, got {len(args)}")
+    try:
+        _function(kernel)(*args, torch.get_num_threads())
+    except ctypes.ArgumentError as error:
+        raise TypeError(f"{kernel}: {error}") from None

@@ -1,0 +1,128 @@
+"""Linear layers on oneDNN, which uses the full vector width of every processor."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lipsformer.kernels.pointwise import gelu_backward_, sum_rows
+
+
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    act_before: bool = False,
+    output_scale: Tensor | None = None,
+) -> Tensor:
+    """Return output_scale * (GELU(x) W^T + b), with GELU and the scale at almost no cost.
+
+    Args:
+        x: [B, ..., C_in], at least three dimensions.
+        weight: W, [C_out, C_in].
+        bias: b, [C_out].
+        act_before: Apply GELU to ``x`` first. The backward pass computes it again.
+        output_scale: [C_out], multiplied into the weight.
+    """
+    if torch.is_grad_enabled():
+        return _FusedLinear.apply(x, weight, bias, act_before, output_scale)
+    return _conv_1x1(F.gelu(x) if act_before else x, *_scale_rows(weight, bias, output_scale))
+
+
+class _FusedLinear(torch.autograd.Function):
+    """Keep the input before GELU only.
+
+    The gradient of the scale follows from the gradient of the scaled weight, so the output is not
+    kept. The bias gradient is summed separately, because convolution_backward computes it slowly.
+    The input gradient is computed first, so that one pass yields both GELU(x), needed for the
+    weight gradient, and GELU'(x).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, scale: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, scale)
+        ctx.gelu = gelu
+        return _conv_1x1(F.gelu(x) if gelu else x, *_scale_rows(weight, bias, scale))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, scale = ctx.saved_tensors
+        grad = grad_outputs[0].contiguous()
+        need_x, need_weight, _, _, need_scale = ctx.needs_input_grad
+        scaled, _ = _scale_rows(weight, None, scale)
+        grad_x = grad_weight = grad_bias = grad_scale = None
+        if need_x:
+            grad_x = _product(grad, scaled.T)
+        if ctx.gelu:
+            x = F.gelu(x) if grad_x is None else gelu_backward_(grad_x, x)
+        if need_weight or need_scale:
+            grad_weight = _weight_gradient(grad, x)
+        if bias is not None:
+            grad_bias = sum_rows(grad)
+        if grad_weight is not None and need_scale:
+            grad_scale = (grad_weight * weight).sum(1)
+            if bias is not None and grad_bias is not None:
+                grad_scale += grad_bias * bias
+        if scale is not None:
+            grad_weight = None if grad_weight is None else grad_weight * scale[:, None]
+            grad_bias = None if grad_bias is None else grad_bias * scale
+        return grad_x, grad_weight, grad_bias, None, grad_scale
+
+
+def _scale_rows(
+    weight: Tensor, bias: Tensor | None, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if scale is None:
+        return weight, bias
+    return weight * scale[:, None], None if bias is None else bias * scale
+
+
+def _conv_1x1(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute the layer as a 1x1 convolution of one channels-last map, without a copy."""
+    y = F.conv2d(_as_map(x), weight[:, :, None, None], bias)
+    return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _as_map(x: Tensor) -> Tensor:
+    return x.reshape(1, x.shape[0], -1, x.shape[-1]).permute(0, 3, 1, 2)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a b^T, on oneDNN unless the product is to be differentiated or counted."""
+    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+        return F.linear(a, b)
+    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the sum over the tokens of grad x^T ([C_out, C_in])."""
+    channels_out, channels_in = grad.shape[-1], x.shape[-1]
+    if x.numel() < channels_in**2:  # with few tokens the convolution takes up to half again as long
+        return _product(grad.reshape(-1, channels_out).T, x.reshape(-1, channels_in).T)
+    weight = grad.new_empty(channels_out, channels_in, 1, 1)
+    _, grad_weight, _ = torch.ops.aten.convolution_backward(
+        *(_as_map(grad), _as_map(x), weight, None),
+        *([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]),
+    )
+    return grad_weight.reshape(channels_out, channels_in)
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """Return a copy of a weight ([C_out, C_in]) in oneDNN's own layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, act_after: bool) -> Tensor:
+    """Apply a linear layer, and GELU behind it if asked, in one pass.
+
+    Args:
+        x: [..., C_in].
+        packed: The weight, as ``pack_weight`` returned it.
+        bias: [C_out] or None.
+        act_after: Apply GELU to the output.
+    """
+    act, approximate = ("gelu", "none") if act_after else ("none", "")
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, act, [], approximate)

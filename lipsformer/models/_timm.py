@@ -1,0 +1,211 @@
+"""What timm asks of a hierarchical model: its interface, its configuration and its creation."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import get_device_dtype
+from timm.models import build_model_with_cfg
+from timm.models._features import feature_take_indices
+from timm.models._input import update_model_input_size
+from torch import Tensor, nn
+
+from lipsformer.layers import spectral_init_modules_
+from lipsformer.models.official_weights import rename_earlier_version
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class TimmInterface(nn.Module):
+    """timm's methods for a model with ``patch_embed``, ``stages``, ``norm`` and ``head``."""
+
+    stages: Any
+    head: Any
+    num_features: int
+    feature_info: list[dict[str, Any]]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept the parameter names of earlier versions, however the weights are loaded."""
+        rename_earlier_version(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that are scales, gains, biases or position tables."""
+        names = ("residual_scale", "relative_position_bias_table", "log_logit_scale")
+        return {
+            name
+            for name, parameter in self.named_parameters()
+            if parameter.ndim == 1 or name.endswith(names)
+        }
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that sort parameters into stem and blocks, for layer-wise decay."""
+        blocks = [
+            (r"^stages\.(\d+)\.downsample", (0,)),
+            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
+            (r"^norm", (99999,)),
+        ]
+        return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else blocks}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the activations of each block in the backward pass of training."""
+        for stage in self.stages:
+            stage.grad_checkpointing = enable
+
+    def set_input_size(self, img_size: int | tuple[int, int] | None = None) -> None:
+        """Change the nominal image size; no weight depends on it.
+
+        Args:
+            img_size: Side, or (height, width), in pixels; None keeps it.
+        """
+        if img_size is not None:
+            update_model_input_size(self, img_size)
+
+    def get_classifier(self) -> nn.Module:
+        """Return the classifier."""
+        return self.head.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier by a new, spectrally initialised one.
+
+        Args:
+            num_classes: Number of classes; 0 leaves out the classifier.
+            global_pool: New pooling, None to keep it.
+        """
+        self.num_classes = num_classes
+        dd: dict[str, Any] = get_device_dtype(self)
+        self.head.reset(num_classes, global_pool, in_features=self.num_features, **dd)
+        self.head_hidden_size = self.head.num_features
+        spectral_init_modules_(self.head.fc)
+        if global_pool is not None:
+            self.global_pool = global_pool
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Return the stages' outputs, and the final features unless ``intermediates_only``.
+
+        Args:
+            x: Images [B, 3, H, W].
+            indices: Stages to return: the last n if an int, all if None.
+            norm: Apply the final CenterNorm to the last stage's output.
+            stop_early: Stop after the last stage wanted.
+            output_fmt: "NCHW" or "NHWC", the layout of the intermediates.
+            intermediates_only: Return only the list.
+
+        Raises:
+            ValueError: If ``output_fmt`` is neither.
+        """
+        if output_fmt not in ("NCHW", "NHWC"):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt!r}")
+        take_indices, max_index = feature_take_indices(len(self.stages), indices)
+        last = len(self.stages) - 1
+        x = self.patch_embed(x)
+        intermediates = []
+        index = -1
+        for index, stage in enumerate(self.stages[: max_index + 1] if stop_early else self.stages):
+            x = stage(x)
+            if index in take_indices:
+                y = self.norm(x) if norm and index == last else x
+                intermediates.append(y.permute(0, 3, 1, 2) if output_fmt == "NCHW" else y)
+        if intermediates_only:
+            return intermediates
+        return (self.norm(x) if index == last else x), intermediates
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop what is not needed for the given stages' outputs.
+
+        Args:
+            indices: Stages to keep reachable: the last n if an int.
+            prune_norm: Drop the final CenterNorm.
+            prune_head: Drop the classifier and the pooling.
+
+        Returns:
+            The indices of the stages that are returned.
+        """
+        take_indices, max_index = feature_take_indices(len(self.stages), indices)
+        shortened = max_index < len(self.stages) - 1
+        self.stages = self.stages[: max_index + 1]
+        if prune_norm or shortened:
+            self.norm = nn.Identity()
+        if shortened:
+            self.num_features = self.head_hidden_size = self.feature_info[max_index]["num_chs"]
+        if prune_head or shortened:
+            self.reset_classifier(0, "")
+        return take_indices
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pool a feature map and classify it, or stop before the classifier.
+
+        Args:
+            x: [B, H, W, C] from ``forward_features``.
+            pre_logits: Return the pooled features.
+        """
+        return self.head(x, pre_logits=True) if pre_logits else self.head(x)
+
+
+def create(
+    cls: type[Model],
+    variant: str,
+    pretrained: bool,
+    filter_fn: Callable[[dict[str, Any], nn.Module], dict[str, Any]],
+    **kwargs: Any,
+) -> Model:
+    """Build a registered hierarchical model with timm.
+
+    Args:
+        cls: Class of the model.
+        variant: Registered name.
+        pretrained: Load the weights of the configuration.
+        filter_fn: The ``checkpoint_filter_fn`` of the model's file.
+        **kwargs: Arguments of the model and of timm's builder.
+    """
+    return build_model_with_cfg(
+        cls,
+        variant,
+        pretrained,
+        pretrained_filter_fn=filter_fn,
+        feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
+        **kwargs,
+    )
+
+
+def unwrap(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights of a checkpoint that may hold them under ``model`` or ``state_dict``."""
+    checkpoint = checkpoint.get("model", checkpoint)
+    return dict(checkpoint.get("state_dict", checkpoint))
+
+
+def model_cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
+    """Return timm's default configuration of a LipsFormer.
+
+    Args:
+        url: Address of the weights, "" for none.
+        **kwargs: Fields that differ.
+    """
+    return {
+        "url": url,
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (7, 7),
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "fixed_input_size": False,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head.fc",
+        "license": "apache-2.0",
+        "paper_ids": "arXiv:2304.09856",
+        "paper_name": "LipsFormer: Introducing Lipschitz Continuity to Vision Transformers",
+        "origin_url": "https://github.com/IDEA-Research/LipsFormer",
+        **kwargs,
+    }
