@@ -119,7 +119,7 @@ def cswin_arguments(
     striped = [f"stage{i + 1}.0.attns.1.get_v.weight" in weights for i in range(len(depths))]
     if num_heads is None and split_sizes is None:
         for name in timm.list_models(module="lipsformer_cswin"):
-            model = _create(name, args["num_classes"], {}, device="meta")
+            model: Any = _create(name, args["num_classes"], {}, device="meta")
             same = model.embed_dim == args["embed_dim"] and depths == tuple(
                 len(stage.blocks) for stage in model.stages
             )

@@ -53,6 +53,10 @@ STABLE_SHARE = 0.95  # of the loss of a uniform guess
 class DotProductAttention(nn.Module):
     """softmax(q k^T / sqrt(d) + bias) v, in the place of ``ScaledCosineAttention``."""
 
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, bias)
 
@@ -77,7 +81,7 @@ def build(
             if "layernorm" in swaps and isinstance(child, CenterNorm):
                 setattr(parent, name, nn.LayerNorm(child.dim))
             if "dot_product" in swaps and isinstance(child, ScaledCosineAttention):
-                setattr(parent, name, DotProductAttention())
+                setattr(parent, name, DotProductAttention(child.num_heads))
             if "plain_residual" in swaps and isinstance(child, WeightedResidual):
                 nn.init.ones_(child.residual_scale).requires_grad_(False)
             if "default_init" in swaps and isinstance(child, (nn.Linear, nn.Conv2d)):

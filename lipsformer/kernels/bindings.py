@@ -28,9 +28,9 @@ F32, INDEX = _TensorOf(torch.float32), _TensorOf(torch.int64)
 INT, NUMBER = ctypes.c_int64, ctypes.c_float
 
 
-def _signatures() -> dict[str, tuple[object, ...]]:
+def _signatures() -> dict[str, tuple[Any, ...]]:
     """Return the parameter types of every kernel without the last one, the number of threads."""
-    signatures: dict[str, tuple[object, ...]] = {
+    signatures: dict[str, tuple[Any, ...]] = {
         # z, grad, activated, size
         "gelu_gradient": (F32, F32, F32, INT),
         # x, z, scale, scale_stride, index, y, samples, kept, tokens, channels

@@ -102,7 +102,7 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
     if not ENABLED:
         return "LIPSFORMER_NATIVE=0 switches the kernels off"
     if torch.is_grad_enabled() and not training:
-        return "gradients in evaluation mode may be differentiated twice"
+        return "gradients outside training may be differentiated twice"
     if x.device.type != "cpu":
         return f"the input is on {x.device.type}"
     if x.ndim < needs.min_dims:

@@ -15,7 +15,12 @@ from lipsformer.layers.spectral import (
     spectral_init_,
     spectral_init_modules_,
 )
-from lipsformer.layers.windows import merge_heads, partition_heads, relative_position_index
+from lipsformer.layers.windows import (
+    merge_heads,
+    pad_to_even,
+    partition_heads,
+    relative_position_index,
+)
 
 __all__ = [
     "CenterNorm",
@@ -28,6 +33,7 @@ __all__ = [
     "cosine_normalize",
     "largest_singular_value",
     "merge_heads",
+    "pad_to_even",
     "partition_heads",
     "relative_position_index",
     "spectral_init_",

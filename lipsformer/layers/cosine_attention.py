@@ -41,8 +41,8 @@ def cosine_normalize(
     Example:
         >>> import torch
         >>> from lipsformer.layers import cosine_normalize
-        >>> cosine_normalize(torch.tensor([3.0, 4.0]), eps=1e-6, length=10.0)
-        tensor([6.0000, 8.0000])
+        >>> cosine_normalize(torch.tensor([3.0, 4.0]), eps=1e-2, length=10.0)
+        tensor([5.9988, 7.9984])
 
     Reference:
         Qi et al. 2023 (LipsFormer), scaled cosine similarity attention.
@@ -261,7 +261,7 @@ def attend_in_windows(
     Args:
         qkv: [B, H, W, 3, P, C], queries, keys and values of the P partitions of the heads.
         windows: (h, w) in tokens of each partition.
-        attentions: The attention of each partition.
+        attentions: The attention of each partition, with its ``num_heads``.
         bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
         lepes: Depthwise 3x3 convolution of the values of each partition, zero padded at the edge of
             the window, that is added to the output; or none.

@@ -7,6 +7,11 @@ from timm.layers import register_notrace_function
 from torch import Tensor
 
 
+def pad_to_even(x: Tensor) -> Tensor:
+    """Pad a map [B, H, W, C] with zeros at the bottom and the right to even height and width."""
+    return F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+
+
 @register_notrace_function  # einops refuses FX proxies
 def partition_heads(x: Tensor, window: tuple[int, int], num_heads: int) -> Tensor:
     """Cut a map of projected tokens into windows and heads in a single copy.

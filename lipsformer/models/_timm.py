@@ -19,12 +19,16 @@ Model = TypeVar("Model", bound=nn.Module)
 class TimmInterface(nn.Module):
     """timm's methods for a model with ``patch_embed``, ``stages``, ``norm`` and ``head``."""
 
+    patch_embed: Any
     stages: Any
+    norm: Any
     head: Any
     num_features: int
     feature_info: list[dict[str, Any]]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         """Accept the parameter names of earlier versions, however the weights are loaded."""
         rename_earlier_version(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)

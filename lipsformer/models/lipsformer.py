@@ -79,10 +79,8 @@ class PatchEmbed(nn.Module):
         """Turn images [B, 3, H, W] into tokens [B, H / p, W / p, C]."""
         height, width = x.shape[-2], x.shape[-1]
         if height % self.patch_size != 0 or width % self.patch_size != 0:
-            raise ValueError(
-                f"image size {height}x{width} is not a multiple of the patch size "
-                f"{self.patch_size}: resize or pad the images"
-            )
+            sizes = f"{height}x{width} is not a multiple of the patch size {self.patch_size}"
+            raise ValueError(f"image size {sizes}: resize or pad the images")
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 
@@ -230,12 +228,7 @@ class LipsFormerStage(nn.Module):
     """Downsampling, except in the first stage, and then blocks."""
 
     def __init__(self, downsample: nn.Module, blocks: list[LipsFormerBlock]) -> None:
-        """Join the parts.
-
-        Args:
-            downsample: Module from [B, H, W, C] to [B, H / 2, W / 2, 2 C], or an identity.
-            blocks: The blocks in order.
-        """
+        """Join a module from [B, H, W, C] to [B, H / 2, W / 2, 2 C], or an identity, and blocks."""
         super().__init__()
         self.downsample = downsample
         self.blocks = nn.Sequential(*blocks)
@@ -254,15 +247,11 @@ class LipsFormer(TimmInterface):
 
     A subclass adds a backbone: it sets the class attributes and implements ``make_attn``. Every
     image size that is a multiple of the patch size is accepted at run time.
-
-    Attributes:
-        attn_norm: Whether CenterNorm follows the attention's sum.
-        final_norm: Whether CenterNorm follows the last stage.
-        downsample_layer: Called with (channels in, channels out, device=, dtype=).
     """
 
-    attn_norm: ClassVar[bool] = True
-    final_norm: ClassVar[bool] = True
+    attn_norm: ClassVar[bool] = True  # CenterNorm after the attention's sum
+    final_norm: ClassVar[bool] = True  # CenterNorm after the last stage
+    # called with (channels in, channels out, device=, dtype=)
     downsample_layer: ClassVar[Callable[..., nn.Module]]
 
     def __init__(
@@ -317,16 +306,24 @@ class LipsFormer(TimmInterface):
             weight_init: "" for spectral initialization, "skip" for none.
             device: Device of the parameters.
             dtype: Data type of the parameters.
-
-        Raises:
-            ValueError: If an argument is out of range or would have no effect.
         """
         super().__init__()
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
         if any(side % patch_size != 0 for side in to_2tuple(img_size)):
             raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
-        _check_attention(attn, learn_logit_scale, value_scale, official_compat)
+        if attn not in ("cosine", "lipschitznorm"):
+            raise ValueError(f"attn must be 'cosine' or 'lipschitznorm', got {attn!r}")
+        if attn == "lipschitznorm" and (official_compat or learn_logit_scale or value_scale != 1.0):
+            raise ValueError(
+                "attn='lipschitznorm' has neither tau nor nu nor a released form here: leave out "
+                "official_compat, learn_logit_scale and value_scale"
+            )
+        if official_compat and value_scale != 1.0:
+            raise ValueError(
+                f"value_scale={value_scale} has no effect with official_compat=True, whose values "
+                "are not normalized: leave one of them out"
+            )
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -389,20 +386,11 @@ class LipsFormer(TimmInterface):
             self.init_weights(needs_reset=False)
 
     def make_attn(self, stage: int, dim: int) -> nn.Module:
-        """Build the attention of one block, on [B, H, W, C] and with its projections.
-
-        Args:
-            stage: Index of the stage.
-            dim: Number of channels C.
-        """
+        """Build the attention of one block of a stage, on maps of ``dim`` channels."""
         raise NotImplementedError
 
     def make_core(self, num_heads: int) -> nn.Module:
-        """Build the attention on q, k and v that the constructor's arguments describe.
-
-        Args:
-            num_heads: Number of heads.
-        """
+        """Build the attention on q, k and v that the constructor's arguments describe."""
         if self.attn == "lipschitznorm":
             return LipschitzNormAttention(num_heads, **self.attn_options)
         return ScaledCosineAttention(num_heads, **self.attn_options)
@@ -428,29 +416,11 @@ class LipsFormer(TimmInterface):
         return self.forward_head(self.forward_features(x))
 
 
-def _check_attention(
-    attn: str, learn_logit_scale: bool, value_scale: float, official_compat: bool
-) -> None:
-    if attn not in ("cosine", "lipschitznorm"):
-        raise ValueError(f"attn must be 'cosine' or 'lipschitznorm', got {attn!r}")
-    if attn == "lipschitznorm" and (official_compat or learn_logit_scale or value_scale != 1.0):
-        raise ValueError(
-            "attn='lipschitznorm' has neither tau nor nu nor a released form here: leave out "
-            "official_compat, learn_logit_scale and value_scale"
-        )
-    if official_compat and value_scale != 1.0:
-        raise ValueError(
-            f"value_scale={value_scale} has no effect with official_compat=True, whose values "
-            "are not normalized: leave one of them out"
-        )
-
-
 def fit_window(size: int, max_window: int) -> int:
     """Return the side of the equal windows that cover ``size`` with the least padding.
 
-    The side is at most ``max_window`` and, among the divisions into the fewest windows, the
-    smallest: 56 in windows of at most 7 gives 7, 24 gives 6, 16 gives 6 (three windows, two rows
-    of padding instead of five), 5 gives 5.
+    The side is the smallest one that needs no more windows than ``max_window`` does: 24 in windows
+    of at most 7 gives 6, and 16 gives 6 (three windows, two rows of padding instead of five).
 
     Args:
         size: Extent of the feature map in tokens, >= 1.
@@ -458,11 +428,6 @@ def fit_window(size: int, max_window: int) -> int:
     """
     num_windows = (size + max_window - 1) // max_window
     return (size + num_windows - 1) // num_windows
-
-
-def pad_to_even(x: Tensor) -> Tensor:
-    """Pad a map [B, H, W, C] with zeros at the bottom and the right to even height and width."""
-    return F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
 
 
 @register_fold(PatchEmbed)

@@ -17,10 +17,16 @@ from timm.layers import register_notrace_module
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear, attend_in_windows
+from lipsformer.layers import (
+    CenterNorm,
+    DepthwiseConv2d,
+    Linear,
+    attend_in_windows,
+    pad_to_even,
+)
 from lipsformer.models._timm import create, model_cfg, unwrap
 from lipsformer.models.inference import fold_norm_behind, register_fold
-from lipsformer.models.lipsformer import Device, LipsFormer, fit_window, pad_to_even
+from lipsformer.models.lipsformer import Device, LipsFormer, fit_window
 from lipsformer.models.official_weights import (
     check_same_form,
     official_cswin_to_lipsformer,
@@ -214,12 +220,7 @@ class LipsFormerCSwin(LipsFormer):
         )
 
     def make_attn(self, stage: int, dim: int) -> StripeAttention:
-        """Build the stripe attention of one block.
-
-        Args:
-            stage: Index of the stage.
-            dim: Number of channels C.
-        """
+        """Build the stripe attention of one block of a stage, on maps of ``dim`` channels."""
         num_heads, split_size = self.num_heads[stage], self.split_sizes[stage]
         num_branches = 1 if split_size is None else 2
         cores = nn.ModuleList(

@@ -21,10 +21,16 @@ from timm.models import generate_default_cfgs, register_model
 from timm.models._input import update_model_args
 from torch import Tensor, nn
 
-from lipsformer.layers import CenterNorm, Linear, attend_in_windows, relative_position_index
+from lipsformer.layers import (
+    CenterNorm,
+    Linear,
+    attend_in_windows,
+    pad_to_even,
+    relative_position_index,
+)
 from lipsformer.models._timm import create, model_cfg, unwrap
 from lipsformer.models.inference import fold_norm_before, register_fold
-from lipsformer.models.lipsformer import Device, LipsFormer, fit_window, pad_to_even
+from lipsformer.models.lipsformer import Device, LipsFormer, fit_window
 from lipsformer.models.official_weights import (
     check_same_form,
     official_swin_to_lipsformer,
@@ -216,12 +222,7 @@ class LipsFormerSwin(LipsFormer):
         super().__init__(embed_dim=embed_dim, depths=depths, **kwargs)
 
     def make_attn(self, stage: int, dim: int) -> WindowAttention:
-        """Build the window attention of one block.
-
-        Args:
-            stage: Index of the stage.
-            dim: Number of channels C.
-        """
+        """Build the window attention of one block of a stage, on maps of ``dim`` channels."""
         num_heads = self.num_heads[stage]
         core = self.make_core(num_heads)
         return WindowAttention(dim, num_heads, self.window_size, core, **self.proj_options)

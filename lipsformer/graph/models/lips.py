@@ -56,7 +56,9 @@ class LipsLayer(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         return self.mlp(self.attn(x, edge_index))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         """Accept the parameter names from before a weighted residual owned its branch."""
         earlier = {
             "residual.": "attn.",
