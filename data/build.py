@@ -5,11 +5,20 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from data.dataset import ImageDataset, TrainDataset
 from data.errors import DataError
 from data.parquet import ParquetSource
 from data.shards import ShardSource
-from data.sources import FolderSource, Source, digits, torchvision_set
+from data.sources import (
+    FolderSource,
+    PartOfSource,
+    Source,
+    digits,
+    held_out,
+    torchvision_set,
+)
 from data.transforms import EvalTransform, FastEvalTransform, TrainTransform, Transform
 from lipsformer.config import AugmentConfig, DataConfig
 
@@ -29,13 +38,14 @@ def build_datasets(
     Raises:
         DataError: names what is missing or unexpected, and where.
     """
-    train = TrainDataset(
-        build_source(data, data.train_split), TrainTransform(data, augment), seed=seed
-    )
-    if isinstance(train.source, ParquetSource) and train.source.group_bytes > SLOW_GROUP_BYTES:
+    source = build_source(data, data.train_split)
+    if data.holdout > 0:
+        source = PartOfSource(source, np.flatnonzero(~held_out(source.labels, data.holdout)))
+    train = TrainDataset(source, TrainTransform(data, augment), seed=seed)
+    if isinstance(source, ParquetSource) and source.group_bytes > SLOW_GROUP_BYTES:
         warnings.warn(
             f"to read one image of a shuffled epoch is to read a row group of up to "
-            f"{train.source.group_bytes / 2**20:.0f} MiB: make shards of the parquet files "
+            f"{source.group_bytes / 2**20:.0f} MiB: make shards of the parquet files "
             "(`python -m scripts.make_shards --parquet SPLIT`) to train faster",
             stacklevel=2,
         )
@@ -53,7 +63,11 @@ def build_eval_dataset(data: DataConfig, *, classes: Sequence[str] | None) -> Im
     Raises:
         DataError: names what is missing or unexpected, and where.
     """
-    source = build_source(data, data.val_split)
+    if data.holdout > 0:
+        source = build_source(data, data.train_split)
+        source = PartOfSource(source, np.flatnonzero(held_out(source.labels, data.holdout)))
+    else:
+        source = build_source(data, data.val_split)
     return ImageDataset(source, eval_transform(data), classes=classes)
 
 

@@ -29,6 +29,43 @@ class Source(Protocol):
         ...
 
 
+class PartOfSource:
+    """Some images of a source, in the order given.
+
+    Args:
+        source: The whole.
+        indices: Positions in the source, [K].
+    """
+
+    def __init__(self, source: Source, indices: np.ndarray):
+        self.source = source
+        self.indices = indices
+        self.classes = source.classes
+        self.labels = source.labels[indices]
+
+    def load(self, index: int) -> Picture:
+        """Return the image of `index`, not yet decoded."""
+        return self.source.load(int(self.indices[index]))
+
+
+def held_out(labels: np.ndarray, share: float) -> np.ndarray:
+    """Return which images are held out: the same share of every class, evenly over its images.
+
+    Args:
+        labels: Class of each image, [N].
+        share: Of the images, in [0, 1).
+
+    Returns:
+        [N], True for an image that is held out.
+    """
+    chosen = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        (members,) = np.nonzero(labels == label)
+        steps = np.floor(np.arange(len(members) + 1) * share)
+        chosen[members] = np.diff(steps) > 0
+    return chosen
+
+
 class FolderSource:
     """An ImageFolder tree: one folder per class, labels by torchvision's order (string sort).
 

@@ -37,6 +37,8 @@ class DataConfig:
     `root` defaults to the environment variable LIPSFORMER_DATA, else `datasets`. `name` is the
     folder below it for `source: folder`, `shards` (made by `scripts.make_shards`) and `parquet`
     (as Hugging Face stores images, which may name the splits differently).
+    With `holdout` above 0 this share of the training images of each class is left out of training
+    and evaluated in place of `val_split`, so that settings can be chosen without the test images.
     An image that cannot be read is an error, unless the file `skip_list` names it: one path below
     the data folder per line, as `scripts.check_data` writes them. `crop_pct` is the share of the
     image that evaluation keeps; `mean` and `std` are per RGB channel, for values in [0, 1].
@@ -49,6 +51,7 @@ class DataConfig:
     name: str | None = None
     train_split: str = "train"
     val_split: str = "val"
+    holdout: float = 0.0
     img_size: int = 224
     num_workers: int = 4
     download: bool = False
@@ -63,6 +66,7 @@ class DataConfig:
         require_finite(self, "data")
         require(self.img_size >= 1, "data.img_size", self.img_size, "must be >= 1 pixel")
         require(self.num_workers >= 0, "data.num_workers", self.num_workers, "must be >= 0")
+        require(0 <= self.holdout < 1, "data.holdout", self.holdout, "must be in [0, 1)")
         require(0 < self.crop_pct <= 1, "data.crop_pct", self.crop_pct, "must be in (0, 1]")
         require(min(self.std) > 0, "data.std", self.std, "all must be > 0")
         for name, sources in (
@@ -118,15 +122,21 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW. `lr` is the peak learning rate, used as stated: nothing scales it.
+    """The optimizer. `lr` is the peak learning rate and is used as stated: nothing scales it.
 
-    `clip_grad` bounds the 2-norm of the whole gradient; `layer_decay` multiplies the lr of each
-    group of layers once more per step away from the head.
+    `name` is one of timm's (`adamw`, `muon`, `nadamuon`, `lion`, `lamb`, ...). `betas`, `eps` and
+    `momentum` are its own defaults where they are null, and `kwargs` are further arguments of its
+    class. The Muon family updates hidden matrices; AdamW updates everything else at the same
+    learning rate. `clip_grad` bounds the 2-norm of the whole gradient. `layer_decay` multiplies the
+    learning rate of each group of layers once more per step away from the head.
     """
 
     lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    name: str = "adamw"
+    betas: tuple[float, ...] | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
     weight_decay: float = 0.05
     clip_grad: float | None = None
     layer_decay: float | None = None
@@ -134,8 +144,12 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require_finite(self, "optim")
         require(self.lr >= 0, "optim.lr", self.lr, "must be >= 0")
-        require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "both in [0, 1)")
-        require(self.eps > 0, "optim.eps", self.eps, "must be > 0")
+        betas, eps, momentum = self.betas, self.eps, self.momentum
+        fits = betas is None or (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas))
+        require(fits, "optim.betas", betas, "must be two or three numbers in [0, 1), or null")
+        require(eps is None or eps > 0, "optim.eps", eps, "must be > 0, or null")
+        fits = momentum is None or 0 <= momentum < 1
+        require(fits, "optim.momentum", momentum, "must be in [0, 1), or null")
         decay = self.weight_decay
         require(decay >= 0, "optim.weight_decay", decay, "must be >= 0")
         clip = self.clip_grad

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lipsformer.engine.distributed import seed_micro_step
 from lipsformer.engine.metrics import EvalSums, NonFiniteError, Window
-from lipsformer.engine.optim import set_lr
+from lipsformer.engine.optim import set_lr, skips_on_device
 
 MicroBatch = tuple[Tensor, Tensor]
 
@@ -131,19 +131,29 @@ class Learner:
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
         set_lr(self.optimizer, self.schedule(update))
-        if accelerator.scaler is None:
-            # The fused optimizer's own way to skip a step without the host knowing.
-            inner = self.optimizer.optimizer  # pyright: ignore[reportAttributeAccessIssue]
-            inner.found_inf = (~grad_norm.isfinite()).float()
         for instrument in self.instruments:
             instrument.before_step(update)
-        self.optimizer.step()
+        self._step(grad_norm)
         self.optimizer.zero_grad()
         for instrument in self.instruments:
             instrument.after_step(update)
         if self.ema is not None:
             self.ema.update(self.module, step=update + 1)
         return loss_sum, grad_norm
+
+    def _step(self, grad_norm: Tensor) -> None:
+        """Step the optimizer unless the gradient is not finite.
+
+        The scaler of fp16 and the fused optimizers decide that on the device. With any other
+        optimizer the host reads the norm first.
+        """
+        inner = self.optimizer.optimizer  # pyright: ignore[reportAttributeAccessIssue]
+        if self.accelerator.scaler is None:
+            if skips_on_device(inner):
+                inner.found_inf = (~grad_norm.isfinite()).float()
+            elif not grad_norm.isfinite():
+                return
+        self.optimizer.step()
 
 
 def shard_ema(ema: ModelEmaV3, accelerator: Accelerator) -> None:

@@ -21,6 +21,7 @@ from lipsformer.engine.checkpoint import (
     CheckpointError,
     read_state,
 )
+from lipsformer.engine.optim import load_state, state_numbers, state_tensors
 from lipsformer.engine.steps import Learner
 
 
@@ -28,7 +29,7 @@ def take(learner: Learner) -> dict[str, dict[str, Tensor]]:
     """File name -> tensors on the CPU. Every rank must call it: gathering shards is collective."""
     files = {
         MODEL: _on_cpu(learner.module.state_dict()),
-        OPTIMIZER: _on_cpu(_moments(learner.module, learner.optimizer)),
+        OPTIMIZER: _on_cpu(state_tensors(learner.module, learner.optimizer)),
     }
     if learner.ema is not None:
         files[EMA] = _on_cpu(learner.ema.module.state_dict())
@@ -52,20 +53,13 @@ def put_back(learner: Learner, folder: Path) -> None:
         CheckpointError: if names or shapes are not those of this run.
     """
     _fill(learner.module.state_dict(), folder / MODEL)
-    state = learner.optimizer.state
-    for parameter in learner.module.parameters():
-        if parameter.requires_grad and not state[parameter]:
-            state[parameter] = {
-                # AdamW counts steps in float32, on the device in its fused form.
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-    _fill(_moments(learner.module, learner.optimizer), folder / OPTIMIZER)
+    state = read_state(folder)
+    moments = load_file(folder / OPTIMIZER)
+    load_state(learner.module, learner.optimizer, moments, state["optimizer"])
     if learner.ema is not None:
         _fill(learner.ema.module.state_dict(), folder / EMA)
     if learner.accelerator.scaler is not None:
-        learner.accelerator.scaler.load_state_dict(read_state(folder)["scaler"])
+        learner.accelerator.scaler.load_state_dict(state["scaler"])
     if learner.instruments and (folder / INSTRUMENTS).exists():
         states = load_file(folder / INSTRUMENTS)
         for instrument in learner.instruments:
@@ -74,10 +68,16 @@ def put_back(learner: Learner, folder: Path) -> None:
             instrument.load_state_dict(own)
 
 
-def scaler_state(learner: Learner) -> dict[str, Any] | None:
-    """The gradient scaler's numbers; None unless the precision is fp16."""
+def numbers(learner: Learner) -> dict[str, Any]:
+    """Return what `put_back` needs besides tensors: of the gradient scaler and the optimizer.
+
+    The scaler is None unless the precision is fp16.
+    """
     scaler = learner.accelerator.scaler
-    return None if scaler is None else scaler.state_dict()
+    return {
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "optimizer": state_numbers(learner.module, learner.optimizer),
+    }
 
 
 def load_initial_weights(module: nn.Module, weights: dict[str, Tensor], origin: str) -> list[str]:
@@ -113,14 +113,6 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], origin: str) -> 
     """
     _check(module.state_dict(), weights, origin)
     module.load_state_dict(weights)
-
-
-def _moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}.{key}": value
-        for name, parameter in module.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

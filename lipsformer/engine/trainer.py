@@ -323,7 +323,7 @@ class Run:
             "position": position,
             "updates_per_epoch": self.updates_per_epoch,
             "ema_updates": None if self.learner.ema is None else self.update,
-            "scaler": train_state.scaler_state(self.learner),
+            **train_state.numbers(self.learner),
             "window": window,
             "history": self.history,
             "best": self.best,

@@ -9,7 +9,17 @@ from torch import nn
 
 from lipsformer.engine import train_state
 from lipsformer.engine.checkpoint import CheckpointError, CheckpointFolder
-from tests.engine.test_loop import make_learner, make_model, make_samples, transform
+from lipsformer.engine.steps import Learner
+from tests.engine.test_steps import make_learner, make_model, make_samples, transform
+
+
+def save(learner: Learner, folder: Path, update: int) -> Path:
+    return CheckpointFolder(folder, keep=1).save(
+        update,
+        tensors=train_state.take(learner),
+        texts={"state.json": json.dumps(train_state.numbers(learner))},
+        best_update=None,
+    )
 
 
 def test_a_fresh_learner_continues_as_the_first(tmp_path: Path) -> None:
@@ -17,9 +27,7 @@ def test_a_fresh_learner_continues_as_the_first(tmp_path: Path) -> None:
     first = make_learner(make_model(), ema_decay=0.8)
     for update in range(3):
         first.update([samples], 6, update, transform)
-    folder = CheckpointFolder(tmp_path, keep=1).save(
-        3, tensors=train_state.take(first), texts={}, best_update=None
-    )
+    folder = save(first, tmp_path, 3)
     model = make_model()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
@@ -41,17 +49,12 @@ def test_the_gradient_scaler_is_put_back(tmp_path: Path) -> None:
     learner = make_learner(make_model())
     learner.update([make_samples(6)], 6, 0, transform)
     learner.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**11, growth_interval=9)
-    state = train_state.scaler_state(learner)
-    folder = CheckpointFolder(tmp_path, keep=1).save(
-        1,
-        tensors=train_state.take(learner),
-        texts={"state.json": json.dumps({"scaler": state})},
-        best_update=None,
-    )
+    state = train_state.numbers(learner)["scaler"]
+    folder = save(learner, tmp_path, 1)
     learner.accelerator.scaler = torch.amp.GradScaler("cpu")
-    assert train_state.scaler_state(learner) != state
+    assert train_state.numbers(learner)["scaler"] != state
     train_state.put_back(learner, folder)
-    assert train_state.scaler_state(learner) == state
+    assert train_state.numbers(learner)["scaler"] == state
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,6 @@ def test_the_gradient_scaler_is_put_back(tmp_path: Path) -> None:
     ],
 )
 def test_another_model_is_refused(tmp_path: Path, other: nn.Module, reason: str) -> None:
-    tensors = train_state.take(make_learner(make_model()))
-    folder = CheckpointFolder(tmp_path, keep=1).save(1, tensors=tensors, texts={}, best_update=None)
+    folder = save(make_learner(make_model()), tmp_path, 1)
     with pytest.raises(CheckpointError, match=f"does not fit the model: .*{reason}"):
         train_state.put_back(make_learner(other), folder)
