@@ -30,8 +30,6 @@ def fill(module: nn.Module, magnitudes: dict[str, Any]) -> None:
         values = values * magnitudes[group]
         if group == "weight":
             values = values / math.sqrt(math.prod(parameter.shape[1:]))
-        if name.endswith("qkv.bias") and magnitudes["seed"] % 2 == 0:
-            values[: 2 * len(values) // 3] = 0.0  # attention is steep at short queries and keys
         parameter.copy_(values)
     parameters = list(module.parameters())
     if magnitudes["spot"] is not None and parameters:
