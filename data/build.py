@@ -53,7 +53,7 @@ def build_datasets(
             stacklevel=2,
         )
     if data.holdout > 0:
-        source = Subset(source, np.flatnonzero(~held_out(source.labels, data.holdout)))
+        source = Subset(source, np.flatnonzero(~held_out(source.labels, data.holdout)).tolist())
     train = TrainDataset(source, train_transform(data, augment), seed=seed)
     return train, build_eval_dataset(data, classes=train.classes)
 
@@ -71,7 +71,7 @@ def build_eval_dataset(data: DataConfig, *, classes: Sequence[str] | None) -> Im
     """
     if data.holdout > 0:
         source = build_source(data, data.train_split)
-        source = Subset(source, np.flatnonzero(held_out(source.labels, data.holdout)))
+        source = Subset(source, np.flatnonzero(held_out(source.labels, data.holdout)).tolist())
     else:
         source = build_source(data, data.val_split)
     return ImageDataset(source, eval_transform(data), classes=classes)

@@ -9,7 +9,6 @@ Reference: Dasoulas, Scaman, Virmaux, "Lipschitz Normalization for Self-Attentio
 Application to Graph Neural Networks", ICML 2021.
 """
 
-import math
 from collections.abc import Callable
 
 import torch

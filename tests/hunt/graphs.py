@@ -4,9 +4,9 @@ from typing import Any, cast
 
 import torch
 from hypothesis import strategies as st
+from lipsformer.graph.conv import LipschitzGATConv
 from torch import Tensor, nn
 
-from lipsformer.graph.conv import LipschitzGATConv
 from lipsformer.graph.diagnostics import gat_attention_bound
 from lipsformer.graph.models import ResidualGCN
 from tests.hunt.cases import Subject, kind
@@ -50,7 +50,9 @@ def _weights(layer: nn.Module) -> Any:
 
 
 @kind("ResidualGCN layer", **GRAPH, bound=st.sampled_from([0.5, 1.0, 0.1]))
-def _residual(nodes: int, edges: Any, shape: str, undirected: bool, channels: int, bound: float) -> Subject:
+def _residual(
+    nodes: int, edges: Any, shape: str, undirected: bool, channels: int, bound: float
+) -> Subject:
     layer = ResidualGCN(channels, channels, 2, 1, bound=bound).layers[0]
     index = edge_index(nodes, edges, shape, undirected)
     module = OnGraph(cast(nn.Module, layer), index)

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from lipsformer.analysis.control import SpectralCap
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from lipsformer import convert
-from lipsformer.analysis.control import SpectralCap
 from lipsformer.models.inference import optimize_for_inference
 from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
 from lipsformer.models.lipsformer_swin import LipsFormerSwin
