@@ -115,7 +115,8 @@ def check_module(name: str, arguments: Sequence[str]) -> None:
     """A module with a `main`; what it names below configs/ or scripts/ must be there."""
     module = importlib.import_module(name)
     options = parse(module.main, arguments)
-    schema = {"scripts.train_graph": "GraphConfig", "scripts.graph_sweep": "SweepConfig"}.get(name)
+    schemas = {"scripts.train_graph": "GraphConfig", "scripts.graph_sweep": "GraphSweepConfig"}
+    schema = schemas.get(name)
     if schema is not None:
         read_config(getattr(module, schema), ROOT / options.config, options.overrides)
 
