@@ -79,9 +79,7 @@ def graph_models() -> Iterator[tuple[str, nn.Module]]:
 
 def record(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
     """Return initial parameters, and output and gradients in either precision and mode."""
-    found: dict[str, Any] = {
-        "parameters": [tensor.clone() for tensor in model.state_dict().values()]
-    }
+    found: dict[str, Any] = {"parameters": [p.detach().clone() for p in model.parameters()]}
     for dtype in (torch.float32, torch.float64):
         model.to(dtype)
         converted = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
