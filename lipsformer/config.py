@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lipsformer._configfile import ConfigError, require, require_finite
+from lipsformer._renamed import renamed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,3 +377,6 @@ class Config:
         warmup, epochs = self.schedule.warmup_epochs, self.train.epochs
         allowed = f"must be below train.epochs={epochs}"
         require(warmup < epochs, "schedule.warmup_epochs", warmup, allowed)
+
+
+__getattr__ = renamed(__name__)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lipsformer._configfile import require
+from lipsformer._renamed import renamed
 
 __all__ = [
     "GraphConfig",
@@ -236,3 +237,6 @@ class GraphSweepConfig:
         keys = [entry.partition("=")[0] for entry in self.grid]
         allowed = f"must be a key of grid: {', '.join(keys)}"
         require(self.x is None or self.x in keys, "x", self.x, allowed)
+
+
+__getattr__ = renamed(__name__)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.utils import add_remaining_self_loops, degree, scatter
 
+from lipsformer._renamed import renamed
 from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.stack import GraphNet
@@ -182,3 +183,6 @@ def _norm(module: nn.Module, gradients: dict[int, Tensor | None]) -> float:
     parts = [gradients[id(p)] for p in module.parameters()]
     squares = [part.double().square().sum() for part in parts if part is not None]
     return math.sqrt(sum(square.item() for square in squares))
+
+
+__getattr__ = renamed(__name__)

@@ -1,5 +1,6 @@
 """Layers shared by the vision and the graph models; each states its Lipschitz constant."""
 
+from lipsformer._renamed import renamed
 from lipsformer.layers.center_norm import CenterNorm
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import (
@@ -39,3 +40,5 @@ __all__ = [
     "spectral_init_",
     "spectral_init_modules_",
 ]
+
+__getattr__ = renamed(__name__)

@@ -4,6 +4,7 @@ Each file holds the rules of one family of modules. The rule of a class and the 
 attention are registered together, with `bound_rule(cls, layout=...)`.
 """
 
+from lipsformer._renamed import renamed
 from lipsformer.analysis.bounds import layers, lipsformer, timm  # noqa: F401  (registers rules)
 from lipsformer.analysis.bounds.core import (
     Bound,
@@ -48,3 +49,5 @@ __all__ = [
     "scale_output",
     "simple_bound",
 ]
+
+__getattr__ = renamed(__name__)

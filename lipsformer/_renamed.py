@@ -1,0 +1,82 @@
+"""Names of the previous release: using one raises an ImportError that says the new name.
+
+The table is kept for one release.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+MODULES = {
+    "lipsformer.analysis.attention_bounds": "lipsformer.analysis.bounds",
+    "lipsformer.analysis.confusion": "lipsformer.analysis.errors",
+    "lipsformer.analysis.control": "lipsformer.analysis.instruments",
+    "lipsformer.analysis.instrument": "lipsformer.engine.instrument",
+    "lipsformer.analysis.layer_bounds": "lipsformer.analysis.bounds",
+    "lipsformer.analysis.lipschitz": "lipsformer.analysis.bounds",
+    "lipsformer.analysis.memory": "lipsformer.analysis.cost",
+    "lipsformer.analysis.model_bounds": "lipsformer.analysis.bounds",
+    "lipsformer.analysis.monitor": "lipsformer.analysis.instruments",
+    "lipsformer.analysis.profile": "lipsformer.analysis.cost",
+    "lipsformer.analysis.timm_bounds": "lipsformer.analysis.bounds",
+    "lipsformer.engine.loop": "lipsformer.engine.steps",
+    "lipsformer.engine.run": "lipsformer.engine.trainer",
+    "lipsformer.engine.runtime": "lipsformer.engine.distributed",
+    "lipsformer.engine.snapshot": "lipsformer.engine.train_state",
+    "lipsformer.graph.conv": "lipsformer.graph",
+    "lipsformer.graph.csr": "lipsformer.graph.edge_attention.csr",
+    "lipsformer.layers.attention": "lipsformer.layers.cosine_attention",
+    "lipsformer.layers.frozen": "lipsformer.models.inference",
+    "lipsformer.layers.norm": "lipsformer.layers.center_norm",
+    "lipsformer.layers.score_norm": "lipsformer.layers.lipschitz_norm",
+    "lipsformer.layers.window": "lipsformer.layers.windows",
+    "lipsformer.layers.window_attention": "lipsformer.layers",
+    "lipsformer.models.convert": "lipsformer.models.official_weights",
+    "lipsformer.models.lipschitz_form": "lipsformer.models.timm_conversion",
+    "scripts.convert_checkpoint": "scripts.import_weights",
+    "scripts.stability_sweep": "benchmarks.league",
+}
+NAMES = {
+    "lipsformer.analysis.bounds.largest": "max_abs",
+    "lipsformer.analysis.bounds.rule": "bound_rule",
+    "lipsformer.config.ConfigError": "lipsformer._configfile.ConfigError",
+    "lipsformer.config.config_identity": "lipsformer.engine.resume.config_identity",
+    "lipsformer.config.load_config": "lipsformer._configfile.read_config(Config, ...)",
+    "lipsformer.graph.config.DataConfig": "GraphDataConfig",
+    "lipsformer.graph.config.ModelConfig": "GraphModelConfig",
+    "lipsformer.graph.config.RunConfig": "GraphRunConfig",
+    "lipsformer.graph.config.SweepConfig": "GraphSweepConfig",
+    "lipsformer.graph.config.TrainConfig": "GraphTrainConfig",
+    "lipsformer.graph.diagnostics.mu": "distance_from_mean",
+    "lipsformer.layers.cosine_windows": "attend_in_windows",
+    "lipsformer.layers.fit_window": "lipsformer.models.lipsformer.fit_window",
+    "lipsformer.layers.kept_samples": "WeightedResidual(branch, ...), which owns its branch",
+}
+
+
+class _RenamedModules(MetaPathFinder):
+    """Raise for the modules of the table; it is asked after all finders that can find anything."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname in MODULES:
+            raise ImportError(f"{fullname} has a new name: {MODULES[fullname]}")
+
+
+def renamed(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module, which raises for the names of the table.
+
+    Args:
+        module: Dotted name of the module.
+    """
+
+    def attribute(name: str) -> Any:
+        if new := NAMES.get(f"{module}.{name}"):
+            raise ImportError(f"{module}.{name} has a new name: {new}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return attribute
+
+
+if not any(isinstance(finder, _RenamedModules) for finder in sys.meta_path):
+    sys.meta_path.append(_RenamedModules())
