@@ -20,7 +20,7 @@ from lipsformer.engine.optim import make_optimizer, set_lr
 from lipsformer.engine.schedule import CosineSchedule
 
 ROOT = Path(__file__).parents[2]
-BATCH_SIZE = 64
+BATCH_SIZE = 32
 PROBED = 64  # held-out images on which the attention entropy is measured
 PROBES = (0, 1, 2, 5, 10, 20, 50, 100, 200, 300, 400)  # and after the last update
 STABLE_SHARE = 0.95  # of the loss of a uniform guess

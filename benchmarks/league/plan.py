@@ -12,6 +12,7 @@ MULTIPLES = (0.1, 0.4, 1.6, 6.3, 25.0, 100.0)  # of an optimizer's usual learnin
 WARMUPS = (0.0, 0.1)
 SEEDS = (0, 1, 2)
 DEPTHS = (12, 48, 96)
+DEPTH_UPDATES = 200
 BEST = 6  # bodies that go on to Imagenette, beside `plain` and `lipsformer`
 WITH_ALL_OPTIMIZERS = ("lipsformer", "plain", "plain + QK-norm")
 
@@ -89,6 +90,7 @@ def depth_cells(records: Sequence[Record]) -> list[Cell]:
         for body in BODIES:
             best = max(first_grid(records, body), key=lambda r: (r["stable"], r["top1"]))
             cell = {"body": body, "optimizer": "adamw", "lr": best["lr"], "blocks": depth}
+            cell["updates"] = DEPTH_UPDATES
             found.append(Cell(data="cifar10", warmup=WARMUPS[0], seed=SEEDS[0], **cell))
     return found
 

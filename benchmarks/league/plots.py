@@ -43,7 +43,7 @@ def plot_rates(records: Sequence[Record], data: str, title: str, path: Path) -> 
                 [select(rows.get((body, optimizer), []), lr=lr) for lr in rates(optimizer)]
                 for body, optimizer in order
             ]
-    names = [body if optimizer == "adamw" else f"{body}, {optimizer}" for body, optimizer in order]
+    names = [body if optimizer == "adamw" else f"{body} · {optimizer}" for body, optimizer in order]
     columns = [f"{k:g}×" for k in _multiples()]
     about = f"{title}: accuracy on held-out images, %. Grey: the run fails. Best rows on top."
     return heatmap(panels, names, columns, "learning rate, times the usual one", about, path)
@@ -91,8 +91,8 @@ def heatmap(
         ax.tick_params(length=0)
         for spine in ax.spines.values():
             spine.set_visible(False)
-        for text, row in zip(ax.get_yticklabels(), rows, strict=True):
-            text.set_fontweight("bold" if row.split(",")[0] == OURS else "normal")
+    for text, row in zip(axes[0].get_yticklabels(), rows, strict=True):
+        text.set_fontweight("bold" if row.split(" · ")[0] == OURS else "normal")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130)
     return path

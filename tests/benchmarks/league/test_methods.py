@@ -106,7 +106,7 @@ def test_rezero_has_one_weight_per_branch_that_starts_at_zero():
     assert number.grad is not None and number.grad.item() == 6.0
 
 
-@pytest.mark.parametrize("blocks, start", [(6, 0.1), (18, 0.1), (24, 1e-5), (96, 1e-6)])
+@pytest.mark.parametrize(("blocks", "start"), [(6, 0.1), (18, 0.1), (24, 1e-5), (96, 1e-6)])
 def test_layer_scale_starts_as_its_paper_says(blocks, start):
     residual = WeightedResidual(6, 0.5)
     layer_scale_(residual, blocks)
