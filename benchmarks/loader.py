@@ -151,7 +151,7 @@ def stages(folder: Path) -> dict[str, Any]:
         seed_all(index)
         return transform.crop(picture)
 
-    def seeded_colour(index: int, img):
+    def seeded_color(index: int, img):
         seed_all(index)
         for stage in transform.color:
             img = stage(img)
@@ -163,7 +163,7 @@ def stages(folder: Path) -> dict[str, Any]:
         timed("header", pictures, lambda _, picture: picture.size)
         timed("decode", pictures, lambda _, picture: picture.pixels())
         crops = timed("decode, crop and resize", pictures, seeded_crop)
-        images = timed("RandAugment", crops, seeded_colour)
+        images = timed("RandAugment", crops, seeded_color)
         batches = [images[i : i + BATCH_SIZE] for i in range(0, len(images), BATCH_SIZE)]
         started = time.process_time()
         for batch in batches:

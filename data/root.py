@@ -1,4 +1,4 @@
-"""Where the data sets lie."""
+"""The folder of all data sets."""
 
 import os
 from pathlib import Path

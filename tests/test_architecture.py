@@ -15,7 +15,7 @@ CHECKED = ("lipsformer", "data", "train.py", "eval.py", "scripts", "benchmarks")
 LIBRARY = {
     *{"lipsformer", "lipsformer.config", "lipsformer._configfile", "lipsformer._commands"},
     *{"lipsformer.kernels", "lipsformer.layers", "lipsformer.models", "lipsformer.graph"},
-    *{"lipsformer.analysis", "lipsformer.engine"},
+    *{"lipsformer.analysis", "lipsformer.engine", "lipsformer.jsonl"},
 }
 
 # The modules of this repository that each part may import. A name includes its submodules, but
@@ -29,6 +29,7 @@ OWN = {
     "lipsformer/_commands.py": set(),
     "lipsformer/completion.py": {"lipsformer._commands", "lipsformer.config"},
     "lipsformer/_configfile.py": set(),
+    "lipsformer/jsonl.py": set(),
     "lipsformer/config.py": {"lipsformer._configfile"},
     "lipsformer/kernels": {"lipsformer.kernels"},
     "lipsformer/layers": {"lipsformer.layers", "lipsformer.kernels"},
@@ -36,7 +37,8 @@ OWN = {
         *{"lipsformer.models", "lipsformer.layers", "lipsformer.kernels", "lipsformer._configfile"}
     },
     "lipsformer/graph": {
-        *{"lipsformer.graph", "lipsformer.layers", "lipsformer.kernels", "lipsformer._configfile"}
+        *{"lipsformer.graph", "lipsformer.layers", "lipsformer.kernels"},
+        *{"lipsformer._configfile", "lipsformer.jsonl"},
     },
     "lipsformer/analysis": {"lipsformer.analysis", "lipsformer.models", "lipsformer.layers"},
     "lipsformer/analysis/bounds/graph.py": {
@@ -44,7 +46,7 @@ OWN = {
     },
     "lipsformer/engine": {
         *{"lipsformer.engine", "lipsformer.analysis", "lipsformer.models"},
-        *{"lipsformer.config", "lipsformer._configfile"},
+        *{"lipsformer.config", "lipsformer._configfile", "lipsformer.jsonl"},
     },
     "data": {"data"},
     "data/build.py": {"data", "lipsformer.config"},
@@ -63,6 +65,7 @@ ELSEWHERE = {
     "lipsformer/_commands.py": set(),
     "lipsformer/completion.py": {"shtab"},
     "lipsformer/_configfile.py": {"omegaconf", "yaml"},
+    "lipsformer/jsonl.py": set(),
     "lipsformer/config.py": {"omegaconf", "yaml"},
     "lipsformer/kernels": {"torch", "timm", "triton", "numpy"},
     "lipsformer/layers": {"torch", "timm", "einops"},
