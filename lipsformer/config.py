@@ -3,12 +3,8 @@
 The docstrings of the sections are what `lipsformer train --help` prints.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import yaml
-from omegaconf import OmegaConf
 
 from lipsformer._configfile import ConfigError, require, require_finite
 
@@ -380,27 +376,3 @@ class Config:
         warmup, epochs = self.schedule.warmup_epochs, self.train.epochs
         allowed = f"must be below train.epochs={epochs}"
         require(warmup < epochs, "schedule.warmup_epochs", warmup, allowed)
-
-
-def config_identity(config: Config) -> dict[str, Any]:
-    """Return the settings that decide the weights of a run, by dotted path.
-
-    Settings of place, speed and reporting are left out.
-    """
-    sections = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(sections, dict)
-    del sections["run"]
-    for name in ("root", "download", "num_workers"):
-        del sections["data"][name]
-    # The batch size per device follows from the number of devices, which is compared separately.
-    for name in ("eval_batch_size", "batch_size_per_device"):
-        del sections["train"][name]
-    for name in ("monitor_every", "bound_limit"):
-        del sections["lipschitz"][name]
-    return {f"{section}.{key}": v for section, keys in sections.items() for key, v in keys.items()}
-
-
-def config_hash(config: Config) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 sum of `config_identity`."""
-    text = yaml.safe_dump(config_identity(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

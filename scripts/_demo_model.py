@@ -1,8 +1,6 @@
-"""The questions that the demo page asks a model about one image."""
+"""A model and the questions that the demo page asks it about one image."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,12 +9,11 @@ from torch import Tensor, nn
 from data import Normalize
 from data.images import Picture
 from data.transforms import EvalTransform
-from eval import data_config
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.estimate import local_lipschitz
 from lipsformer.config import DataConfig
-from lipsformer.engine.checkpoint import locate
-from scripts.measure_lipschitz import load_model
+from lipsformer.engine.run_folder import Weights, load_model
+from scripts._assemble import data_config
 
 POWER_ITERATIONS = 15
 
@@ -27,9 +24,9 @@ class Noisy:
 
     Attributes:
         image: uint8 [H, W, 3], clipped to valid values.
-        length: 2-norm of the change of the pixel values, which are in [0, 1].
+        length: 2-norm of the change, for pixel values in [0, 1].
         moved: 2-norm of the change of the logits.
-        probabilities: Class probabilities [K].
+        probabilities: Probabilities of the classes, [K].
     """
 
     image: np.ndarray
@@ -43,10 +40,10 @@ class Sensitivity:
     """How strongly the logits can move at an image.
 
     Attributes:
-        constant: Estimate of the local Lipschitz constant from pixel values in [0, 1] to logits,
-            both in the 2-norm.
+        constant: Estimated local Lipschitz constant from the image, with pixel values in [0, 1], to
+            the logits, both in the 2-norm.
         direction: Length of the worst change in every pixel, [H, W], as a share of the largest.
-        margin: Largest logit minus the second largest.
+        margin: Logit of the first class minus logit of the second.
     """
 
     constant: float
@@ -57,13 +54,13 @@ class Sensitivity:
 class DemoModel:
     """A classifier with its class names and its preprocessing.
 
-    Images are uint8 [H, W, 3] in the model's input size.
+    Images are uint8 [H, W, 3] of the size that the model takes.
 
     Args:
         name: Name of the architecture.
         model: The classifier.
         classes: Names of its K outputs.
-        data: Its preprocessing.
+        data: The preprocessing.
     """
 
     def __init__(self, name: str, model: nn.Module, classes: list[str], data: DataConfig):
@@ -78,37 +75,35 @@ class DemoModel:
         self.normalize = Normalize(data.mean, data.std)
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: str) -> "DemoModel":
-        """Load the model of a run, a checkpoint, or a folder that timm wrote.
+    def from_weights(cls, weights: Weights) -> "DemoModel":
+        """Build the model of weights.
 
         Raises:
-            CheckpointError: If there are no usable weights.
-            ConfigError: If the files do not say to which model and images the weights belong.
+            CheckpointError: If the weights cannot be read or do not fit.
+            ConfigError: If it is not known which model the weights belong to.
         """
-        path = locate(Path(checkpoint))
-        model = load_model(str(path))
-        folder = path if path.is_dir() else path.parent
-        card = json.loads((folder / "config.json").read_text())
-        classes = card.get("label_names") or [f"class {i}" for i in range(card["num_classes"])]
-        data = data_config(card, ["source=folder"], origin=str(folder))
-        return cls(card["architecture"], model, classes, data)
+        model = load_model(weights)
+        known = weights.timm_config() or {}
+        classes = weights.classes() or [f"class {i}" for i in range(known["num_classes"])]
+        data = data_config(known["pretrained_cfg"], ["source=folder"], origin=str(weights.folder))
+        return cls(known["architecture"], model, classes, data)
 
     def prepare(self, picture: Picture) -> np.ndarray:
-        """Return the model's input for a picture.
+        """Return the image that the model sees of a picture.
 
         Raises:
-            UnreadableImageError: If the picture cannot be decoded or is too large.
+            UnreadableImageError: If it cannot be decoded or is too large.
         """
         return self.transform(picture).numpy()
 
     def probabilities(self, image: np.ndarray) -> Tensor:
-        """Return the class probabilities [K]."""
+        """Return the probabilities of all classes, [K]."""
         return self._logits(image).softmax(-1)
 
     def attention(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        """Map the name of each block to the attention that every token receives, [heads, H', W'].
+        """Return the attention that every token receives: name of the block -> [heads, H', W'].
 
-        A token receives 1 if the attention is uniform. Blocks with a single token are left out.
+        Blocks with a single token are left out. Under uniform attention every token receives 1.
 
         Raises:
             TypeError: If the model has no attention whose map could be drawn.
@@ -121,11 +116,11 @@ class DemoModel:
         }
 
     def with_noise(self, image: np.ndarray, level: float) -> Noisy:
-        """Add Gaussian noise, which is the same in every call.
+        """Add Gaussian noise, always the same sample, of a standard deviation.
 
         Args:
             image: uint8 [H, W, 3].
-            level: Standard deviation of the noise, for pixel values in [0, 1].
+            level: Standard deviation for pixel values in [0, 1].
         """
         noise = np.random.default_rng(0).standard_normal(image.shape)
         noisy = np.rint((image + 255 * level * noise).clip(0, 255)).astype(np.uint8)
@@ -138,7 +133,7 @@ class DemoModel:
         )
 
     def sensitivity(self, image: np.ndarray) -> Sensitivity:
-        """Estimate the local Lipschitz constant from below, by power iteration."""
+        """Estimate the local Lipschitz constant from below by power iteration."""
 
         def logits(pixels: Tensor) -> Tensor:
             return self.model(self.normalize(255 * pixels))

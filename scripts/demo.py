@@ -1,12 +1,11 @@
-"""Serve a web page on which a model classifies your own pictures.
+"""Serve a page on which a model classifies your pictures.
 
     python -m scripts.demo --checkpoint outputs/demo
 
-The page shows the five most probable classes of a picture, the attention of a block and a head, how
-the prediction changes under noise, and an estimate of the local Lipschitz constant. The server
-listens on localhost only, unless --host says otherwise. It loads nothing from the network and does
-not store uploads. It needs `pip install 'lipsformer[train,web]'`. Exit code 2 means a mistake in
-the arguments.
+The page shows the five best classes of a picture, where a block and a head attend, how the
+prediction changes under noise, and an estimate of the local Lipschitz constant. The server listens
+on localhost unless --host names another address, loads nothing from the network, and does not store
+uploads. It needs `pip install 'lipsformer[train,web]'`. Exit code 2 for a mistake.
 """
 
 import argparse
@@ -33,23 +32,24 @@ from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_USER_ERROR
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
 from scripts._demo_model import DemoModel
 from scripts.reporting.pictures import InlineImage, overlaid
 
 MAX_UPLOAD = 20 * 2**20  # bytes
-MIN_TOKENS = 64  # the map that is shown first has at least so many tokens
+MIN_TOKENS = 64  # of the map that is shown first
 ALL_HEADS = "mean"
 CSS = Path(__file__).with_name("demo.css")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample picture of the page.
+    """A picture that comes with the page.
 
     Attributes:
-        name: Name on the page.
+        name: Its name on the page.
         array: uint8 [H, W] or [H, W, 3].
-        credit: Origin of the picture, as HTML.
+        credit: Its source, as HTML.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Sample:
 
 
 def load_samples(model: DemoModel) -> list[Sample]:
-    """Load scikit-learn's photos, after held-out digits if the model classifies digits."""
+    """Return pictures of scikit-learn; for a model of digits, held-out digits come first."""
     from sklearn.datasets import load_sample_image
 
     def photo(name: str, author: str) -> Sample:
@@ -81,19 +81,19 @@ def load_samples(model: DemoModel) -> list[Sample]:
 
 
 def figure(array: np.ndarray, text: str, caption: str = "") -> str:
-    """Return the HTML of an image that is part of the page, so that no file is written."""
+    """Return an image as HTML that contains it, so that no file is made."""
     source = InlineImage.of(array, text).uri
     words = f"<figcaption>{caption}</figcaption>" if caption else ""
     return f'<figure><img src="{source}" alt="{html.escape(text)}">{words}</figure>'
 
 
 def bars(classes: Sequence[str], probabilities: Tensor, before: Tensor | None = None) -> str:
-    """Return the HTML of the five most probable classes.
+    """Return bars of the five best classes as HTML.
 
     Args:
         classes: Names of the K classes.
-        probabilities: Probabilities [K], drawn as bars.
-        before: Other probabilities [K], drawn as marks on the bars.
+        probabilities: Their probabilities, [K].
+        before: Probabilities to mark on the bars, [K].
     """
     rows = []
     best = probabilities.topk(min(5, len(classes)))
@@ -107,13 +107,13 @@ def bars(classes: Sequence[str], probabilities: Tensor, before: Tensor | None = 
 
 
 class Answers:
-    """Compute what the page shows. Images are uint8 [H, W, 3] in the model's input size."""
+    """The contents of the page. Images are uint8 [H, W, 3] of the size that the model takes."""
 
     def __init__(self, model: DemoModel):
         self.model = model
         self.samples = load_samples(model)
         first = self.samples[0]
-        self.image, self.figure = self.prepare(ArrayPicture(first.array), first.name)
+        self.image, self.seen = self.look(ArrayPicture(first.array), first.name)
         try:
             maps = model.attention(self.image)
         except TypeError as error:
@@ -122,16 +122,16 @@ class Answers:
         fine = [block for block, received in maps.items() if received[0].size >= MIN_TOKENS]
         self.block = (fine or list(maps) or [None])[-1]
 
-    def prepare_upload(self, path: Path) -> tuple[np.ndarray, str]:
-        """Do the same as `prepare` for a file, and delete the file."""
+    def take(self, path: Path) -> tuple[np.ndarray, str]:
+        """Like `look`, for a file, which is then deleted."""
         try:
             picture = EncodedPicture(path.read_bytes(), path.name)
         finally:
             path.unlink(missing_ok=True)
-        return self.prepare(picture, path.name)
+        return self.look(picture, path.name)
 
-    def prepare(self, picture: Picture, name: str) -> tuple[np.ndarray, str]:
-        """Return the model's input for a picture, and the HTML that shows it.
+    def look(self, picture: Picture, name: str) -> tuple[np.ndarray, str]:
+        """Return the image that the model sees of a picture, and its figure as HTML.
 
         Raises:
             UnreadableImageError: If the picture cannot be used.
@@ -145,11 +145,11 @@ class Answers:
         return image, figure(image, f"{name}, as the model sees it", caption)
 
     def predict(self, image: np.ndarray) -> str:
-        """Return the HTML of the five most probable classes of an image."""
+        """Return the five best classes of an image as HTML."""
         return bars(self.model.classes, self.model.probabilities(image))
 
-    def draw_attention(self, image: np.ndarray, block: str | None, head: str) -> str:
-        """Return the HTML of the attention of a block and head, drawn over the image."""
+    def attend(self, image: np.ndarray, block: str | None, head: str) -> str:
+        """Return the attention of a block and head, drawn over the image, as HTML."""
         if block is None:
             return f"<p>{html.escape(self.no_attention)}</p>"
         heads = self.model.attention(image)[block]
@@ -158,28 +158,28 @@ class Answers:
         shares = (received - low) / max(high - low, 1e-9)
         caption = (
             f'{low:.2f} <i class="scale"></i> {high:.2f}<br>Attention that each of the '
-            f"{received.shape[1]} x {received.shape[0]} tokens receives; 1 if it were uniform."
+            f"{received.shape[1]} x {received.shape[0]} tokens receives; 1 were it uniform."
         )
         text = f"attention that the tokens of {block} receive, head: {head}"
         return figure(overlaid(image, shares), text, caption)
 
-    def head_choices(self, block: str) -> list[str]:
-        """List the heads of a block."""
+    def choices(self, block: str) -> list[str]:
+        """Return the names of the heads of a block."""
         return [ALL_HEADS, *(str(head + 1) for head in range(self.heads[block]))]
 
-    def add_noise(self, image: np.ndarray, level: float) -> str:
-        """Return the HTML of the prediction with noise, and without noise as marks."""
+    def disturb(self, image: np.ndarray, level: float) -> str:
+        """Return the prediction under noise, with marks for the prediction without it, as HTML."""
         noisy = self.model.with_noise(image, level)
         caption = (
             f"Noise of length {noisy.length:.2f} moved the logits by {noisy.moved:.2f}. "
-            "The marks show the prediction without noise."
+            "The marks are the prediction without it."
         )
         shown = figure(noisy.image, f"the picture with noise of {level:g}", caption)
         before = self.model.probabilities(image)
         return shown + bars(self.model.classes, noisy.probabilities, before)
 
     def measure(self, image: np.ndarray) -> str:
-        """Return the HTML of the local Lipschitz constant at an image."""
+        """Return the local Lipschitz constant at an image as HTML."""
         found = self.model.sensitivity(image)
         reach = found.margin / (2**0.5 * found.constant)
         caption = (
@@ -202,29 +202,29 @@ def build(answers: Answers, title: str) -> Any:
         if path is None:
             return {notice: ""}
         try:
-            return {upload: None, notice: "", **update(*answers.prepare_upload(Path(path)))}
+            return {upload: None, notice: "", **news(*answers.take(Path(path)))}
         except UnreadableImageError as error:
             reason = html.escape(str(error).removesuffix(ADVICE))
-            message = f'<p role="alert">{reason}. The page still shows the previous picture.</p>'
+            message = f'<p role="alert">{reason}. The picture before is still shown.</p>'
             return {upload: None, notice: message}
 
     def on_sample(sample: Sample) -> dict[Any, Any]:
-        return {notice: "", **update(*answers.prepare(ArrayPicture(sample.array), sample.name))}
+        return {notice: "", **news(*answers.look(ArrayPicture(sample.array), sample.name))}
 
-    def update(image: np.ndarray, shown: str) -> dict[Any, Any]:
+    def news(image: np.ndarray, shown: str) -> dict[Any, Any]:
         return {state: image, seen: shown, prediction: answers.predict(image), constant: ""}
 
     def on_block(image: np.ndarray, block: str) -> tuple[Any, str]:
-        heads = gr.Dropdown(answers.head_choices(block), value=ALL_HEADS)
-        return heads, answers.draw_attention(image, block, ALL_HEADS)
+        heads = gr.Dropdown(answers.choices(block), value=ALL_HEADS)
+        return heads, answers.attend(image, block, ALL_HEADS)
 
     def on_image(image: np.ndarray, block: str | None, head: str, level: float) -> tuple[str, str]:
-        return answers.draw_attention(image, block, head), answers.add_noise(image, level)
+        return answers.attend(image, block, head), answers.disturb(image, level)
 
     image, model, block = answers.image, answers.model, answers.block
     intro = (
         f"<h1>{html.escape(title)}</h1><p>{count_parameters(model.model) / 1e6:.2f} M parameters, "
-        f"{len(model.classes)} classes. Uploads are not stored.</p>"
+        f"{len(model.classes)} classes. Pictures are not kept.</p>"
     )
     credit = ", ".join(dict.fromkeys(sample.credit for sample in answers.samples))
     with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(60, 60)) as page:
@@ -240,7 +240,7 @@ def build(answers: Answers, title: str) -> Any:
                         for i, sample in enumerate(answers.samples)
                     ]
             with gr.Column(scale=3, min_width=260):
-                seen = gr.HTML(answers.figure)
+                seen = gr.HTML(answers.seen)
             with gr.Column(scale=5, min_width=300):
                 gr.HTML("<h2>Prediction</h2>")
                 prediction = gr.HTML(answers.predict(image))
@@ -252,47 +252,47 @@ def build(answers: Answers, title: str) -> Any:
                         list(answers.heads), value=block, label="Block", scale=3, min_width=150
                     )
                     heads = gr.Dropdown(
-                        answers.head_choices(block) if block else [ALL_HEADS],
+                        answers.choices(block) if block else [ALL_HEADS],
                         value=ALL_HEADS,
                         label="Head",
                         scale=2,
                         min_width=90,
                     )
-                attention = gr.HTML(answers.draw_attention(image, block, ALL_HEADS))
+                attention = gr.HTML(answers.attend(image, block, ALL_HEADS))
             with gr.Column(min_width=300):
                 gr.HTML("<h2>Under noise</h2>")
                 level = gr.Slider(0, 0.5, value=0.1, step=0.01, label="Standard deviation")
-                noisy = gr.HTML(answers.add_noise(image, 0.1))
+                noisy = gr.HTML(answers.disturb(image, 0.1))
             with gr.Column(min_width=300):
                 gr.HTML("<h2>How sensitive it is</h2>")
                 measure = gr.Button("Estimate the local Lipschitz constant")
                 constant = gr.HTML()
         gr.HTML(f"<footer>Samples: {credit}</footer>")
 
-        alone: Any = {  # the model answers one event at a time
+        exclusive: Any = {  # only one event at a time uses the model
             "concurrency_id": "model",
             "concurrency_limit": 1,
             "api_visibility": "private",
         }
         pictured = [state, seen, prediction, constant, notice]
         for event in (
-            upload.upload(on_upload, upload, [upload, *pictured], **alone),
+            upload.upload(on_upload, upload, [upload, *pictured], **exclusive),
             *(
-                button.click(partial(on_sample, sample), None, pictured, **alone)
+                button.click(partial(on_sample, sample), None, pictured, **exclusive)
                 for button, sample in zip(buttons, answers.samples, strict=True)
             ),
         ):
-            event.then(on_image, [state, blocks, heads, level], [attention, noisy], **alone)
-        blocks.input(on_block, [state, blocks], [heads, attention], **alone)
-        heads.input(answers.draw_attention, [state, blocks, heads], attention, **alone)
+            event.then(on_image, [state, blocks, heads, level], [attention, noisy], **exclusive)
+        blocks.input(on_block, [state, blocks], [heads, attention], **exclusive)
+        heads.input(answers.attend, [state, blocks, heads], attention, **exclusive)
         live = {"trigger_mode": "always_last", "show_progress": "hidden"}
-        level.input(answers.add_noise, [state, level], noisy, **live, **alone)
-        measure.click(answers.measure, state, constant, **alone)
+        level.input(answers.disturb, [state, level], noisy, **live, **exclusive)
+        measure.click(answers.measure, state, constant, **exclusive)
     return page
 
 
 def launch(page: Any, samples: Sequence[Sample], **options: Any) -> str:
-    """Serve the page from a thread, and return its address."""
+    """Serve the page from a thread; return its address."""
     import gradio as gr
 
     system = ["system-ui", "sans-serif"]
@@ -315,14 +315,16 @@ def launch(page: Any, samples: Sequence[Sample], **options: Any) -> str:
     return address
 
 
-def serve(checkpoint: str, *, host: str, port: int | None) -> None:
-    """Serve the page until a signal stops it. All its files are in a temporary folder.
+def serve(checkpoint: str, which: str, *, host: str, port: int | None) -> None:
+    """Serve the page until it is interrupted; all files that it writes are removed at the end.
 
     Raises:
         CheckpointError: If there are no usable weights.
-        ConfigError: If the files do not say to which model the weights belong.
+        ConfigError: If it is not known which model they belong to.
     """
-    answers = Answers(DemoModel.of_checkpoint(checkpoint))
+    weights = find_weights(checkpoint, which)
+    print(weights, flush=True)
+    answers = Answers(DemoModel.from_weights(weights))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder
@@ -336,7 +338,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--checkpoint", required=True, help="run, checkpoint, or timm's folder")
+    parser.add_argument("--checkpoint", required=True, help="run, checkpoint or timm's folder")
+    parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
     return parser
@@ -346,7 +349,7 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     """Run the command line."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
     try:
-        serve(args.checkpoint, host=args.host, port=args.port)
+        serve(args.checkpoint, args.weights, host=args.host, port=args.port)
     except ImportError as error:
         message = f"{error.name} is missing: pip install 'lipsformer[train,web]'"
     except (CheckpointError, ConfigError, DataError, OSError) as error:

@@ -128,8 +128,8 @@ def run_cell(
     schedule = CosineSchedule(
         peak=cell["lr"],
         final=0.0,
-        total_updates=epochs * per_epoch,
-        warmup_updates=cell["warmup"] * per_epoch,
+        total_steps=epochs * per_epoch,
+        warmup_steps=cell["warmup"] * per_epoch,
     )
     order = torch.Generator().manual_seed(cell["seed"])
     batches = [

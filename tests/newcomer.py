@@ -192,10 +192,12 @@ def trained(output: str, terminal: Terminal) -> None:
 
 
 def evaluated(output: str, terminal: Terminal) -> None:
-    """The figures of the run's last evaluation, on all 360 images."""
-    last = json.loads((clone(terminal) / "outputs/demo/summary.json").read_text())["last"]["raw"]
-    figures = rf"{last['top1']:.3f} +{last['top5']:.3f} +{last['loss']:.5f} +360$"
-    says(rf"^model.safetensors +data +{figures}")(output, terminal)
+    """The accuracy of the run's best evaluation, on all 360 images."""
+    best = json.loads((clone(terminal) / "outputs/demo/summary.json").read_text())["best"]
+    says(
+        rf"^weights .*\(update {best['update']}, .*, top-1 {best['top1']:.2f} %\)$",
+        rf"^data +{best['top1']:.3f} .* 360$",
+    )(output, terminal)
 
 
 def profiled(output: str, _: Terminal) -> None:

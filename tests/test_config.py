@@ -6,7 +6,8 @@ import pytest
 
 from lipsformer import _configfile
 from lipsformer._configfile import ConfigError, dump_config, read_config
-from lipsformer.config import Config, config_hash, config_identity
+from lipsformer.config import Config
+from lipsformer.engine.resume import config_identity
 
 MINIMAL = """
 model: {name: lipsformer_nano}
@@ -154,8 +155,8 @@ def test_base_of_a_base_is_refused(tmp_path: Path, minimal: Path) -> None:
 
 
 def test_identity_ignores_place_and_speed_and_nothing_else(minimal: Path) -> None:
-    def named(*overrides: str) -> str:
-        return config_hash(read_config(Config, minimal, overrides))
+    def named(*overrides: str) -> dict[str, object]:
+        return config_identity(read_config(Config, minimal, overrides))
 
     for same in (
         "run.output_dir=y",

@@ -22,8 +22,8 @@ import eval as evaluation
 from data import DataError, build_eval_sets
 from data.evalsets import ALEXNET_ERROR, STANDARD, STANDARD_WORDS, corruption_summary
 from lipsformer.config import DataConfig
+from lipsformer.engine.build import timm_config
 from tests.data.trees import write_tree
-from train import model_card
 
 SIZE = 32
 KNOWN = 307  # classes of the model: some of ImageNet's, in an order of their own
@@ -64,7 +64,7 @@ def checkpoint(
     tmp_path_factory: pytest.TempPathFactory, model: nn.Module, wnids: list[str]
 ) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    (folder / "config.json").write_text(model_card(model, wnids))
+    (folder / "config.json").write_text(timm_config(model, wnids))
     save_file(model.state_dict(), folder / "model.safetensors")
     return folder
 

@@ -30,13 +30,14 @@ import lipsformer  # noqa: F401  (registers the models)
 from data import UnreadableImageError
 from data.images import EncodedPicture
 from lipsformer.config import DataConfig
+from lipsformer.engine.build import timm_config
+from lipsformer.engine.run_folder import find_weights
 from scripts import demo
 from scripts._demo_model import DemoModel
 from scripts.reporting.pictures import overlaid
 from tests.browser import Browser
 from tests.conftest import ROOT
 from tests.data.test_images import REFUSED, manifest
-from train import model_card
 
 SIZE = 24
 CLASSES = ["a <b>bold</b> class", "b", "c", "d", "e", "f", "g"]
@@ -88,8 +89,8 @@ def encoded(image, format="PNG", **settings):
 def test_prediction_of_a_checkpoint_is_timms(tmp_path):
     expected_model = network()
     save_file(expected_model.state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(model_card(expected_model, CLASSES))
-    model = DemoModel.of_checkpoint(str(tmp_path))
+    (tmp_path / "config.json").write_text(timm_config(expected_model, CLASSES))
+    model = DemoModel.from_weights(find_weights(tmp_path))
     assert (model.name, model.classes) == ("lipsformer_swin_nano", CLASSES)
     transform = create_transform(**resolve_model_data_config(expected_model))
     expected = expected_model(transform(photo())[None]).softmax(-1)[0]
@@ -139,9 +140,9 @@ def test_attention_of_the_chosen_head_lies_over_the_image(answers):
     image = np.array(photo(SIZE, SIZE))
     (block, maps), *_ = answers.model.attention(image).items()
     assert answers.heads == {"stages.0.blocks.0": 2, "stages.1.blocks.0": 3}
-    assert answers.block == block and answers.head_choices(block) == ["mean", "1", "2"]
+    assert answers.block == block and answers.choices(block) == ["mean", "1", "2"]
     for head, received in (("2", maps[1]), ("mean", (maps[0] + maps[1]) / 2)):
-        page = answers.draw_attention(image, block, head)
+        page = answers.attend(image, block, head)
         assert f"{received.min():.2f} <" in page and f"> {received.max():.2f}<" in page
         shares = (received - received.min()) / (received.max() - received.min())
         enlarged = overlaid(image, shares).repeat(6, 0).repeat(6, 1)
@@ -176,7 +177,7 @@ def test_a_model_without_known_attention_keeps_the_rest_of_the_page():
     page = demo.Answers(DemoModel("vit", plain, CLASSES, DataConfig(source="folder", img_size=32)))
     assert page.block is None and page.heads == {}
     message = "<p>VisionTransformer has no attention whose map could be drawn</p>"
-    assert page.draw_attention(page.image, None, demo.ALL_HEADS) == message
+    assert page.attend(page.image, None, demo.ALL_HEADS) == message
 
 
 @cache
@@ -220,7 +221,7 @@ def test_broken_upload_is_refused_and_deleted(answers, tmp_path, name):
     path = tmp_path / name
     path.write_bytes(broken_files()[name])
     with pytest.raises(UnreadableImageError, match=f"^cannot read image {name}: [^\n]+$"):
-        answers.prepare_upload(path)
+        answers.take(path)
     assert not path.exists()
 
 
@@ -230,7 +231,7 @@ def test_each_odd_and_broken_file_is_shown_or_refused(answers, tmp_path, dataset
     for source in manifest(datasets / "imagenet-1k-odd") + manifest(datasets / "corrupt"):
         path = Path(shutil.copy(source, tmp_path / source.name))
         try:
-            image, shown = answers.prepare_upload(path)
+            image, shown = answers.take(path)
         except UnreadableImageError:
             refused.add(source.name)
         else:
@@ -289,7 +290,7 @@ def serving(folder: Path):
     pytest.importorskip("gradio")
     model = network()
     save_file(model.state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text(model_card(model, CLASSES))
+    (folder / "config.json").write_text(timm_config(model, CLASSES))
     temporary, log = folder / "temporary", folder / "log"
     temporary.mkdir()
     with log.open("w") as errors:
@@ -301,6 +302,7 @@ def serving(folder: Path):
             text=True,
         )
     try:
+        assert process.stdout.readline().startswith("weights     ")
         line = process.stdout.readline()
         assert line.startswith("open http://127.0.0.1:"), log.read_text()
         yield Server(line.split()[1], temporary)
@@ -344,7 +346,7 @@ def test_server_keeps_no_upload_and_reads_no_other_file(answers, tmp_path):
         content = encoded(photo())
         path = upload(server, "my photo.png", content)
         assert Path(path).read_bytes() == content
-        _, shown = answers.prepare(EncodedPicture(content, "my photo.png"), "my photo.png")
+        _, shown = answers.look(EncodedPicture(content, "my photo.png"), "my photo.png")
         assert json.dumps(shown)[1:-1] in submit(server, path)
         refused = submit(server, upload(server, "<i>.png", content[:99]))
         assert "cannot read image" in refused and "truncated" in refused and "<i>" not in refused
