@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data import DataError, build_eval_dataset
-from data.evalsets import STANDARD, EvalSet, corruption_summary, find_sets
+from data import DataError, build_eval_dataset, build_eval_sets
+from data.evalsets import STANDARD, EvalSet, corruption_summary
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
@@ -60,9 +60,8 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
     classes = weights.classes()
     if options.set:
-        sets = find_sets(
-            options.set, data, classes, timm_config["num_classes"] if timm_config else len(STANDARD)
-        )
+        num_classes = timm_config["num_classes"] if timm_config else len(STANDARD)
+        sets = build_eval_sets(options.set, data, classes, num_classes)
     else:
         sets = [EvalSet("data", build_eval_dataset(data, classes=classes))]
     if timm_config is not None:
@@ -113,9 +112,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = make_parser().parse_args(argv)
+    options = (parser or make_parser()).parse_intermixed_args(argv)
     if options.certify == []:
         options.certify = [DEFAULT]
     try:

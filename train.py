@@ -81,9 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = make_parser().parse_intermixed_args(argv)
+    options = (parser or make_parser()).parse_intermixed_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     first = os.environ.get("LOCAL_RANK", "0") == "0"  # only this process of a machine prints
     logging.getLogger("lipsformer").setLevel(logging.INFO if first else logging.CRITICAL)

@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 
 import lipsformer  # noqa: F401  (registers the models)
-from data import Normalize, build_eval_dataset
+from data import Normalize, build_eval_dataset, collate
 from lipsformer.analysis.bounds import image_domain
 from lipsformer.analysis.instrument import Instrument
 from lipsformer.analysis.monitor import Monitor
@@ -71,8 +71,8 @@ def main() -> None:
     half = (0.5, 0.5, 0.5)
     data = DataConfig(source="digits", img_size=options.img_size, mean=half, std=half)
     dataset = build_eval_dataset(data, classes=None)
-    pixels = torch.stack([torch.as_tensor(dataset[i][0]) for i in range(len(dataset))])
-    images, labels = Normalize(data)(pixels), torch.tensor([label for _, label in dataset])
+    pixels, labels = collate([dataset[i] for i in range(len(dataset))])
+    images = Normalize(data.mean, data.std)(pixels)
     targets = torch.nn.functional.one_hot(labels, 10).float()
 
     model = timm.create_model(options.model, num_classes=10, img_size=options.img_size).train()

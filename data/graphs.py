@@ -4,7 +4,6 @@ A node set is one PyG `Data` with `x`, `edge_index`, `y` and the masks of its th
 are many of them, where only the root carries a label.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch_geometric.datasets import Actor, Planetoid, WebKB, WikipediaNetwork
 from torch_geometric.utils import to_undirected
 
 from data.errors import DataError
+from data.root import data_root
 
 # data set -> (folder that holds its raw files below the root, how PyG or OGB reads it)
 _SOURCES: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -41,8 +41,8 @@ _SOURCES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 
 def graph_root(root: str | None) -> Path:
-    """The folder of graphs: `root`, else LIPSFORMER_DATA, else `datasets`, and `graphs` in it."""
-    return Path(root or os.environ.get("LIPSFORMER_DATA", "datasets")) / "graphs"
+    """Return the folder `graphs` below the folder of all data sets (`data.root.data_root`)."""
+    return data_root(root) / "graphs"
 
 
 def load_graph(

@@ -8,7 +8,14 @@ import torch
 from accelerate import Accelerator
 from timm.utils.model_ema import ModelEmaV3
 
-from data import Normalize, TrainBatches, TrainBatchTransform, build_datasets, eval_loader
+from data import (
+    Normalize,
+    TrainBatches,
+    build_batch_transform,
+    build_datasets,
+    collate,
+    eval_loader,
+)
 from lipsformer._configfile import make_config
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import (
@@ -55,7 +62,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         **share,
     )
     eval_batches = eval_loader(val_set, batch_size=config.train.eval_batch_size, **share)
-    normalize = Normalize(config.data)
+    normalize = Normalize(config.data.mean, config.data.std)
 
     torch.manual_seed(config.train.seed)
     model = build_model(config, train_set.classes)
@@ -89,7 +96,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     )
     probe = None
     if config.lipschitz.monitor_every is not None:
-        images = torch.stack([val_set[i * len(val_set) // PROBES][0] for i in range(PROBES)])
+        images, _ = collate([val_set[i * len(val_set) // PROBES] for i in range(PROBES)])
         probe = normalize(images.to(accelerator.device))
     monitored: list[tuple[int, Mapping[str, float]]] = []
     state.instruments = make_instruments(
@@ -102,7 +109,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     return Parts(
         state=state,
         train_batches=train_batches,
-        transform=TrainBatchTransform(
+        transform=build_batch_transform(
             config.data,
             config.augment,
             num_classes=len(train_set.classes),

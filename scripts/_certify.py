@@ -61,7 +61,7 @@ def certify(
         bound = lipschitz_bound(model, domain)
     except UnknownModuleError as error:
         raise ConfigError(f"--certify: {error}") from None
-    normalize, generator = Normalize(data), torch.Generator().manual_seed(0)
+    normalize, generator = Normalize(data.mean, data.std), torch.Generator().manual_seed(0)
 
     def logits(pixels: Tensor) -> Tensor:
         return classifier(normalize(pixels * 255.0))

@@ -69,8 +69,10 @@ class DemoModel:
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.classes = classes
         self.data = data
-        self.transform = EvalTransform(data)
-        self.normalize = Normalize(data)
+        self.transform = EvalTransform(
+            data.img_size, crop_pct=data.crop_pct, interpolation=data.interpolation
+        )
+        self.normalize = Normalize(data.mean, data.std)
 
     @classmethod
     def from_weights(cls, weights: Weights) -> "DemoModel":
@@ -92,7 +94,7 @@ class DemoModel:
         Raises:
             UnreadableImageError: If it cannot be decoded or is too large.
         """
-        return np.ascontiguousarray(self.transform(picture).permute(1, 2, 0).numpy())
+        return self.transform(picture).numpy()
 
     def probabilities(self, image: np.ndarray) -> Tensor:
         """Return the probabilities of all classes, [K]."""

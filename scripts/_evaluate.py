@@ -34,7 +34,7 @@ def evaluate_set(
         accelerator,
         classifier,
         batches,
-        normalize=Normalize(data),
+        normalize=Normalize(data.mean, data.std),
         num_images=len(eval_set.dataset),
     )
     assert result is not None

@@ -26,8 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from data import DataError, UnreadableImageError
-from data.images import ADVICE, ArrayPicture, EncodedPicture
-from data.images import Picture as Source
+from data.images import ADVICE, ArrayPicture, EncodedPicture, Picture
 from data.sources import digits
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
@@ -35,7 +34,7 @@ from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_USER_ERROR
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
 from scripts._demo_model import DemoModel
-from scripts.reporting.pictures import Picture, overlaid
+from scripts.reporting.pictures import InlineImage, overlaid
 
 MAX_UPLOAD = 20 * 2**20  # bytes
 MIN_TOKENS = 64  # of the map that is shown first
@@ -83,7 +82,7 @@ def load_samples(model: DemoModel) -> list[Sample]:
 
 def figure(array: np.ndarray, text: str, caption: str = "") -> str:
     """Return an image as HTML that contains it, so that no file is made."""
-    source = Picture.of(array, text).uri
+    source = InlineImage.of(array, text).uri
     words = f"<figcaption>{caption}</figcaption>" if caption else ""
     return f'<figure><img src="{source}" alt="{html.escape(text)}">{words}</figure>'
 
@@ -131,7 +130,7 @@ class Answers:
             path.unlink(missing_ok=True)
         return self.look(picture, path.name)
 
-    def look(self, picture: Source, name: str) -> tuple[np.ndarray, str]:
+    def look(self, picture: Picture, name: str) -> tuple[np.ndarray, str]:
         """Return the image that the model sees of a picture, and its figure as HTML.
 
         Raises:
@@ -298,7 +297,7 @@ def launch(page: Any, samples: Sequence[Sample], **options: Any) -> str:
 
     system = ["system-ui", "sans-serif"]
     thumbnails = "".join(
-        f"#sample-{i} {{ background-image: url({Picture.of(sample.array, '').uri}); }}\n"
+        f"#sample-{i} {{ background-image: url({InlineImage.of(sample.array, '').uri}); }}\n"
         for i, sample in enumerate(samples)
     )
     _, address, _ = page.launch(
@@ -346,9 +345,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
-    args = make_parser().parse_args(argv)
+    args = (parser or make_parser()).parse_intermixed_args(argv)
     try:
         serve(args.checkpoint, args.weights, host=args.host, port=args.port)
     except ImportError as error:

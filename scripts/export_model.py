@@ -174,10 +174,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
-    parser = make_parser()
-    args = parser.parse_args(argv)
+    parser = parser or make_parser()
+    args = parser.parse_intermixed_args(argv)
     if not (":" in args.name or timm.is_model(args.name) or is_folder(args.name)):
         parser.error(f"{args.name!r} is no folder and no timm model; timm.list_models() lists all")
     if is_folder(args.name) and args.checkpoint is not None:

@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, type=Path, help="YAML file of a SweepConfig")
     parser.add_argument("overrides", nargs="*", help="key=value")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     try:
         text = sweep(args.config, args.overrides, progress=sys.stderr.isatty())
     except (ConfigError, DataError, ValueError) as error:

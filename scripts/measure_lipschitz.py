@@ -21,7 +21,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from data import DataError, Normalize, build_eval_dataset
+from data import DataError, Normalize, build_eval_dataset, collate
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.bounds import (
     UnknownModuleError,
@@ -49,8 +49,8 @@ def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tenso
     data = data_config(known, settings, origin="--data")
     images = build_eval_dataset(data, classes=None)
     step = max(1, len(images) // number)
-    picked = [torch.as_tensor(images[i][0]) for i in range(0, step * number, step)]
-    return Normalize(data)(torch.stack(picked))
+    picked, _ = collate([images[i] for i in range(0, step * number, step)])
+    return Normalize(data.mean, data.std)(picked)
 
 
 def measure(
@@ -137,9 +137,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = make_parser().parse_args(argv)
+    options = (parser or make_parser()).parse_intermixed_args(argv)
     out = sys.stderr if options.json == "-" else sys.stdout
     try:
         if options.images < 1 or options.iters < 1:

@@ -155,10 +155,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
-    parser = make_parser()
-    args = parser.parse_args(argv)
+    parser = parser or make_parser()
+    args = parser.parse_intermixed_args(argv)
     for name in args.names:
         if ":" not in name and not timm.is_model(name):
             close = difflib.get_close_matches(name, timm.list_models(), 1)

@@ -35,10 +35,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = make_parser()
-    options = parser.parse_args(argv)
+    parser = parser or make_parser()
+    options = parser.parse_intermixed_args(argv)
     if options.out is None and len(options.runs) > 1:
         parser.error("several runs: name the file of the report with --out")
     out = options.out or options.runs[0] / REPORT

@@ -168,9 +168,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; 2 is a mistake in what was given."""
-    args = make_parser().parse_args(argv)
+    args = (parser or make_parser()).parse_intermixed_args(argv)
     try:
         config = read_config(GraphConfig, args.config, args.overrides)
         summary = run(config, progress=sys.stderr.isatty())

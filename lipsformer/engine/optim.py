@@ -1,40 +1,202 @@
-"""AdamW and its parameter groups."""
+"""The optimizer of a run, by timm's name for it: parameter groups, state, learning rate."""
 
 from typing import Any
 
 import torch
+from timm.optim import Muon, create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
-from torch import nn
+from timm.optim.kron import Kron
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lipsformer._configfile import ConfigError
 from lipsformer.config import OptimConfig
+
+FILLED_BY_CONFIG = ("lr", "weight_decay", "betas", "eps", "momentum", "foreach", "fused")
+
+
+def optimizer_names() -> list[str]:
+    """Return the names of `timm.optim` that a run can use.
+
+    These are the ones that need no other package and no second derivatives. `kron` and its
+    variants need opt_einsum, `bnb*` bitsandbytes, `fused*` apex and a GPU.
+
+    Example:
+        >>> "muon" in optimizer_names(), "adahessian" in optimizer_names()
+        (True, False)
+    """
+    infos = [get_optimizer_info(str(name)) for name in list_optimizers()]
+    return [
+        info.name
+        for info in infos
+        if not info.second_order
+        and not isinstance(info.opt_class, str)  # timm names classes of other packages by text
+        and info.opt_class is not Kron
+    ]
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
-    """Groups by weight decay and, with layer decay, by depth; every parameter is in exactly one.
+    """Sort the parameters into groups by weight decay and, with layer decay, by depth.
 
     Vectors, scalars and what the model lists in `no_weight_decay()` are not decayed. A group's
-    `lr_scale` multiplies the scheduled learning rate.
+    `lr_scale` multiplies the scheduled learning rate. Optimizers that orthogonalize matrices
+    (the Muon family) take only hidden ones: the model's first convolution, its classifier and
+    what it lists in `no_weight_decay()` go into groups with `use_fallback`, which timm updates
+    by AdamW.
+
+    Args:
+        model: Every parameter that requires a gradient is in exactly one group.
+        optim: `weight_decay`, `layer_decay` and `name` are read.
     """
     declared = getattr(model, "no_weight_decay", None)
-    exempt = declared() if declared is not None else ()
+    exempt = set() if declared is None else set(declared())
+    options: dict[str, Any] = {"no_weight_decay_list": exempt}
+    if get_optimizer_info(optim.name).opt_class is Muon:
+        options["fallback_list"] = exempt | _ends(model)
     if optim.layer_decay is None:
-        return param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=exempt)
+        return param_groups_weight_decay(model, optim.weight_decay, **options)
     return param_groups_layer_decay(
-        model, optim.weight_decay, no_weight_decay_list=exempt, layer_decay=optim.layer_decay
+        model, optim.weight_decay, layer_decay=optim.layer_decay, **options
     )
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the model's parameter groups, in its fused form.
+def _ends(model: nn.Module) -> set[str]:
+    """Return patterns for the parameters of a timm model's first layer and its classifiers."""
+    known = getattr(model, "pretrained_cfg", {})
+    names: list[str] = []
+    for key in ("first_conv", "classifier"):
+        value = known.get(key) or ()
+        names += [value] if isinstance(value, str) else value
+    return {f"{name}.*" for name in names}
 
-    The fused form runs in few kernels, and it alone can skip a step on the device (`found_inf`).
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """Build the optimizer that `optim.name` names over the model's parameter groups.
+
+    AdamW runs in torch's fused form, which takes few kernels and can skip a step on the device.
+
+    Args:
+        model: The model whose parameters are trained.
+        optim: The settings; null leaves a value at the optimizer's own default.
+
+    Raises:
+        ConfigError: If the name is unknown, needs another package, or does not take a setting.
+
+    Example:
+        >>> make_optimizer(nn.Linear(3, 2), OptimConfig(name="lion", lr=1e-4)).defaults["betas"]
+        (0.9, 0.99)
     """
-    return torch.optim.AdamW(
-        parameter_groups(model, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
-    )
+    names = optimizer_names()
+    if optim.name not in names:
+        raise ConfigError(
+            f"optim.name={optim.name!r} is not an optimizer that a run can use; "
+            f"choose one of {', '.join(names)}"
+        )
+    info = get_optimizer_info(optim.name)
+    takes = {"betas": info.has_betas, "eps": info.has_eps, "momentum": info.has_momentum}
+    given = {key: getattr(optim, key) for key in takes if getattr(optim, key) is not None}
+    for key in given:
+        if not takes[key]:
+            raise ConfigError(
+                f"optim.{key}={given[key]!r} has no effect with optim.name={optim.name!r}: "
+                "leave it null"
+            )
+    if optim.betas is not None and len(optim.betas) != info.num_betas:
+        raise ConfigError(
+            f"optim.betas={optim.betas!r} does not fit optim.name={optim.name!r}, "
+            f"which takes {info.num_betas} numbers"
+        )
+    for key in FILLED_BY_CONFIG:
+        if key in optim.kwargs:
+            raise ConfigError(f"optim.kwargs.{key} must not be set: set optim.{key} or leave it")
+    fused = {"fused": True} if info.opt_class is torch.optim.AdamW else {}
+    try:
+        return create_optimizer_v2(
+            parameter_groups(model, optim),  # pyright: ignore[reportArgumentType]
+            opt=optim.name,
+            lr=optim.lr,
+            **given,
+            **fused,
+            **optim.kwargs,
+        )
+    except (TypeError, ValueError, AssertionError) as error:
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"optim.name={optim.name!r} cannot be built: {message}") from error
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer skips a step when its attribute `found_inf` is 1."""
+    return bool(optimizer.defaults.get("fused"))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the learning rate of each group to `lr` times the group's scale."""
+    """Set the learning rate of each group to `lr` times the group's scale."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def state_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the tensors of the optimizer's state under `<parameter>.<key>`."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in module.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def state_numbers(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the part of the optimizer's state that is not tensors, fit for JSON."""
+    plain = (bool, int, float, type(None))
+    return {
+        "parameters": {
+            name: {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, plain)}
+            for name, p in module.named_parameters()
+        },
+        # some optimizers count their steps in the group
+        "groups": [
+            {"step": _number(group["step"])} if "step" in group else {}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def _number(value: Tensor | int | float) -> int | float:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def load_state(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
+) -> None:
+    """Put back what `state_tensors` and `state_numbers` returned.
+
+    Args:
+        module: The model inside the wrappers; it may be sharded by FSDP2.
+        optimizer: Of the same config.
+        tensors: Full tensors on the CPU.
+        numbers: The rest of the state.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    restored = optimizer.state_dict()
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    restored["state"] = {}
+    for index, parameter in enumerate(order):
+        prefix = f"{names[parameter]}."
+        state: dict[str, Any] = dict(numbers["parameters"][names[parameter]])
+        for key in [key for key in tensors if key.startswith(prefix)]:
+            if "." in (entry := key.removeprefix(prefix)):
+                continue  # of a module inside one that bears a parameter of this name
+            value = tensors[key]
+            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                value = distribute_tensor(
+                    value.to(parameter.device), parameter.device_mesh, parameter.placements
+                )
+            state[entry] = value
+        if state:
+            restored["state"][index] = state
+    for group, saved in zip(restored["param_groups"], numbers["groups"], strict=True):
+        group.update(saved)
+    optimizer.load_state_dict(restored)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, sum_over_ranks
-from lipsformer.engine.optim import set_lr
+from lipsformer.engine.optim import set_lr, skips_on_device
 from lipsformer.engine.train_state import TrainState
 
 MicroBatch = tuple[Tensor, Tensor]
@@ -98,19 +98,30 @@ def train_step(
     if isinstance(grad_norm, DTensor):
         grad_norm = grad_norm.full_tensor()
     set_lr(state.optimizer, state.schedule(step))
-    if accelerator.scaler is None:
-        # A fused optimizer skips the step if this is 1, without making the host wait.
-        inner = state.optimizer.optimizer  # pyright: ignore[reportAttributeAccessIssue]
-        inner.found_inf = (~grad_norm.isfinite()).float()
     for instrument in state.instruments:
         instrument.before_step(step)
-    state.optimizer.step()
+    step_if_finite(state, grad_norm)
     state.optimizer.zero_grad()
     for instrument in state.instruments:
         instrument.after_step(step)
     if state.ema is not None:
         state.ema.update(state.module, step=step + 1)
     return loss_sum, grad_norm
+
+
+def step_if_finite(state: TrainState, grad_norm: Tensor) -> None:
+    """Step the optimizer unless the gradient is not finite.
+
+    The scaler of fp16 and the fused optimizers decide that on the device. With any other optimizer
+    the host reads the norm first.
+    """
+    inner = state.optimizer.optimizer  # pyright: ignore[reportAttributeAccessIssue]
+    if state.accelerator.scaler is None:
+        if skips_on_device(inner):
+            inner.found_inf = (~grad_norm.isfinite()).float()
+        elif not grad_norm.isfinite():
+            return
+    state.optimizer.step()
 
 
 def seed_micro_step(device: torch.device, seed: int, step: int, micro_step: int, rank: int) -> None:

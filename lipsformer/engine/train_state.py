@@ -25,6 +25,7 @@ from lipsformer.engine.checkpoint import (
     read_state,
 )
 from lipsformer.engine.instrument import Instrument
+from lipsformer.engine.optim import load_state, state_numbers, state_tensors
 
 
 @dataclass
@@ -82,7 +83,7 @@ class TrainState:
         """
         files = {
             MODEL: _on_cpu(self.module.state_dict()),
-            OPTIMIZER: _on_cpu(self._moments()),
+            OPTIMIZER: _on_cpu(state_tensors(self.module, self.optimizer)),
         }
         if self.ema is not None:
             files[EMA] = _on_cpu(self.ema.module.state_dict())
@@ -105,20 +106,13 @@ class TrainState:
             CheckpointError: If names or shapes are not those of this run.
         """
         _fill(self.module.state_dict(), folder / MODEL)
-        state = self.optimizer.state
-        for parameter in self.module.parameters():
-            if parameter.requires_grad and not state[parameter]:
-                state[parameter] = {
-                    # AdamW counts steps in float32, on the device in its fused form.
-                    "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        _fill(self._moments(), folder / OPTIMIZER)
+        state = read_state(folder)
+        moments = load_file(folder / OPTIMIZER)
+        load_state(self.module, self.optimizer, moments, state["optimizer"])
         if self.ema is not None:
             _fill(self.ema.module.state_dict(), folder / EMA)
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(read_state(folder)["scaler"])
+            self.accelerator.scaler.load_state_dict(state["scaler"])
         if (folder / INSTRUMENTS).exists():
             remembered = load_file(folder / INSTRUMENTS)
             for instrument in self.instruments:
@@ -131,16 +125,15 @@ class TrainState:
                     }
                 )
 
-    def scaler_state(self) -> dict[str, Any] | None:
-        """Return the numbers of the gradient scaler; None unless the precision is fp16."""
-        scaler = self.accelerator.scaler
-        return None if scaler is None else scaler.state_dict()
+    def numbers(self) -> dict[str, Any]:
+        """Return the state that is not tensors: of the gradient scaler and the optimizer.
 
-    def _moments(self) -> dict[str, Tensor]:
+        The scaler's is None unless the precision is fp16.
+        """
+        scaler = self.accelerator.scaler
         return {
-            f"{name}.{key}": value
-            for name, parameter in self.module.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "optimizer": state_numbers(self.module, self.optimizer),
         }
 
 

@@ -310,7 +310,7 @@ class Trainer:
             "format": FORMAT,
             "update": self.step,
             "updates_per_epoch": self.steps_per_epoch,
-            "scaler": self.state.scaler_state(),
+            **self.state.numbers(),
             "metrics": metrics,
             "history": self.history,
             "eval_figures": self.eval_figures,

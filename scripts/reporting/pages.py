@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from lipsformer.engine.run_folder import REPLAY
 from scripts.reporting import figures
 from scripts.reporting.figures import Drawing
-from scripts.reporting.pictures import Picture
+from scripts.reporting.pictures import InlineImage
 from scripts.reporting.runs import RunLog
 from scripts.reporting.theme import COLORS
 from scripts.reporting.validation import Validation, validate
@@ -53,7 +53,7 @@ class Report:
         images.mkdir(parents=True, exist_ok=True)
         names = iter(range(10**9))
 
-        def saved(item: Drawing | Picture) -> str:
+        def saved(item: Drawing | InlineImage) -> str:
             if isinstance(item, Drawing):
                 name, content = f"{item.name}.png", item.png()
             else:

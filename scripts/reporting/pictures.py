@@ -12,7 +12,7 @@ SIDE = 128  # smallest number of pixels of the shorter side; smaller images are 
 
 
 @dataclass(frozen=True)
-class Picture:
+class InlineImage:
     """An encoded picture: PNG if pixels were enlarged, JPEG otherwise.
 
     Attributes:
@@ -26,7 +26,7 @@ class Picture:
     text: str
 
     @classmethod
-    def of(cls, array: np.ndarray, text: str) -> "Picture":
+    def of(cls, array: np.ndarray, text: str) -> "InlineImage":
         """Encode uint8 [H, W, 3]; every pixel of a small image is repeated."""
         factor = -(-SIDE // min(array.shape[:2]))
         buffer = io.BytesIO()

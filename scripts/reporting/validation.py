@@ -10,7 +10,7 @@ import torch
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
-from data import DataError, Normalize, build_eval_dataset
+from data import DataError, Normalize, build_eval_dataset, collate
 from data.dataset import ImageDataset
 from data.loader import EvalBatches
 from lipsformer._configfile import ConfigError
@@ -19,7 +19,7 @@ from lipsformer.analysis.errors import confusion_matrix, most_confused_pairs, wo
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.run_folder import RunFolder, load_model
-from scripts.reporting.pictures import Picture, overlaid
+from scripts.reporting.pictures import InlineImage, overlaid
 from scripts.reporting.runs import RunLog
 
 logger = logging.getLogger("lipsformer.report")
@@ -33,7 +33,7 @@ ATTENTION_IMAGES = 4
 class Mistake:
     """One image of high loss."""
 
-    picture: Picture
+    picture: InlineImage
     label: str
     predicted: str
     confidence: float
@@ -47,7 +47,7 @@ class AttentionColumn:
     name: str
     low: float
     high: float
-    pictures: list[Picture]
+    pictures: list[InlineImage]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Validation:
     counts: np.ndarray
     pairs: list[tuple[str, str, int, float]]
     mistakes: list[Mistake]
-    samples: list[Picture]
+    samples: list[InlineImage]
     attention: list[AttentionColumn] | str
 
 
@@ -109,7 +109,7 @@ def _validate(run: RunLog, limit: int, which: str) -> Validation:
         label, guess = int(labels[index]), int(predicted[index])
         text = f"class {classes[label]}, predicted {classes[guess]}"
         return Mistake(
-            picture=Picture.of(pixels(dataset, chosen[index]), text),
+            picture=InlineImage.of(pixels(dataset, chosen[index]), text),
             label=classes[label],
             predicted=classes[guess],
             confidence=float(probabilities[index, guess]),
@@ -130,7 +130,7 @@ def _validate(run: RunLog, limit: int, which: str) -> Validation:
         ],
         mistakes=[mistake(i) for i in worst_mistakes(logits, labels, MISTAKES).tolist()],
         samples=[
-            Picture.of(pixels(dataset, i), f"sample of class {classes[dataset.labels[i]]}")
+            InlineImage.of(pixels(dataset, i), f"sample of class {classes[dataset.labels[i]]}")
             for i in samples
         ],
         attention=attention_columns(model, dataset, samples, run.config),
@@ -160,7 +160,7 @@ def predict(
     model: nn.Module, dataset: ImageDataset, chosen: range, config: Config
 ) -> tuple[Tensor, Tensor]:
     """Return logits [N, K] and labels [N] of the chosen images, in float32 on the CPU."""
-    normalize = Normalize(config.data)
+    normalize = Normalize(config.data.mean, config.data.std)
     batches = EvalBatches(dataset, config.train.eval_batch_size, chosen, config.data.num_workers)
     pairs = [(model(normalize(i.to(device()))).float().cpu(), labels) for i, labels in batches]
     logits, labels = zip(*pairs, strict=True)
@@ -172,9 +172,10 @@ def attention_columns(
 ) -> list[AttentionColumn] | str:
     """Return head averages of the last attention of each stage; or why there are none."""
     arrays = [pixels(dataset, index) for index in samples]
-    images = torch.stack([torch.from_numpy(array).permute(2, 0, 1) for array in arrays])
+    images, _ = collate([dataset[index] for index in samples])
+    normalize = Normalize(config.data.mean, config.data.std)
     try:
-        maps = attention_maps(model, Normalize(config.data)(images.to(device())))
+        maps = attention_maps(model, normalize(images.to(device())))
     except TypeError as error:
         return str(error)
     columns = []
@@ -183,7 +184,7 @@ def attention_columns(
         low, high = float(received.min()), float(received.max())
         shares = (received - low) / max(high - low, 1e-9)
         pictures = [
-            Picture.of(overlaid(array, share), f"attention in {name}")
+            InlineImage.of(overlaid(array, share), f"attention in {name}")
             for array, share in zip(arrays, shares, strict=True)
         ]
         columns.append(AttentionColumn(name.removesuffix(".attn"), low, high, pictures))
@@ -204,4 +205,4 @@ def last_of_each_size(maps: dict[str, Tensor]) -> list[str]:
 
 def pixels(dataset: ImageDataset, index: int) -> np.ndarray:
     """Return the image as the model gets it before normalization, uint8 [H, W, 3]."""
-    return np.ascontiguousarray(dataset[index][0].permute(1, 2, 0).numpy())
+    return dataset[index][0].numpy()

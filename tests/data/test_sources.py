@@ -5,7 +5,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, FashionMNIST, ImageFolder
 
 from data import DataError, build_datasets, build_eval_dataset
-from data.sources import FolderSource, digits, torchvision_set
+from data.sources import FolderSource, digits, held_out, torchvision_set
 from lipsformer.config import AugmentConfig, DataConfig
 from tests.data.trees import write_tree
 
@@ -172,3 +172,17 @@ def test_torchvision_sets_pass_through(tmp_path, monkeypatch, source, kind, shap
     expected = train.images[5] if len(shape) == 3 else np.stack([train.images[5]] * 3, -1)
     assert np.array_equal(train.load(5).pixels(), expected)
     assert np.array_equal(np.asarray(train.load(5).image()), expected)
+
+
+def test_held_out_images_are_the_same_share_of_every_class_and_never_trained_on():
+    labels = np.array([0] * 7 + [1] * 23 + [2] * 11)[np.random.default_rng(0).permutation(41)]
+    chosen = held_out(labels, 0.3)
+    assert [int(chosen[labels == label].sum()) for label in range(3)] == [2, 6, 3]
+    source = digits("train", img_size=8, interpolation="bicubic")
+    data = DataConfig(source="digits", img_size=8, holdout=0.2)
+    train, val = build_datasets(data, AugmentConfig(), seed=0)
+    seen, kept = train.source.indices, val.source.indices
+    assert sorted([*seen, *kept]) == list(range(len(source.labels)))
+    assert np.array_equal(val.labels, source.labels[kept])
+    pixels = [np.asarray(s.load(i).image()) for s, i in ((val.source, 5), (source, int(kept[5])))]
+    assert np.array_equal(*pixels)

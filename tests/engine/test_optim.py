@@ -1,4 +1,7 @@
-"""Parameter groups hold every parameter once and decay the right ones; AdamW is AdamW."""
+"""Parameter groups hold every parameter once; every optimizer of a run resumes bit for bit."""
+
+import json
+import re
 
 import pytest
 import torch
@@ -6,8 +9,17 @@ from timm import create_model
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
+from lipsformer._configfile import ConfigError
 from lipsformer.config import OptimConfig
-from lipsformer.engine.optim import make_optimizer, parameter_groups, set_lr
+from lipsformer.engine.optim import (
+    load_state,
+    make_optimizer,
+    optimizer_names,
+    parameter_groups,
+    set_lr,
+    state_numbers,
+    state_tensors,
+)
 
 
 class Toy(nn.Module):
@@ -92,3 +104,77 @@ def test_optimizer_follows_the_adamw_formula_in_float64() -> None:
         corrected = (square / (1 - 0.9**step)).sqrt() + 1e-3
         weight = weight - 0.1 * mean / (1 - 0.7**step) / corrected
     torch.testing.assert_close(layer.weight.detach().double(), weight, rtol=1e-5, atol=1e-6)
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 11), nn.Linear(11, 5))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(step))
+        set_lr(optimizer, 0.01 / (step + 1))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", optimizer_names())
+def test_every_optimizer_resumes_bit_for_bit(name: str) -> None:
+    optim = OptimConfig(name=name, lr=0.01, weight_decay=0.1)
+    model = small_network()
+    optimizer = make_optimizer(model, optim)
+    before = [parameter.clone() for parameter in model.parameters()]
+    train(model, optimizer, range(3))
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert all(moved)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    tensors = {key: value.clone() for key, value in state_tensors(model, optimizer).items()}
+    numbers = json.dumps(state_numbers(model, optimizer))
+    train(model, optimizer, range(3, 6))
+
+    resumed = small_network()
+    resumed.load_state_dict(weights)
+    other = make_optimizer(resumed, optim)
+    load_state(resumed, other, tensors, json.loads(numbers))
+    train(resumed, other, range(3, 6))
+    for wanted, found in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(wanted, found)
+
+
+def test_muon_orthogonalizes_hidden_matrices_and_adamw_updates_the_ends() -> None:
+    model = create_model("lipsformer_swin_nano", num_classes=7, embed_dim=8, depths=(1, 1))
+    optim = OptimConfig(name="muon", lr=1.0, weight_decay=0.0, kwargs={"adjust_lr_fn": "original"})
+    optimizer = make_optimizer(model, optim)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        update = (before[name] - parameter).detach()
+        if "qkv" in name and update.ndim == 2:
+            # Newton-Schulz brings all singular values near 1
+            values = torch.linalg.svdvals(update / max(1.0, len(update) / update.shape[1]) ** 0.5)
+            assert values.min() > 0.5 and values.max() < 1.3
+        if name.startswith(("patch_embed.proj", "head.fc")) or "table" in name:
+            # the first step of AdamW moves every entry by the learning rate
+            torch.testing.assert_close(update.abs(), torch.ones_like(update), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"name": "adahessian"}, "optim.name='adahessian'"),  # second derivatives
+        ({"name": "bnbadam"}, "optim.name='bnbadam'"),  # another package
+        ({"name": "lion", "eps": 1e-8}, "optim.eps=1e-08 has no effect"),
+        ({"name": "adamw", "momentum": 0.9}, "optim.momentum=0.9 has no effect"),
+        ({"name": "muon", "kwargs": {"steps": 5}}, "optim.name='muon' cannot be built"),
+        ({"name": "adan", "betas": (0.9, 0.99)}, "optim.betas=(0.9, 0.99) does not fit"),
+        ({"kwargs": {"lr": 1.0}}, "optim.kwargs.lr must not be set"),
+    ],
+)
+def test_settings_that_an_optimizer_does_not_take_are_refused(settings: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        make_optimizer(small_network(), OptimConfig(lr=0.1, **settings))

@@ -9,7 +9,17 @@ from torch import nn
 
 from lipsformer.engine.checkpoint import EMA, MODEL, OPTIMIZER, CheckpointError, CheckpointFolder
 from lipsformer.engine.steps import train_step
+from lipsformer.engine.train_state import TrainState
 from tests.engine.test_steps import make_model, make_samples, make_state, transform
+
+
+def save(state: TrainState, folder: Path, step: int) -> Path:
+    return CheckpointFolder(folder, keep=1).save(
+        step,
+        tensors=state.state_dict(),
+        texts={"state.json": json.dumps(state.numbers())},
+        best_step=None,
+    )
 
 
 def test_a_fresh_state_continues_as_the_first(tmp_path: Path) -> None:
@@ -17,9 +27,7 @@ def test_a_fresh_state_continues_as_the_first(tmp_path: Path) -> None:
     first = make_state(make_model(), ema_decay=0.8)
     for update in range(3):
         train_step(first, [samples], 6, update, transform)
-    folder = CheckpointFolder(tmp_path, keep=1).save(
-        3, tensors=first.state_dict(), texts={}, best_step=None
-    )
+    folder = save(first, tmp_path, 3)
     model = make_model()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
@@ -39,17 +47,12 @@ def test_the_gradient_scaler_is_put_back(tmp_path: Path) -> None:
     state = make_state(make_model())
     train_step(state, [make_samples(6)], 6, 0, transform)
     state.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**11, growth_interval=9)
-    scaler = state.scaler_state()
-    folder = CheckpointFolder(tmp_path, keep=1).save(
-        1,
-        tensors=state.state_dict(),
-        texts={"state.json": json.dumps({"scaler": scaler})},
-        best_step=None,
-    )
+    scaler = state.numbers()["scaler"]
+    folder = save(state, tmp_path, 1)
     state.accelerator.scaler = torch.amp.GradScaler("cpu")
-    assert state.scaler_state() != scaler
+    assert state.numbers()["scaler"] != scaler
     state.load_checkpoint(folder)
-    assert state.scaler_state() == scaler
+    assert state.numbers()["scaler"] == scaler
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,6 @@ def test_the_gradient_scaler_is_put_back(tmp_path: Path) -> None:
     ],
 )
 def test_another_model_is_refused(tmp_path: Path, other: nn.Module, reason: str) -> None:
-    tensors = make_state(make_model()).state_dict()
-    folder = CheckpointFolder(tmp_path, keep=1).save(1, tensors=tensors, texts={}, best_step=None)
+    folder = save(make_state(make_model()), tmp_path, 1)
     with pytest.raises(CheckpointError, match=f"does not fit the model: .*{reason}"):
         make_state(other).load_checkpoint(folder)

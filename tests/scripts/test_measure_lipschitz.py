@@ -5,7 +5,7 @@ import pytest
 import timm
 import torch
 
-from data import Normalize, build_eval_dataset
+from data import Normalize, build_eval_dataset, collate
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
 from lipsformer.config import DataConfig
 from lipsformer.engine.run_folder import load_model
@@ -54,8 +54,8 @@ def test_images_are_prepared_as_the_model_says():
     known = {key: model.pretrained_cfg[key] for key in ("mean", "std", "interpolation")}
     data = DataConfig(source="digits", img_size=32, crop_pct=0.5, **known)
     images = build_eval_dataset(data, classes=None)
-    pixels = torch.stack([images[i * (len(images) // 3)][0] for i in range(3)])
-    assert torch.equal(found, Normalize(data)(pixels))
+    pixels, _ = collate([images[i * (len(images) // 3)] for i in range(3)])
+    assert torch.equal(found, Normalize(data.mean, data.std)(pixels))
 
 
 @pytest.mark.parametrize(

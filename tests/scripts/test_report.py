@@ -114,7 +114,8 @@ def predictions(run: Path) -> list[tuple[int, torch.Tensor]]:
     found = []
     with torch.no_grad():
         for image, label in build_eval_dataset(config.data, classes=None):
-            logits = model.eval()(Normalize(config.data)(image[None]))[0]
+            pixels = image.permute(2, 0, 1)[None]
+            logits = model.eval()(Normalize(config.data.mean, config.data.std)(pixels))[0]
             found.append((label, logits.double().softmax(0)))
     return found
 
