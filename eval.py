@@ -20,21 +20,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from torch import Tensor, nn
-
-from data import DataError, Normalize, build_eval_dataset, build_eval_sets, eval_loader
+from data import DataError, build_eval_dataset, build_eval_sets
 from data.evalsets import STANDARD, EvalSet, corruption_summary
 from lipsformer._configfile import ConfigError, read_config
-from lipsformer.config import Config, DataConfig
+from lipsformer.config import Config
 from lipsformer.engine.build import build_model
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights, load_model, load_weights
-from lipsformer.engine.steps import evaluate
 from scripts._assemble import data_config
-from scripts._certify import DEFAULT, certify, parse_distance
+from scripts._certify import DEFAULT, parse_distance
+from scripts._evaluate import evaluate_set, table
 
 
 def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -49,9 +46,9 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         if options.config
         else weights.config(overrides)
     )
-    card = weights.timm_config()
-    if card is not None:
-        known = card["pretrained_cfg"]
+    timm_config = weights.timm_config()
+    if timm_config is not None:
+        known = timm_config["pretrained_cfg"]
         settings = ["source=folder", *options.data] if options.set else options.data
         origin = f"{weights.folder} with --data"
         data = config.data if config else data_config(known, settings, origin=origin)
@@ -63,12 +60,11 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
     classes = weights.classes()
     if options.set:
-        sets = build_eval_sets(
-            options.set, data, classes, card["num_classes"] if card else len(STANDARD)
-        )
+        num_classes = timm_config["num_classes"] if timm_config else len(STANDARD)
+        sets = build_eval_sets(options.set, data, classes, num_classes)
     else:
         sets = [EvalSet("data", build_eval_dataset(data, classes=classes))]
-    if card is not None:
+    if timm_config is not None:
         model = load_model(weights)
     else:
         assert config is not None
@@ -94,48 +90,6 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [{**shared, **row} for row in rows + corruption_summary(figures)]
 
 
-def evaluate_set(
-    accelerator: Accelerator,
-    model: nn.Module,
-    eval_set: EvalSet,
-    data: DataConfig,
-    batch_size: int,
-    distances: Sequence[float],
-) -> dict[str, Any]:
-    """Return the figures of one data set."""
-    batches = eval_loader(
-        eval_set.dataset,
-        batch_size=batch_size,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        num_workers=data.num_workers,
-    )
-    classifier = model if eval_set.outputs is None else Outputs(model, eval_set.outputs)
-    result = evaluate(
-        accelerator,
-        classifier,
-        batches,
-        normalize=Normalize(data.mean, data.std),
-        num_images=len(eval_set.dataset),
-    )
-    assert result is not None
-    if not distances:
-        return result
-    return {**result, **certify(accelerator, model, classifier, batches, data, distances)}
-
-
-class Outputs(nn.Module):
-    """The model with only some of its logits."""
-
-    def __init__(self, model: nn.Module, outputs: Sequence[int]):
-        super().__init__()
-        self.model = model
-        self.outputs = list(outputs)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(images)[:, self.outputs]
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -156,27 +110,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, help="of a device; default: of the run's config")
     parser.add_argument("--json", metavar="FILE", help="also write the records there; - for stdout")
     return parser
-
-
-def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the records as text."""
-    width = max(len(r["set"]) for r in records)
-    lines = [f"{'set':{width}} {'top-1 %':>9} {'top-5 %':>9} {'loss':>9} {'images':>8}"]
-    for r in records:
-        figures = f"{r['top1']:9.3f} {r['top5']:9.3f} {r['loss']:9.5f} {r['images']:8d}"
-        lines.append(f"{r['set']:{width}} {figures}")
-        if "mce" in r:
-            mce = "none, because some of the 15 are missing"
-            mce = mce if r["mce"] is None else f"{r['mce']:.2f} %"
-            lines.append(f"c is the mean of {r['corruptions']} corruptions; mCE: {mce}")
-    for r in records:
-        for at in r.get("robustness", ()):
-            lines.append(
-                f"{r['set']:{width}} within {at['eps']:.4f} (2-norm): certified "
-                f"{at['certified']:.3f} %, under PGD {at['pgd']:.3f} %, "
-                f"log10 bound {r['pixel_bound_log10']:.3f}"
-            )
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:

@@ -47,24 +47,21 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     samples, steps = micro_batches(config.train, accelerator.num_processes)
     with accelerator.main_process_first():  # it may have to download
         train_set, val_set = build_datasets(config.data, config.augment, seed=config.train.seed)
+    share = {
+        "rank": accelerator.process_index,
+        "world_size": accelerator.num_processes,
+        "num_workers": config.data.num_workers,
+    }
     train_batches = TrainBatches(
         train_set,
         global_batch_size=config.train.global_batch_size,
         batch_size_per_device=samples,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
         seed=config.train.seed,
-        num_workers=config.data.num_workers,
         drop_last=config.train.drop_last,
         pin_memory=accelerator.device.type == "cuda",
+        **share,
     )
-    eval_batches = eval_loader(
-        val_set,
-        batch_size=config.train.eval_batch_size,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        num_workers=config.data.num_workers,
-    )
+    eval_batches = eval_loader(val_set, batch_size=config.train.eval_batch_size, **share)
     normalize = Normalize(config.data.mean, config.data.std)
 
     torch.manual_seed(config.train.seed)

@@ -1,4 +1,4 @@
-"""Numbers of training and evaluation: kept on the device, read when they are logged."""
+"""Loss and gradient norm of each step: kept on the device, read when they are logged."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.nn import functional as F
 
 
 class NonFiniteError(RuntimeError):
@@ -79,7 +78,7 @@ class StepMetrics:
         if self._on_device:
             losses = torch.stack([loss for *_, loss, _ in self._on_device])
             norms = torch.stack([norm for *_, norm in self._on_device])
-            losses = _sum_over_ranks(self.accelerator, losses)
+            losses = sum_over_ranks(self.accelerator, losses)
             rows = torch.stack([losses, norms.to(losses)]).tolist()  # the only wait for the device
             for (step, lr, count, _, _), loss, norm in zip(self._on_device, *rows, strict=True):
                 self._append(StepStats(step, lr, count, loss / count, norm))
@@ -135,55 +134,8 @@ def summarize(stats: list[StepStats]) -> dict[str, float]:
     return record
 
 
-class EvalSums:
-    """Top-1, top-5 and cross entropy over a data set whose images are spread over ranks.
-
-    Counts are integers and losses are summed in float64. Ranks may have different numbers of
-    batches.
-
-    Example:
-        >>> sums = EvalSums()
-        >>> sums.add(torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.tensor([1, 1]))
-        >>> result = sums.result(Accelerator(cpu=True))
-        >>> result["top1"], result["images"]
-        (50.0, 2)
-    """
-
-    def __init__(self) -> None:
-        self._batches: list[Tensor] = []
-
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Add logits [B, K] and labels without waiting for the device.
-
-        Labels are [B], or bool [B, K] where several classes are right. The cross entropy is then
-        the one with the uniform distribution over these classes.
-        """
-        logits = logits.float()
-        top = logits.topk(min(5, logits.shape[1]), dim=1).indices
-        if labels.ndim == 2:
-            top = labels.gather(1, top)
-            labels = labels / labels.sum(dim=1, keepdim=True)
-        else:
-            top = top == labels[:, None]
-        loss = F.cross_entropy(logits, labels, reduction="none")
-        self._batches.append(torch.stack([loss, top[:, 0].float(), top.any(dim=1).float()]))
-
-    def result(self, accelerator: Accelerator) -> dict[str, float | int]:
-        """Return means over the images of all ranks, and their number. Every rank must call it."""
-        rows = torch.cat([torch.zeros(3, 0), *(batch.cpu() for batch in self._batches)], dim=1)
-        sums = torch.cat([rows.double().sum(dim=1), torch.tensor([rows.shape[1]]).double()])
-        if accelerator.num_processes > 1:
-            sums = _sum_over_ranks(accelerator, sums.to(accelerator.device)).cpu()
-        loss, top1, top5, images = sums.tolist()
-        return {
-            "top1": 100 * top1 / images,
-            "top5": 100 * top5 / images,
-            "loss": loss / images,
-            "images": int(images),
-        }
-
-
-def _sum_over_ranks(accelerator: Accelerator, values: Tensor) -> Tensor:
+def sum_over_ranks(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """Return the sum of a tensor over all ranks; every rank must call it."""
     total = accelerator.reduce(values, reduction="sum")
     assert isinstance(total, Tensor)
     return total

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lipsformer.engine.metrics import EvalSums, NonFiniteError, StepMetrics
+from lipsformer.engine.metrics import NonFiniteError, StepMetrics, sum_over_ranks
 from lipsformer.engine.optim import set_lr, skips_on_device
 from lipsformer.engine.train_state import TrainState
 
@@ -223,6 +223,54 @@ def train_epoch(
         if after_step(step):
             break
     return step
+
+
+class EvalSums:
+    """Top-1, top-5 and cross entropy over a data set whose images are spread over ranks.
+
+    Counts are integers and losses are summed in float64. Ranks may have different numbers of
+    batches.
+
+    Example:
+        >>> sums = EvalSums()
+        >>> sums.add(torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.tensor([1, 1]))
+        >>> result = sums.result(Accelerator(cpu=True))
+        >>> result["top1"], result["images"]
+        (50.0, 2)
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[Tensor] = []
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Add logits [B, K] and labels without waiting for the device.
+
+        Labels are [B], or bool [B, K] where several classes are right. The cross entropy is then
+        the one with the uniform distribution over these classes.
+        """
+        logits = logits.float()
+        top = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        if labels.ndim == 2:
+            top = labels.gather(1, top)
+            labels = labels / labels.sum(dim=1, keepdim=True)
+        else:
+            top = top == labels[:, None]
+        loss = F.cross_entropy(logits, labels, reduction="none")
+        self._batches.append(torch.stack([loss, top[:, 0].float(), top.any(dim=1).float()]))
+
+    def result(self, accelerator: Accelerator) -> dict[str, float | int]:
+        """Return means over the images of all ranks, and their number. Every rank must call it."""
+        rows = torch.cat([torch.zeros(3, 0), *(batch.cpu() for batch in self._batches)], dim=1)
+        sums = torch.cat([rows.double().sum(dim=1), torch.tensor([rows.shape[1]]).double()])
+        if accelerator.num_processes > 1:
+            sums = sum_over_ranks(accelerator, sums.to(accelerator.device)).cpu()
+        loss, top1, top5, images = sums.tolist()
+        return {
+            "top1": 100 * top1 / images,
+            "top5": 100 * top5 / images,
+            "loss": loss / images,
+            "images": int(images),
+        }
 
 
 @torch.no_grad()

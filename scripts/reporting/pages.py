@@ -17,7 +17,7 @@ from scripts.reporting import figures
 from scripts.reporting.figures import Drawing
 from scripts.reporting.pictures import InlineImage
 from scripts.reporting.runs import RunLog
-from scripts.reporting.theme import COLOURS
+from scripts.reporting.theme import COLORS
 from scripts.reporting.validation import Validation, validate
 
 Rows = list[tuple[str, list[Any]]]
@@ -45,7 +45,7 @@ class Report:
 
     def html(self) -> str:
         """Return a page that loads nothing from elsewhere."""
-        return self._render("page.html.jinja", escaped=True, inline=_inline, colours=COLOURS)
+        return self._render("page.html.jinja", escaped=True, inline=_inline, colors=COLORS)
 
     def markdown(self, folder: Path) -> None:
         """Write report.md into the folder, and its pictures into `images/` there."""
