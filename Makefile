@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv; a second call installs nothing again.
+# Every target first installs what it needs into .venv, unless it is installed already.
 PYTHON ?= python3
 PY := .venv/bin/python
 
@@ -20,7 +20,7 @@ test: .venv/.dev  ## lint, types and the default test suite
 test-slow: .venv/.dev  ## the long tests
 	$(PY) -m pytest -m slow
 
-newcomer: .venv/.dev  ## type the README's commands on a bare machine and check their output (about 7 minutes)
+newcomer: .venv/.dev  ## run the README's commands in an empty environment and check their output (about 7 minutes)
 	$(PY) -m tests.newcomer
 
 check: test  ## the same as test

@@ -21,7 +21,7 @@ from benchmarks.curves import plot_runs
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
 from lipsformer.engine.distributed import EXIT_NONFINITE
-from lipsformer.engine.tracking import METRICS, read_metrics
+from lipsformer.engine.run_folder import RunFolder
 
 NANO_SWIN = {"embed_dim": 32, "depths": [1, 2, 5, 1], "num_heads": [2, 4, 8, 16], "window_size": 4}
 NANO_VIT = {"embed_dim": 160, "depth": 6, "num_heads": 4}
@@ -130,7 +130,7 @@ def main() -> None:
                     sys.exit(code)
                 record: dict[str, Any] = {"row": row, "model": model, "lr": lr, "code": code}
                 if code == 0:
-                    top1 = [r["top1"] for r in read_metrics(folder / METRICS) if r["kind"] == "raw"]
+                    top1 = [r["top1"] for r in RunFolder(folder).metrics() if r["kind"] == "raw"]
                     epochs = read_config(Config, folder / "config.yaml").train.epochs
                     record |= {"epochs": epochs, "last_top1": top1[-1], "best_top1": max(top1)}
                     folders.append(folder)

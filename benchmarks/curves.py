@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
-from lipsformer.engine.tracking import METRICS, read_metrics
+from lipsformer.engine.run_folder import RunFolder
 
 
 def plot_runs(runs: Sequence[Path], output: Path) -> None:
@@ -25,7 +25,7 @@ def plot_runs(runs: Sequence[Path], output: Path) -> None:
         label = (
             f"lr {config.optim.lr:g}" if one_model else f"{config.model.name} {config.optim.lr:g}"
         )
-        records = read_metrics(run / METRICS)
+        records = RunFolder(run).metrics()
         for axes, kind, key, marker in curves:
             points = [(r["update"], r[key]) for r in records if r["kind"] == kind]
             axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=label)

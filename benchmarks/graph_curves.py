@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from lipsformer.graph.plots import plot_epochs
-from lipsformer.graph.training import read_lines
+from lipsformer.jsonl import read_jsonl
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     runs = {}
     for run in args.runs:
         name, _, path = run.rpartition("=")
-        runs[name] = list(read_lines(Path(path)))
+        runs[name] = list(read_jsonl(Path(path)))
         if not runs[name]:
             raise SystemExit(f"{path} holds no records")
     plot_epochs(runs, args.keys, args.output)

@@ -27,11 +27,11 @@ NETWORKS = {
 }
 
 
-KEYS = ["gradient_mu", "mu", "gradient_norm", "mean_cosine"]
+KEYS = ["gradient_distance_from_mean", "distance_from_mean", "gradient_norm", "mean_cosine"]
 
 
 def _rounded(value: float) -> float | str:
-    """Three digits; JSON has no word for what overflowed."""
+    """Return three digits, or a text, because JSON has no number for an overflow."""
     return float(f"{value:.3g}") if math.isfinite(value) else "not finite"
 
 
@@ -52,8 +52,8 @@ def main() -> None:
             width = 8 if "heads" in kwargs else 64
             net = create_model(model, data.num_features, width, 7, depth, **kwargs)
             profiles[name] = layer_profile(net, data.x, data.edge_index, data.y, data.train_mask)
-            first, last = (profiles[name]["gradient_mu"][i] for i in (0, -1))
-            print(f"{depth} layers, {name}: mu of the gradient {first:.2g} ... {last:.2g}")
+            first, last = (profiles[name][KEYS[0]][i] for i in (0, -1))
+            print(f"{depth} layers, {name}: {KEYS[0]} {first:.2g} ... {last:.2g}")
         rounded = {
             name: {key: [_rounded(value) for value in profile[key]] for key in KEYS}
             for name, profile in profiles.items()

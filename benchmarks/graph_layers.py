@@ -1,16 +1,17 @@
-"""Time and memory of graph attention layers beside PyG's, forward and backward, interleaved.
+"""Compare time and memory of graph attention layers with PyG's, forward and backward, interleaved.
 
     python -m benchmarks.graph_layers --graph medium --output benchmarks/results/graph/layers_medium_cpu.json
     python -m benchmarks.graph_layers --graph medium --device cuda --output benchmarks/results/graph/layers_medium_cuda.json
     python -m benchmarks.graph_layers --table benchmarks/results/graph/layers_*.json
 
-The layers, 64 features to 8 heads x 8 channels, take turns in random order within every round, so
-that a busy machine slows all alike; the ratio to the first layer is the median over the rounds. The
-first rounds warm up. Peak memory is the most that torch's allocator holds at once beyond the inputs
-and parameters, in a step that meets its edges for the first time: what is remembered of them counts.
+Each layer maps 64 features to 8 heads x 8 channels. The layers take turns in random order in every
+round, so that a busy machine slows all of them alike. The ratio to the first layer is the median over
+the rounds. The first rounds warm up. Peak memory is the most that torch's allocator holds at once
+beyond inputs and parameters. It includes sorting the edges.
 
-"new edges" meets them for the first time in every step; "sorted edges" is given them sorted by
-target; "messages" is our layer without its fused pass.
+Our layers get `SortedEdges`, which a model builds once per batch for all its layers; "new edges" gets
+a plain `edge_index` and sorts it in every step. "sorted edges" means that PyG's layer gets edges that
+are sorted by target. "messages" is our layer without its fused pass.
 """  # noqa: E501
 
 import argparse
@@ -29,79 +30,79 @@ from torch_geometric.nn import GATConv, GCNConv, TransformerConv
 
 from benchmarks.machine import machine, peak_memory, synchronize
 from data.graphs import graph_root, load_graph
-from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
+from lipsformer.graph import (
+    LipschitzGATConv,
+    LipschitzTransformerConv,
+    ScaledCosineConv,
+    SortedEdges,
+)
 
 FEATURES, CHANNELS, HEADS = 64, 8, 8
 GRAPHS = {"medium": (100_000, 1_000_000), "large": (1_000_000, 10_000_000)}
 
 
 def by_messages(layer: type[nn.Module]) -> nn.Module:
-    """Our layer as PyG runs it: a hook needs the messages."""
+    """Create one of our layers with a hook, which makes it compute message by message."""
     conv: Any = layer(FEATURES, CHANNELS, HEADS)
     conv.register_message_forward_hook(lambda *_: None)
     return conv
 
 
-def same(edge_index: Tensor) -> Tensor:
-    """The edges as they are."""
+def same(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Return the edges as they are."""
     return edge_index
 
 
-def by_target(edge_index: Tensor) -> Tensor:
-    """The edges sorted by target."""
+def prepared(edge_index: Tensor, num_nodes: int) -> SortedEdges:
+    """Return the edges as a model passes them to its layers."""
+    return SortedEdges(edge_index, num_nodes)
+
+
+def by_target(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """Return the edges sorted by target."""
     return edge_index[:, edge_index[1].argsort(stable=True)].contiguous()
 
 
-# name -> layer, how it is given the edges once, and in every step
-LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable, Callable]] = {
-    "GATConv": (lambda: GATConv(FEATURES, CHANNELS, HEADS), same, same),
-    "GATConv, sorted edges": (lambda: GATConv(FEATURES, CHANNELS, HEADS), by_target, same),
-    "TransformerConv": (lambda: TransformerConv(FEATURES, CHANNELS, HEADS), same, same),
-    "GCNConv": (lambda: GCNConv(FEATURES, CHANNELS * HEADS), same, same),
-    "LipschitzGATConv": (lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS), same, same),
-    "LipschitzGATConv, new edges": (
-        lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS),
-        same,
-        Tensor.clone,
-    ),
+# name -> layer, and the form in which it gets the edges
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor, int], Tensor | SortedEdges]]] = {
+    "GATConv": (lambda: GATConv(FEATURES, CHANNELS, HEADS), same),
+    "GATConv, sorted edges": (lambda: GATConv(FEATURES, CHANNELS, HEADS), by_target),
+    "TransformerConv": (lambda: TransformerConv(FEATURES, CHANNELS, HEADS), same),
+    "GCNConv": (lambda: GCNConv(FEATURES, CHANNELS * HEADS), same),
+    "LipschitzGATConv": (lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS), prepared),
+    "LipschitzGATConv, new edges": (lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS), same),
     "LipschitzGATConv without norm": (
         lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS, score_norm=None),
-        same,
-        same,
+        prepared,
     ),
-    "LipschitzGATConv, messages": (lambda: by_messages(LipschitzGATConv), same, same),
-    "LipschitzTransformerConv, messages": (
-        lambda: by_messages(LipschitzTransformerConv),
-        same,
-        same,
-    ),
-    "ScaledCosineConv, messages": (lambda: by_messages(ScaledCosineConv), same, same),
+    "LipschitzGATConv, messages": (lambda: by_messages(LipschitzGATConv), same),
+    "LipschitzTransformerConv, messages": (lambda: by_messages(LipschitzTransformerConv), same),
+    "ScaledCosineConv, messages": (lambda: by_messages(ScaledCosineConv), same),
     "LipschitzTransformerConv": (
         lambda: LipschitzTransformerConv(FEATURES, CHANNELS, HEADS),
-        same,
-        same,
+        prepared,
     ),
-    "ScaledCosineConv": (lambda: ScaledCosineConv(FEATURES, CHANNELS, HEADS), same, same),
+    "ScaledCosineConv": (lambda: ScaledCosineConv(FEATURES, CHANNELS, HEADS), prepared),
 }
 
 
-class Contestant:
-    """One layer on one graph."""
+class Candidate:
+    """Measure one layer on one graph."""
 
     def __init__(self, name: str, x: Tensor, edge_index: Tensor) -> None:
         """Create the layer on the device of ``x``."""
-        make, prepare, self.give = LAYERS[name]
+        make, self.prepare = LAYERS[name]
         self.conv = make().to(x.device)
-        self.x, self.edge_index = x, prepare(edge_index)
+        self.x, self.edge_index = x, edge_index
+        self.edges = self.prepare(edge_index, len(x))
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds of one forward pass, and of it and the backward one."""
+        """Return the seconds of one forward pass, and of one forward and backward pass together."""
         self.conv.zero_grad()
         self.x.grad = None
-        edge_index = self.give(self.edge_index)
         synchronize(self.x.device)
         start = time.perf_counter()
-        loss = self.conv(self.x, edge_index).square().sum()
+        loss = self.conv(self.x, self.edges).square().sum()
         synchronize(self.x.device)
         middle = time.perf_counter()
         loss.backward()
@@ -109,24 +110,27 @@ class Contestant:
         return middle - start, time.perf_counter() - start
 
     def peak(self) -> int:
-        """Most bytes held at once beyond inputs and parameters, edges not seen before."""
+        """Return the most bytes held at once beyond inputs and parameters, sorting included."""
         self.conv.zero_grad()
         self.x.grad = None
-        edge_index = self.edge_index.clone()
-        step = lambda: self.conv(self.x, edge_index).square().sum().backward()  # noqa: E731
+
+        def step() -> None:
+            edges = self.prepare(self.edge_index, len(self.x))
+            self.conv(self.x, edges).square().sum().backward()
+
         return peak_memory(step, self.x.device)
 
 
-def measure(contestants: dict[str, Contestant], rounds: int, warmup: int) -> dict[str, Any]:
-    """Times over interleaved rounds, and peak memory."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
+def measure(candidates: dict[str, Candidate], rounds: int, warmup: int) -> dict[str, Any]:
+    """Return times over interleaved rounds, and peak memory."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
     for index in range(warmup + rounds):
-        for name in random.sample(list(contestants), len(contestants)):
-            own = contestants[name].seconds()
+        for name in random.sample(list(candidates), len(candidates)):
+            own = candidates[name].seconds()
             if index >= warmup:
                 seconds[name].append(own)
-    base = next(iter(contestants))
-    memory = {name: contestant.peak() for name, contestant in contestants.items()}
+    base = next(iter(candidates))
+    memory = {name: candidate.peak() for name, candidate in candidates.items()}
     result = {}
     for name, own in seconds.items():
         forward, step = zip(*own, strict=True)
@@ -144,7 +148,7 @@ def measure(contestants: dict[str, Contestant], rounds: int, warmup: int) -> dic
 
 
 def edges(graph: str, root: str) -> tuple[int, Tensor]:
-    """Number of nodes, and edges: PubMed's, or uniformly random ones."""
+    """Return the number of nodes and the edges of PubMed, or of a uniformly random graph."""
     if graph == "pubmed":
         data = load_graph("pubmed-partial", graph_root(root))
         assert data.num_nodes is not None and data.edge_index is not None
@@ -154,7 +158,7 @@ def edges(graph: str, root: str) -> tuple[int, Tensor]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The figures of one record as Markdown."""
+    """Return the figures of one record as a Markdown table."""
     host, graph = record["machine"], record["graph"]
     lines = [
         f"{graph['num_nodes']:,} nodes, {graph['num_edges']:,} edges, {host['device']} "
@@ -197,12 +201,12 @@ def main() -> None:
     num_nodes, edge_index = edges(options.graph, options.root)
     edge_index = edge_index.to(options.device)
     x = torch.randn(num_nodes, FEATURES, device=options.device, requires_grad=True)
-    contestants = {name: Contestant(name, x, edge_index) for name in options.layers}
+    candidates = {name: Candidate(name, x, edge_index) for name in options.layers}
     record = {
         "machine": machine(x.device) | {"torch_geometric": torch_geometric.__version__},
         "graph": {"name": options.graph, "num_nodes": num_nodes, "num_edges": edge_index.size(1)},
         "options": {"rounds": options.rounds, "warmup": options.warmup},
-        "layers": measure(contestants, options.rounds, options.warmup),
+        "layers": measure(candidates, options.rounds, options.warmup),
     }
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)

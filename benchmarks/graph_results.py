@@ -1,11 +1,11 @@
-"""Gather the runs of scripts.train_graph and scripts.graph_sweep, and tabulate them.
+"""Gather the runs of scripts.train_graph and scripts.graph_sweep in one file and one table.
 
     python -m benchmarks.graph_results outputs/graph \
         --output benchmarks/results/graph/runs.json
 
-Writes every seed's outcome with the settings that made it, and prints one Markdown line per
-setting: test accuracy in % at the best validation epoch / at the last epoch, mean ± sample standard
-deviation.
+The file holds the outcome of every seed with its settings. The command prints one Markdown line per
+setting: the test accuracy in % at the best validation epoch / at the last epoch, as mean ± sample
+standard deviation.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from typing import Any
 
 import yaml
 
-from lipsformer.graph.training import read_lines
+from lipsformer.jsonl import read_jsonl
 
 _PERCENT = ("test_acc", "last_test_acc", "highest_train_acc", "val_acc")
 
 
 def gather(folder: Path) -> list[dict[str, Any]]:
-    """One row per setting of a run's or a sweep's folder, its seeds in order."""
+    """Return one row per setting of a folder of a run or a sweep, with the seeds in order."""
     if (folder / "sweep.yaml").exists():
         settings = {
             "config": Path(yaml.safe_load((folder / "sweep.yaml").read_text())["config"]).name
@@ -37,7 +37,7 @@ def gather(folder: Path) -> list[dict[str, Any]]:
             "train": {key: train[key] for key in ("lr", "weight_decay", "epochs", "patience")},
         }
     rows: dict[str, list[dict[str, Any]]] = {}
-    for line in read_lines(folder / "results.jsonl"):
+    for line in read_jsonl(folder / "results.jsonl"):
         rows.setdefault(json.dumps(line.get("overrides", [])), []).append(line)
     return [
         {"study": folder.name, **settings, "overrides": json.loads(key), **_columns(lines)}
@@ -56,7 +56,7 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown table of rows as ``gather`` returns them."""
+    """Return a Markdown table of rows that `gather` returned."""
     lines = ["| study | setting | seeds | test | highest train |", "|---|---|---|---|---|"]
     for row in rows:
         test = " / ".join(_mean(row[key]) for key in _PERCENT[:2])

@@ -36,9 +36,9 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import v2
 
 from data import TrainBatches, build_datasets, eval_loader
+from data.build import train_transform
 from data.images import EncodedPicture, read_picture
-from data.rng import kept, seed_all
-from data.transforms import TrainTransform
+from data.rng import preserve_rng, seed_all
 from lipsformer.config import AugmentConfig, DataConfig
 
 BATCH_SIZE = 64
@@ -138,7 +138,7 @@ def compare(folder: Path, rounds: int) -> dict[str, Any]:
 def stages(folder: Path) -> dict[str, Any]:
     """CPU milliseconds per image in each stage of training, one after the other, and its share."""
     files = [str(path) for path in sorted(folder.rglob("*.JPEG"))]
-    transform = TrainTransform(DataConfig(source="folder"), RECIPE)
+    transform = train_transform(DataConfig(source="folder"), RECIPE)
     spent: dict[str, float] = {}
 
     def timed(stage: str, items: Iterable, function: Callable) -> list:
@@ -151,19 +151,19 @@ def stages(folder: Path) -> dict[str, Any]:
         seed_all(index)
         return transform.crop(picture)
 
-    def seeded_colour(index: int, img):
+    def seeded_color(index: int, img):
         seed_all(index)
-        for stage in transform.colour:
+        for stage in transform.color:
             img = stage(img)
         return torch.from_numpy(img)
 
-    with kept():
+    with preserve_rng():
         timed("seeds", files, lambda index, _: seed_all(index))
         pictures = timed("read", files, lambda _, file: read_picture(file))
         timed("header", pictures, lambda _, picture: picture.size)
         timed("decode", pictures, lambda _, picture: picture.pixels())
         crops = timed("decode, crop and resize", pictures, seeded_crop)
-        images = timed("RandAugment", crops, seeded_colour)
+        images = timed("RandAugment", crops, seeded_color)
         batches = [images[i : i + BATCH_SIZE] for i in range(0, len(images), BATCH_SIZE)]
         started = time.process_time()
         for batch in batches:
@@ -183,7 +183,7 @@ def crops(folder: Path) -> dict[str, float]:
     contents = [path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))]
     timms = RandomResizedCropAndInterpolation(224, interpolation="bicubic")
     v2s = v2.RandomResizedCrop(224, interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
-    ours = TrainTransform(DataConfig(source="folder"), RECIPE)
+    ours = train_transform(DataConfig(source="folder"), RECIPE)
     ways: dict[str, Callable[[bytes], object]] = {
         "Pillow, timm": lambda content: timms(EncodedPicture(content, "").image()),
         "torchvision decode_jpeg, v2": lambda content: v2s(

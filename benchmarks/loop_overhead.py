@@ -27,12 +27,14 @@ from torch.nn import functional as F
 
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer.config import OptimConfig
-from lipsformer.engine.metrics import Window, summarise
+from lipsformer.engine.metrics import StepMetrics, summarize
 from lipsformer.engine.optim import make_optimizer
+from lipsformer.engine.run_folder import RunFolder
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.engine.signals import StopRequest
-from lipsformer.engine.steps import Learner, Stopwatch, train_epoch
+from lipsformer.engine.steps import Stopwatch, train_epoch
 from lipsformer.engine.tracking import Tracking
+from lipsformer.engine.train_state import TrainState
 
 CLASSES = 10
 OPTIM = OptimConfig(lr=1e-3, clip_grad=5.0)
@@ -69,44 +71,44 @@ def engine_loop(name: str, batches: list, output_dir: Path) -> Callable[[], None
     model = timm.create_model(name, num_classes=CLASSES)
     accelerator = Accelerator(cpu=True)
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, OPTIM))
-    learner = Learner(
+    state = TrainState(
         accelerator=accelerator,
         model=prepared,
         module=accelerator.unwrap_model(prepared),
         optimizer=optimizer,
-        schedule=CosineSchedule(peak=OPTIM.lr, final=0.0, total_updates=1_000_000),
+        schedule=CosineSchedule(peak=OPTIM.lr, final=0.0, total_steps=1_000_000),
         clip_grad=OPTIM.clip_grad,
         seed=0,
     )
-    window, stop, stopwatch = Window(accelerator, max_nonfinite=0), StopRequest(), Stopwatch()
+    metrics, stop, stopwatch = StepMetrics(accelerator, max_nonfinite=0), StopRequest(), Stopwatch()
     tracking = Tracking(
         accelerator,
-        output_dir,
+        RunFolder(output_dir),
         run_id="benchmark",
-        update=0,
+        step=0,
         next_record=1,
-        total_updates=1,
+        total_steps=1,
         metrics_bytes=0,
     )
     made = 0
 
-    def after_update(update: int) -> bool:
+    def after_step(update: int) -> bool:
         if update % LOG_EVERY == 0:
-            values = summarise(window.read()) | stopwatch.read()
+            values = summarize(metrics.read()) | stopwatch.read()
             tracking.record("train", update, 0.0, values)
-            window.clear()
-        return bool(stop.agreed())
+            metrics.clear()
+        return bool(stop.stop_signal())
 
     def turn() -> None:
         nonlocal made
         made = train_epoch(
-            learner,
+            state,
             [([batch], len(batch[0])) for batch in batches],
-            first_update=made,
+            first_step=made,
             transform=lambda images, targets, **_: (images, targets),
-            window=window,
+            metrics=metrics,
             stopwatch=stopwatch,
-            after_update=after_update,
+            after_step=after_step,
         )
 
     return turn

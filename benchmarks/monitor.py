@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 
 import lipsformer  # noqa: F401  (registers the models)
-from data import Normalize, build_eval_dataset
+from data import Normalize, build_eval_dataset, collate
 from lipsformer.analysis.bounds import image_domain
 from lipsformer.analysis.instrument import Instrument
 from lipsformer.analysis.monitor import Monitor
@@ -31,7 +31,8 @@ from lipsformer.analysis.sigma import operators
 from lipsformer.config import DataConfig, OptimConfig
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
-from lipsformer.engine.steps import Learner
+from lipsformer.engine.steps import train_step
+from lipsformer.engine.train_state import TrainState
 
 INTERVAL = inspect.signature(Monitor).parameters["every"].default
 PROBE = 8  # images, as train.py takes
@@ -44,14 +45,14 @@ class Timed(Instrument):
         self.inner = inner
         self.seconds: list[float] = []
 
-    def before_step(self, update: int) -> None:
+    def before_step(self, step: int) -> None:
         started = time.process_time()
-        self.inner.before_step(update)
+        self.inner.before_step(step)
         self.seconds.append(time.process_time() - started)
 
-    def after_step(self, update: int) -> None:
+    def after_step(self, step: int) -> None:
         started = time.process_time()
-        self.inner.after_step(update)
+        self.inner.after_step(step)
         self.seconds[-1] += time.process_time() - started
 
 
@@ -70,8 +71,8 @@ def main() -> None:
     half = (0.5, 0.5, 0.5)
     data = DataConfig(source="digits", img_size=options.img_size, mean=half, std=half)
     dataset = build_eval_dataset(data, classes=None)
-    pixels = torch.stack([torch.as_tensor(dataset[i][0]) for i in range(len(dataset))])
-    images, labels = Normalize(data)(pixels), torch.tensor([label for _, label in dataset])
+    pixels, labels = collate([dataset[i] for i in range(len(dataset))])
+    images = Normalize(data.mean, data.std)(pixels)
     targets = torch.nn.functional.one_hot(labels, 10).float()
 
     model = timm.create_model(options.model, num_classes=10, img_size=options.img_size).train()
@@ -96,12 +97,12 @@ def main() -> None:
     accelerator = Accelerator(cpu=True)
     optim = OptimConfig(lr=options.lr, clip_grad=5.0)
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, optim))
-    learner = Learner(
+    state = TrainState(
         accelerator=accelerator,
         model=prepared,
         module=model,
         optimizer=optimizer,
-        schedule=CosineSchedule(peak=optim.lr, final=0.0, total_updates=options.updates),
+        schedule=CosineSchedule(peak=optim.lr, final=0.0, total_steps=options.updates),
         clip_grad=optim.clip_grad,
         seed=0,
         instruments=[timed],
@@ -111,7 +112,7 @@ def main() -> None:
         picked = torch.randint(len(images), (options.batch_size,))
         batch = (images[picked], targets[picked])
         started = time.process_time()
-        learner.update([batch], options.batch_size, update, lambda x, y, **_: (x, y))
+        train_step(state, [batch], options.batch_size, update, lambda x, y, **_: (x, y))
         updates.append(time.process_time() - started - timed.seconds[-1])
         if update % options.every == 0:
             compare(*records[-1])

@@ -1,9 +1,14 @@
 """The application's data side: sources, transforms, loaders."""
 
 from data.batch import Normalize, TrainBatchTransform
-from data.build import build_datasets, build_eval_dataset
+from data.build import (
+    build_batch_transform,
+    build_datasets,
+    build_eval_dataset,
+    build_eval_sets,
+)
 from data.errors import DataError, UnreadableImageError
-from data.loader import TrainBatches, Update, eval_loader
+from data.loader import TrainBatches, Update, collate, eval_loader
 
 __all__ = [
     "DataError",
@@ -12,7 +17,10 @@ __all__ = [
     "TrainBatches",
     "UnreadableImageError",
     "Update",
+    "build_batch_transform",
     "build_datasets",
     "build_eval_dataset",
+    "build_eval_sets",
+    "collate",
     "eval_loader",
 ]

@@ -1,20 +1,26 @@
-"""From the configuration to the data sets of a run."""
+"""Build the data sets and transforms of a run from its config.
 
-import os
+This is the only module of the package that knows the config.
+"""
+
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from data.batch import Normalize, TrainBatchTransform
 from data.dataset import ImageDataset, TrainDataset
 from data.errors import DataError
+from data.evalsets import EvalSet, find_sets
 from data.parquet import ParquetSource
+from data.root import data_root
 from data.shards import ShardSource
 from data.sources import (
     FolderSource,
-    PartOfSource,
     Source,
+    Subset,
     digits,
     held_out,
     torchvision_set,
@@ -22,68 +28,125 @@ from data.sources import (
 from data.transforms import EvalTransform, FastEvalTransform, TrainTransform, Transform
 from lipsformer.config import AugmentConfig, DataConfig
 
-SLOW_GROUP_BYTES = 2**23  # takes several times as long to read as its image to augment
+SLOW_GROUP_BYTES = 2**23  # reading such a row group takes several times as long as augmenting
 
 
 def build_datasets(
     data: DataConfig, augment: AugmentConfig, *, seed: int
 ) -> tuple[TrainDataset, ImageDataset]:
-    """The training set, and the validation set in the training set's class order.
+    """Build the training set, and the validation set in the training set's class order.
 
     Args:
-        data: which images, where, and how large.
-        augment: the training recipe.
-        seed: of the augmentation.
+        data: Which images, where they are, and their size.
+        augment: The augmentation.
+        seed: Seed of the augmentation.
 
     Raises:
-        DataError: names what is missing or unexpected, and where.
+        DataError: If something is missing or unexpected.
     """
     source = build_source(data, data.train_split)
-    if data.holdout > 0:
-        source = PartOfSource(source, np.flatnonzero(~held_out(source.labels, data.holdout)))
-    train = TrainDataset(source, TrainTransform(data, augment), seed=seed)
     if isinstance(source, ParquetSource) and source.group_bytes > SLOW_GROUP_BYTES:
         warnings.warn(
-            f"to read one image of a shuffled epoch is to read a row group of up to "
+            f"reading one image of a shuffled epoch reads a row group of up to "
             f"{source.group_bytes / 2**20:.0f} MiB: make shards of the parquet files "
             "(`python -m scripts.make_shards --parquet SPLIT`) to train faster",
             stacklevel=2,
         )
+    if data.holdout > 0:
+        source = Subset(source, np.flatnonzero(~held_out(source.labels, data.holdout)))
+    train = TrainDataset(source, train_transform(data, augment), seed=seed)
     return train, build_eval_dataset(data, classes=train.classes)
 
 
 def build_eval_dataset(data: DataConfig, *, classes: Sequence[str] | None) -> ImageDataset:
-    """The validation set.
+    """Build the validation set.
 
     Args:
-        data: which images, where, and how large.
-        classes: the class order of the model, by default the source's own. Classes are matched by
-            name: one that the model does not know raises, one without images warns.
+        data: Which images, where they are, and their size.
+        classes: The model's class order; None takes the source's order. Classes are matched by
+            name. A class that the model does not know raises, a class without images warns.
 
     Raises:
-        DataError: names what is missing or unexpected, and where.
+        DataError: If something is missing or unexpected.
     """
     if data.holdout > 0:
         source = build_source(data, data.train_split)
-        source = PartOfSource(source, np.flatnonzero(held_out(source.labels, data.holdout)))
+        source = Subset(source, np.flatnonzero(held_out(source.labels, data.holdout)))
     else:
         source = build_source(data, data.val_split)
     return ImageDataset(source, eval_transform(data), classes=classes)
 
 
+def build_eval_sets(
+    names: Sequence[str], data: DataConfig, classes: Sequence[str] | None, num_classes: int
+) -> list[EvalSet]:
+    """Build ImageNet's evaluation sets that `data.evalsets.find_sets` documents.
+
+    Args:
+        names: Names of sets, each alone or as `name=folder`.
+        data: Root of the folders, and preprocessing.
+        classes: The model's class names, or None.
+        num_classes: The model's number of classes.
+    """
+    return find_sets(
+        names,
+        root=data_root(data.root),
+        transform=eval_transform(data),
+        transform_without_margin=eval_transform(replace(data, crop_pct=1.0)),
+        classes=classes,
+        num_classes=num_classes,
+    )
+
+
+def build_batch_transform(
+    data: DataConfig, augment: AugmentConfig, *, num_classes: int, seed: int
+) -> TrainBatchTransform:
+    """Build the transform of training batches.
+
+    Args:
+        data: Mean and standard deviation.
+        augment: The augmentation.
+        num_classes: Number of classes.
+        seed: Seed of the run.
+    """
+    return TrainBatchTransform(
+        Normalize(data.mean, data.std),
+        num_classes=num_classes,
+        seed=seed,
+        reprob=augment.reprob,
+        remode=augment.remode,
+        mixup=augment.mixup,
+        cutmix=augment.cutmix,
+        mixup_prob=augment.mixup_prob,
+        mixup_switch_prob=augment.mixup_switch_prob,
+        label_smoothing=augment.label_smoothing,
+    )
+
+
+def train_transform(data: DataConfig, augment: AugmentConfig) -> TrainTransform:
+    """Build the transform of training images."""
+    return TrainTransform(
+        data.img_size,
+        scale=augment.scale,
+        ratio=augment.ratio,
+        hflip=augment.hflip,
+        color_jitter=augment.color_jitter,
+        auto_augment=augment.auto_augment,
+        interpolation=data.interpolation,
+        mean=data.mean,
+        std=data.std,
+    )
+
+
 def eval_transform(data: DataConfig) -> Transform:
-    """The preprocessing of evaluation that the configuration asks for."""
-    return EvalTransform(data) if data.exact_eval else FastEvalTransform(data)
-
-
-def data_root(data: DataConfig) -> Path:
-    """The folder below which all data lie."""
-    return Path(data.root or os.environ.get("LIPSFORMER_DATA") or "datasets")
+    """Build the transform of evaluation images: exact, or fast if `data.exact_eval` is false."""
+    kind = EvalTransform if data.exact_eval else FastEvalTransform
+    return kind(data.img_size, crop_pct=data.crop_pct, interpolation=data.interpolation)
 
 
 def build_source(data: DataConfig, split: str) -> Source:
-    """The images and labels of one split."""
-    root = data_root(data)
+    """Find the images and labels of one split."""
+    root = data_root(data.root)
     folder = root / (data.name or "") / split
     if data.source == "digits":
         return digits(split, img_size=data.img_size, interpolation=data.interpolation)
@@ -97,7 +160,7 @@ def build_source(data: DataConfig, split: str) -> Source:
 
 
 def _skipped(data: DataConfig, split: str) -> frozenset[str]:
-    """The split's files that `data.skip_list` names, as paths below the split's folder."""
+    """Return the split's files that `data.skip_list` names, relative to the split's folder."""
     if data.skip_list is None:
         return frozenset()
     try:
@@ -108,6 +171,7 @@ def _skipped(data: DataConfig, split: str) -> frozenset[str]:
     skipped = frozenset(line[len(prefix) :] for line in lines if line.startswith(prefix))
     if skipped:
         warnings.warn(
-            f"{len(skipped)} images of {split} are left out, as {data.skip_list} says", stacklevel=2
+            f"{len(skipped)} images of {split} are left out, because {data.skip_list} names them",
+            stacklevel=2,
         )
     return skipped

@@ -1,4 +1,4 @@
-"""Reads every image file below a folder and says which cannot be used, and what is unusual."""
+"""Read every image file below a folder, and report which are unreadable or unusual."""
 
 import os
 import warnings
@@ -11,9 +11,8 @@ from PIL import Image
 
 from data.errors import UnreadableImageError
 from data.images import read_picture
-from data.sources import EXTENSIONS
 
-ORIENTATION = 0x0112  # EXIF tag; 1 is upright, 2 to 8 are turned or mirrored
+ORIENTATION = 0x0112  # EXIF tag: 1 is upright, 2 to 8 are rotated or mirrored
 
 
 @dataclass(frozen=True)
@@ -21,36 +20,30 @@ class Finding:
     """What one file holds.
 
     Attributes:
-        file: path below the folder that was checked.
-        error: why it cannot be used, or None.
-        kind: format and mode, such as "JPEG RGB".
-        size: width and height.
-        turned: it has an EXIF orientation, which is not applied.
-        animated: it has several frames, of which the first is used.
-        misnamed: its content is of another format than its extension says.
+        file: Path relative to the folder that was checked.
+        error: Why the file cannot be used, or None.
+        kind: Format and mode, such as "JPEG RGB".
+        size: Width and height.
+        rotated: The file has an EXIF orientation, which the loader does not apply.
+        animated: The file has several frames, of which the loader reads the first.
+        misnamed: The content has another format than the extension says.
+
+    Example:
+        >>> Finding("cat/1.jpg", kind="PNG RGB", size=(8, 8), misnamed=True).error is None
+        True
     """
 
     file: str
     error: str | None = None
     kind: str = ""
     size: tuple[int, int] = (0, 0)
-    turned: bool = False
+    rotated: bool = False
     animated: bool = False
     misnamed: bool = False
 
 
-def image_files(folder: Path) -> list[str]:
-    """Paths below the folder of all files with an image's extension, sorted."""
-    return sorted(
-        os.path.relpath(os.path.join(parent, name), folder)
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if name.lower().endswith(EXTENSIONS)
-    )
-
-
 def check_file(folder: str, file: str) -> Finding:
-    """Decode one image as training does, and look at its header."""
+    """Decode one image as training does, and inspect its header."""
     path = os.path.join(folder, file)
     try:
         read_picture(path).pixels()
@@ -64,13 +57,13 @@ def check_file(folder: str, file: str) -> Finding:
                 file,
                 kind=f"{image.format} {image.mode}",
                 size=image.size,
-                turned=image.getexif().get(ORIENTATION, 1) in range(2, 9),
+                rotated=image.getexif().get(ORIENTATION, 1) in range(2, 9),
                 animated=getattr(image, "n_frames", 1) > 1,
                 misnamed=Image.registered_extensions().get(extension) != image.format,
             )
 
 
 def check_files(folder: Path, files: list[str], workers: int) -> Iterator[Finding]:
-    """The findings of all files in order, from `workers` processes."""
+    """Check all files in `workers` processes, and yield the findings in the files' order."""
     with ProcessPoolExecutor(workers) as pool:
         yield from pool.map(check_file, [str(folder)] * len(files), files, chunksize=16)

@@ -1,4 +1,4 @@
-"""Map-style data sets of (uint8 image [3, H, W], label)."""
+"""Map-style data sets of (uint8 image [H, W, 3], label)."""
 
 import warnings
 from collections.abc import Sequence
@@ -8,19 +8,27 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from data.errors import DataError
-from data.rng import kept, seed_all
+from data.rng import preserve_rng, seed_all
 from data.sources import Source
 from data.transforms import Transform
 
 
 class ImageDataset(Dataset):
-    """Images of a source after a transform, with labels as indices into `classes`.
+    """Images of a source after a transform, with labels that are indices into `classes`.
 
     Args:
-        source: images with labels in the source's own class order.
-        transform: picture -> uint8 [3, H, W].
-        classes: the class order to use, by default the source's. Labels are matched by name: a
-            class of the source that is not among them raises, one that the source lacks warns.
+        source: Images with labels in the source's class order.
+        transform: Turns a picture into uint8 [H, W, 3].
+        classes: The class order; None takes the source's order. Classes are matched by name. A
+            class of the source that is not in `classes` raises; a class without images warns.
+
+    Example:
+        >>> from data.sources import digits
+        >>> from data.transforms import EvalTransform
+        >>> images = ImageDataset(digits("val", img_size=32), EvalTransform(32))
+        >>> picture, label = images[0]
+        >>> tuple(picture.shape), images.classes[label]
+        ((32, 32, 3), '7')
     """
 
     def __init__(
@@ -38,12 +46,25 @@ class ImageDataset(Dataset):
         return self.transform(self.source.load(index)), int(self.labels[index])
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
-        """The items of a batch, as torch's loader asks for them."""
+        """Return the items of a batch. torch's loader calls it."""
         return [self[index] for index in indices]
 
 
 class TrainDataset(ImageDataset):
-    """Augmented images, addressed by (epoch, index): augmentation = f(seed, epoch, index)."""
+    """Augmented images. An item is a function of (seed, epoch, index), and its key (epoch, index).
+
+    Args:
+        source: Images with labels.
+        transform: Random transform of a picture into uint8 [H, W, 3].
+        seed: Seed of the augmentation.
+
+    Example:
+        >>> from data.sources import digits
+        >>> from data.transforms import TrainTransform
+        >>> images = TrainDataset(digits("train", img_size=32), TrainTransform(32), seed=0)
+        >>> bool((images[0, 7][0] == images[1, 7][0]).all())  # another epoch, another crop
+        False
+    """
 
     def __init__(self, source: Source, transform: Transform, *, seed: int):
         super().__init__(source, transform)
@@ -53,9 +74,9 @@ class TrainDataset(ImageDataset):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[tuple[Tensor, int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The items of a batch, as torch's loader asks for them."""
+        """Return the items of a batch. torch's loader calls it."""
         items = []
-        with kept():
+        with preserve_rng():
             for epoch, index in keys:
                 seed_all("augment", self.seed, epoch, index)
                 items.append(super().__getitem__(index))
@@ -63,23 +84,23 @@ class TrainDataset(ImageDataset):
 
 
 def match_classes(found: Sequence[str], classes: Sequence[str]) -> np.ndarray:
-    """Index into `classes` of each name in `found`."""
+    """Return the index into `classes` of each name in `found`."""
     index_of = {name: index for index, name in enumerate(classes)}
     unknown = [name for name in found if name not in index_of]
     if unknown:
         raise DataError(
-            f"{len(unknown)} unknown class(es) {_some(unknown)}: expected only the "
-            f"{len(classes)} classes of the training set, {_some(classes)}"
+            f"{len(unknown)} unknown class(es) {_first_names(unknown)}: expected only the "
+            f"{len(classes)} classes of the training set, {_first_names(classes)}"
         )
     missing = set(classes).difference(found)
     if missing:
         warnings.warn(
-            f"{len(missing)} of {len(classes)} classes have no images: {_some(sorted(missing))}",
+            f"{len(missing)} of {len(classes)} classes have no images: "
+            f"{_first_names(sorted(missing))}",
             stacklevel=3,
         )
     return np.array([index_of[name] for name in found])
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first few names."""
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

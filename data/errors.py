@@ -1,8 +1,8 @@
-"""What can be wrong with the data; every message is one line for the user."""
+"""Errors in the data. Every message is one line for the user."""
 
 
 class DataError(ValueError):
-    """The data cannot be used as configured: says what was found, where, and what is expected."""
+    """The data cannot be used; the message says what was found, where, and what is expected."""
 
 
 class UnreadableImageError(DataError):

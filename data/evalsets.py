@@ -1,14 +1,14 @@
 """ImageNet's evaluation sets: validation, ReaL labels, V2, A, R, Sketch and C.
 
-Their classes are WordNet ids (wnids), matched by name to the model's. Labels of V2 are positions in
-the standard index, whose order is that of the wnids. On A and R, which have 200 classes each, only
-these classes' logits count. An image of ReaL has a set of right labels; images without any are left
-out. The layouts, as published, are in `LAYOUTS`.
+Their classes are WordNet ids (wnids), which are matched by name to the model's classes. Labels of
+V2 are positions in the standard index, which is sorted by wnid. A and R have 200 classes each; only
+the logits of these classes count. An image of ReaL has a set of correct labels; images without a
+label are left out. `LAYOUTS` describes the folders, as published.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,15 @@ import torch
 from timm.data import ImageNetInfo, RealLabelsImagenet
 from torch import Tensor
 
-from data.build import data_root, eval_transform
 from data.dataset import ImageDataset, match_classes
 from data.errors import DataError
-from data.sources import FolderSource
-from lipsformer.config import DataConfig
+from data.sources import FolderSource, Source, Subset, WithClasses
+from data.transforms import Transform
 
 STANDARD: tuple[str, ...] = tuple(ImageNetInfo("imagenet-1k").label_names())
 STANDARD_WORDS = ImageNetInfo("imagenet-1k").label_descriptions()
 
-# set -> (folder below the data root, what it holds)
+# name of the set -> (folder below the data root, layout of the folder)
 LAYOUTS = {
     "val": ("imagenet/val", "<wnid>/<images>"),
     "real": ("imagenet/val", "<wnid>/ILSVRC2012_val_<number>.JPEG"),
@@ -37,8 +36,8 @@ LAYOUTS = {
     "c": ("imagenet-c", "<corruption>/<severity 1 to 5>/<wnid>/<images>"),
 }
 
-# Mean error of AlexNet over the severities of each of ImageNet-C's 15 corruptions, as published
-# with the set (Hendrycks & Dietterich 2019). Its 4 extra corruptions are not in the mean.
+# AlexNet's error on each of ImageNet-C's 15 corruptions, averaged over the severities, as published
+# with the set (Hendrycks & Dietterich 2019). Its 4 extra corruptions do not count in the mean.
 ALEXNET_ERROR = {
     **{"gaussian_noise": 0.886428, "shot_noise": 0.894468, "impulse_noise": 0.922640},
     **{"defocus_blur": 0.819880, "glass_blur": 0.826268, "motion_blur": 0.785948},
@@ -51,12 +50,19 @@ SEVERITIES = ("1", "2", "3", "4", "5")
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One set to evaluate on.
+    """One evaluation set.
 
     Attributes:
-        name: such as "v2" or "c/fog/3".
-        dataset: the images; their labels are positions in `outputs`.
-        outputs: which of the model's logits count; all if None.
+        name: Name of the set, such as "v2" or "c/fog/3".
+        dataset: The images. Their labels are positions in `outputs`.
+        outputs: Which of the model's logits count; None for all.
+
+    Example:
+        >>> from data.sources import digits
+        >>> from data.transforms import EvalTransform
+        >>> images = ImageDataset(digits("val", img_size=32), EvalTransform(32))
+        >>> EvalSet("digits", images).outputs is None
+        True
     """
 
     name: str
@@ -65,16 +71,33 @@ class EvalSet:
 
 
 class MultiLabelDataset(ImageDataset):
-    """Images with a set of right labels each, given as bool [K].
+    """Images with a set of correct labels each, as bool [K].
 
     Args:
-        source: the images.
-        transform: picture -> uint8 [3, H, W].
-        classes: names of the K classes.
-        label_sets: indices into `classes`, for each image of the source.
+        source: The images.
+        transform: Turns a picture into uint8 [H, W, 3].
+        classes: Names of the K classes.
+        label_sets: For each image of the source, the correct indices into `classes`.
+
+    Example:
+        >>> from data.sources import digits
+        >>> from data.transforms import EvalTransform
+        >>> source = digits("val", img_size=32)
+        >>> images = MultiLabelDataset(
+        ...     source, EvalTransform(32), classes=source.classes, label_sets=[[3, 5]] * 360
+        ... )
+        >>> images[0][1].nonzero().flatten()
+        tensor([3, 5])
     """
 
-    def __init__(self, source, transform, *, classes, label_sets: Sequence[np.ndarray]):
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform,
+        *,
+        classes: Sequence[str],
+        label_sets: Sequence[Sequence[int] | np.ndarray],
+    ):
         super().__init__(source, transform, classes=classes)
         self.label_sets = label_sets
 
@@ -85,19 +108,28 @@ class MultiLabelDataset(ImageDataset):
 
 
 def find_sets(
-    names: Sequence[str], data: DataConfig, classes: Sequence[str] | None, num_classes: int
+    names: Sequence[str],
+    *,
+    root: Path,
+    transform: Transform,
+    transform_without_margin: Transform,
+    classes: Sequence[str] | None,
+    num_classes: int,
 ) -> list[EvalSet]:
-    """The named sets, all found and matched to the model before anything is evaluated.
+    """Find the named sets and match their classes to the model's, before anything is evaluated.
 
     Args:
-        names: of `LAYOUTS`, each by itself or as `name=folder`.
-        data: root of the folders, and preprocessing. Images of C, which have 224 px, are resized
-            without a margin (`crop_pct` 1), as its authors evaluate.
-        classes: the model's class names: wnids, or the words of the standard index.
-        num_classes: of the model; without names, 1,000 are the standard index.
+        names: Keys of `LAYOUTS`, each alone or as `name=folder`.
+        root: Folder of all data sets.
+        transform: Turns a picture into uint8 [H, W, 3].
+        transform_without_margin: The same with `crop_pct` 1. The images of C have 224 pixels, and
+            its authors evaluate whole images.
+        classes: The model's class names: wnids, or the words of the standard index. None means
+            that the model's 1,000 classes are the standard index.
+        num_classes: The model's number of classes.
 
     Raises:
-        DataError: for an unknown name, a folder that is not as published, or classes that are not
+        DataError: For an unknown name, a folder that is not as published, or classes that are not
             ImageNet's.
     """
     wnids = _wnids(classes, num_classes)
@@ -107,36 +139,36 @@ def find_sets(
         if name not in LAYOUTS:
             raise DataError(f"no evaluation set {name!r}: known are {', '.join(LAYOUTS)}")
         if any(other.name.split("/")[0] == name for other in found):
-            raise DataError(f"evaluation set {name} is named twice: evaluate it once at a time")
+            raise DataError(f"evaluation set {name} is named twice: name it once")
         default, layout = LAYOUTS[name]
-        path = Path(folder) if folder else data_root(data) / default
+        path = Path(folder) if folder else root / default
         if not path.is_dir():
             raise DataError(
                 f"no folder {path} for evaluation set {name}: expected {path}/{layout}; "
                 f"give another as {name}=FOLDER"
             )
         if name == "c":
-            found += _corruptions(path, data, wnids)
+            found += _corruptions(path, transform_without_margin, wnids)
         elif name in ("a", "r"):
-            found.append(_subset(name, path, data, wnids))
+            found.append(_subset(name, path, transform, wnids))
         else:
             build = {"real": _real, "v2": _v2}.get(name, _plain)
-            found.append(EvalSet(name, build(path, data, wnids)))
+            found.append(EvalSet(name, build(path, transform, wnids)))
     return found
 
 
 def corruption_summary(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Means of ImageNet-C's figures over the severities, and over its corruptions.
+    """Average ImageNet-C's figures over the severities, and over the corruptions.
 
-    mCE is the mean over the 15 corruptions of error / AlexNet's error, in percent, where either
-    error is the mean over the severities (Hendrycks & Dietterich 2019).
+    mCE is the mean over the 15 corruptions of error / AlexNet's error, in percent. Both errors are
+    averaged over the severities first (Hendrycks & Dietterich 2019).
 
     Args:
-        records: figures ("top1", "top5" in percent, "loss", "images") by the name of the set.
+        records: Figures ("top1", "top5" in percent, "loss", "images") by the name of the set.
 
     Returns:
-        one record for each corruption, and one of set "c" for those of the 15 that are there; its
-        "mce" is None unless all are.
+        One record for each corruption, and one record "c" for those of the 15 corruptions that were
+        evaluated. Its "mce" is None unless all 15 were.
     """
     names = {name.split("/")[1] for name in records if name.startswith("c/")}
     rows = []
@@ -163,7 +195,7 @@ def _mean(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _wnids(classes: Sequence[str] | None, num_classes: int) -> tuple[str, ...]:
-    """The wnid of each of the model's outputs."""
+    """Return the wnid of each of the model's outputs."""
     if classes is None:
         if num_classes != len(STANDARD):
             raise DataError(
@@ -184,43 +216,42 @@ def _wnids(classes: Sequence[str] | None, num_classes: int) -> tuple[str, ...]:
     return wnids
 
 
-def _plain(path: Path, data: DataConfig, wnids: tuple[str, ...]) -> ImageDataset:
-    return ImageDataset(FolderSource(path), eval_transform(data), classes=wnids)
+def _plain(path: Path, transform: Transform, wnids: tuple[str, ...]) -> ImageDataset:
+    return ImageDataset(FolderSource(path), transform, classes=wnids)
 
 
-def _v2(path: Path, data: DataConfig, wnids: tuple[str, ...]) -> ImageDataset:
+def _v2(path: Path, transform: Transform, wnids: tuple[str, ...]) -> ImageDataset:
     source = FolderSource(path)
     numbers = {str(number): wnid for number, wnid in enumerate(STANDARD)}
     other = [name for name in source.classes if name not in numbers]
     if other:
         raise DataError(f"{path / other[0]}: the class folders of V2 are named 0 to 999")
-    source.classes = tuple(numbers[name] for name in source.classes)
-    return ImageDataset(source, eval_transform(data), classes=wnids)
+    renamed = WithClasses(source, [numbers[name] for name in source.classes])
+    return ImageDataset(renamed, transform, classes=wnids)
 
 
-def _real(path: Path, data: DataConfig, wnids: tuple[str, ...]) -> ImageDataset:
+def _real(path: Path, transform: Transform, wnids: tuple[str, ...]) -> ImageDataset:
     source = FolderSource(path)
     published = RealLabelsImagenet([""] * 50_000).real_labels
     names = [Path(source.file(index)).name for index in range(len(source.labels))]
     other = [name for name in names if name not in published]
     if other:
         raise DataError(
-            f"{path}: {other[0]} is not named as ImageNet's validation images are, "
-            "by which the ReaL labels go: ILSVRC2012_val_00000001.JPEG to 00050000"
+            f"{path}: {other[0]} has not the name of a validation image of ImageNet, "
+            "ILSVRC2012_val_00000001.JPEG to 00050000; the ReaL labels belong to these names"
         )
     model_index = match_classes(STANDARD, wnids)
     label_sets = [model_index[published[name]] for name in names]
-    kept = [index for index, labels in enumerate(label_sets) if len(labels)]
-    source.files, source.labels = source.files[kept], source.labels[kept]
+    labeled = [index for index, labels in enumerate(label_sets) if len(labels)]
     return MultiLabelDataset(
-        source,
-        eval_transform(data),
+        Subset(source, labeled),
+        transform,
         classes=wnids,
-        label_sets=[label_sets[index] for index in kept],
+        label_sets=[label_sets[index] for index in labeled],
     )
 
 
-def _subset(name: str, path: Path, data: DataConfig, wnids: tuple[str, ...]) -> EvalSet:
+def _subset(name: str, path: Path, transform: Transform, wnids: tuple[str, ...]) -> EvalSet:
     folders = {entry.name for entry in path.iterdir() if entry.is_dir()}
     outputs = tuple(index for index, wnid in enumerate(wnids) if wnid in folders)
     if len(folders) != 200 or len(outputs) != 200:
@@ -229,10 +260,10 @@ def _subset(name: str, path: Path, data: DataConfig, wnids: tuple[str, ...]) -> 
             f"expected the 200 of set {name}"
         )
     subset = tuple(wnids[index] for index in outputs)
-    return EvalSet(name, _plain(path, data, subset), outputs)
+    return EvalSet(name, _plain(path, transform, subset), outputs)
 
 
-def _corruptions(path: Path, data: DataConfig, wnids: tuple[str, ...]) -> list[EvalSet]:
+def _corruptions(path: Path, transform: Transform, wnids: tuple[str, ...]) -> list[EvalSet]:
     found = []
     for corruption in sorted(entry for entry in path.iterdir() if entry.is_dir()):
         severities = {entry.name for entry in corruption.iterdir() if entry.is_dir()}
@@ -242,7 +273,7 @@ def _corruptions(path: Path, data: DataConfig, wnids: tuple[str, ...]) -> list[E
                 f"{', '.join(sorted(severities)[:6]) or 'none'}"
             )
         for severity in SEVERITIES:
-            dataset = _plain(corruption / severity, replace(data, crop_pct=1.0), wnids)
+            dataset = _plain(corruption / severity, transform, wnids)
             found.append(EvalSet(f"c/{corruption.name}/{severity}", dataset))
     if not found:
         raise DataError(f"{path}: no corruptions; expected {path}/{LAYOUTS['c'][1]}")

@@ -1,10 +1,9 @@
-"""Graph sources: citation, Wikipedia, WebKB and actor graphs, ogbn-arxiv, and Tree-NeighborsMatch.
+"""Load citation, Wikipedia, WebKB and actor graphs and ogbn-arxiv, and draw Tree-NeighborsMatch.
 
-A node set is one PyG `Data` with `x`, `edge_index`, `y` and the masks of its three splits; trees
-are many of them, where only the root carries a label.
+A graph is one PyG `Data` with `x`, `edge_index`, `y` and the masks of its three splits. Trees are
+many such graphs, in which only the root has a label.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch_geometric.datasets import Actor, Planetoid, WebKB, WikipediaNetwork
 from torch_geometric.utils import to_undirected
 
 from data.errors import DataError
+from data.root import data_root
 
 # data set -> (folder that holds its raw files below the root, how PyG or OGB reads it)
 _SOURCES: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -41,8 +41,8 @@ _SOURCES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 
 def graph_root(root: str | None) -> Path:
-    """The folder of graphs: `root`, else LIPSFORMER_DATA, else `datasets`, and `graphs` in it."""
-    return Path(root or os.environ.get("LIPSFORMER_DATA", "datasets")) / "graphs"
+    """Return the folder `graphs` below the folder of all data sets (`data.root.data_root`)."""
+    return data_root(root) / "graphs"
 
 
 def load_graph(
@@ -59,18 +59,18 @@ def load_graph(
     """Read one graph with its split.
 
     Args:
-        name: one of the names in `_SOURCES`; `pubmed-partial` has features for few nodes only.
-        root: folder that holds the graphs as PyG and OGB lay them out.
-        split: number of the split, 0 where there is one.
-        normalize_features: divide every node's features by their sum.
-        undirected: add the reverse of every edge.
-        missing_rate: share, in [0, 1], of the nodes outside the training set that lose their
+        name: One of the names in `_SOURCES`; `pubmed-partial` has features for few nodes only.
+        root: Folder that holds the graphs in the layout of PyG and OGB.
+        split: Number of the split; 0 if there is only one.
+        normalize_features: Whether to divide the features of every node by their sum.
+        undirected: Whether to add the reverse of every edge.
+        missing_rate: Share, in [0, 1], of the nodes outside the training set that lose their
             features.
-        missing_seed: decides which.
-        download: fetch what is not there.
+        missing_seed: Seed that draws these nodes.
+        download: Whether to download a graph that is missing.
 
     Raises:
-        DataError: for an unknown name or split, a graph that is not there, or features that are
+        DataError: If the name or the split is unknown, the graph is missing, or the features are
             not finite.
     """
     if name not in _SOURCES:
@@ -79,7 +79,7 @@ def load_graph(
     root = Path(root)
     if not download and not (root / folder).is_dir():
         raise DataError(
-            f"{name} is not in {root / folder}; set data.download=true or data.root to its place"
+            f"{name} is not in {root / folder}; set data.download=true or change data.root"
         )
     data = read(root)
     _check(data, name)
@@ -87,7 +87,9 @@ def load_graph(
     for key, mask in masks.items():
         num_splits = mask.size(1) if mask.dim() == 2 else 1
         if split >= num_splits:
-            raise DataError(f"data.split={split} is not there; {name} has {num_splits}")
+            raise DataError(
+                f"data.split={split} is not possible: {name} has {num_splits} splits, from 0"
+            )
         data[key] = mask[:, split] if mask.dim() == 2 else mask
     if undirected:
         data.edge_index = to_undirected(data.edge_index, num_nodes=data.num_nodes)
@@ -100,7 +102,7 @@ def load_graph(
 
 
 def missing_nodes(train_mask: Tensor, rate: float, seed: int) -> Tensor:
-    """Draw the nodes whose features go missing: `rate` of those outside the training set, [V]."""
+    """Draw the nodes that lose their features, `rate` of those outside the training set, as [V]."""
     candidates = (~train_mask).nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(candidates), generator=generator)
@@ -110,14 +112,20 @@ def missing_nodes(train_mask: Tensor, rate: float, seed: int) -> Tensor:
 
 
 class TreeNeighborsMatch:
-    """Binary trees whose root must name the value of the leaf that shares its key.
+    """Draw binary trees in which the root must name the value of the leaf that has its key.
 
-    A tree of depth r has 2^r leaves with the keys 0 ... 2^r - 1 in order and a random permutation
-    of as many values; the root holds one key and the label is that leaf's value. Every edge leads
-    from child to parent, so r + 1 layers carry all leaves to the root, squeezed into one vector.
+    A tree of depth r has 2^r leaves. Their keys are 0 ... 2^r - 1 in order, and their values are a
+    random permutation of the same numbers. The root holds one key, and its label is the value of
+    the leaf with that key. Every edge leads from child to parent, so r + 1 layers carry all leaves
+    to the root and squeeze them into one vector.
 
-    Features are [one-hot key, one-hot value], with one extra column each for "none". 80 % of the
-    trees are for training and 10 % each for validation and test.
+    The features are [one-hot key, one-hot value], with one extra column each for "none". 80 % of
+    the trees are for training, and 10 % each for validation and test.
+
+    Example:
+        >>> trees = TreeNeighborsMatch(depth=2, num_trees=10)
+        >>> len(trees), trees[0].num_nodes, trees[0].num_features
+        (10, 7, 10)
 
     Reference:
         Alon and Yahav 2021, "On the Bottleneck of Graph Neural Networks".
@@ -127,9 +135,9 @@ class TreeNeighborsMatch:
         """Draw the trees.
 
         Args:
-            depth: r >= 1.
-            num_trees: number of trees.
-            seed: decides keys and values.
+            depth: Depth r >= 1.
+            num_trees: Number of trees.
+            seed: Seed that draws keys and values.
         """
         self.num_leaves = 2**depth
         generator = torch.Generator().manual_seed(seed)
@@ -143,17 +151,17 @@ class TreeNeighborsMatch:
         self.num_train = int((self._place < 0.8).sum())
 
     def __len__(self) -> int:
-        """Number of trees."""
+        """Return the number of trees."""
         return len(self.keys)
 
     def __getitem__(self, index: int) -> Data:
         """Build tree `index`."""
         if not 0 <= index < len(self):
-            raise IndexError(f"tree {index} is not there; there are {len(self)}")
+            raise IndexError(f"tree {index} does not exist; there are {len(self)} trees")
         return self.batch(torch.tensor([index]))
 
     def batch(self, index: Tensor) -> Data:
-        """Build the trees `index`, [B], as one graph; those of one size B share `edge_index`."""
+        """Build the trees `index`, [B], as one graph; batches of equal size share `edge_index`."""
         none = self.num_leaves
         num_nodes = 2 * none - 1
         keys = torch.full((len(index), num_nodes), none)
@@ -185,19 +193,25 @@ class TreeNeighborsMatch:
 
 
 class TreeBatches:
-    """Batches of the first `num_trees` trees, in order or shuffled anew by every iteration."""
+    """Iterate over batches of the first `num_trees` trees, in order or in a new random order.
+
+    Example:
+        >>> trees = TreeNeighborsMatch(depth=2, num_trees=10)
+        >>> [batch.num_nodes for batch in TreeBatches(trees, num_trees=8, batch_size=5)]
+        [35, 21]
+    """
 
     def __init__(
         self, trees: TreeNeighborsMatch, num_trees: int, batch_size: int, shuffle: bool = False
     ) -> None:
-        """Take the trees and the number of trees per batch."""
+        """Store the trees and the number of trees per batch."""
         self.trees = trees
         self.num_trees = num_trees
         self.batch_size = batch_size
         self.shuffle = shuffle
 
     def __iter__(self) -> Iterator[Data]:
-        """Build one batch after the other."""
+        """Yield one batch after the other."""
         order = torch.randperm(self.num_trees) if self.shuffle else torch.arange(self.num_trees)
         return map(self.trees.batch, order.split(self.batch_size))
 

@@ -1,18 +1,17 @@
-"""One image to RGB, with one documented outcome for every kind of input.
+"""Decode one image to RGB, with one documented outcome for every kind of input.
 
 | input | outcome |
 |---|---|
-| grey, palette, bilevel, CMYK | converted to RGB by Pillow, as timm and torchvision do |
-| transparency | dropped: the stored colours are used, as timm and torchvision do |
+| gray, palette, bilevel, CMYK | converted to RGB by Pillow, as timm and torchvision do |
+| transparency | dropped: the stored colors are used, as timm and torchvision do |
 | animation (GIF, WebP, APNG) | the first frame |
 | EXIF orientation | not applied, as in the published ImageNet figures |
-| 16-bit grey | scaled from 0..65535 to 0..255 (Pillow would clip nearly all of it to white) |
-| 32-bit integer or float | refused: the range of its values is not known |
+| 16-bit gray | scaled from 0..65535 to 0..255 (Pillow would clip nearly all of it to white) |
+| 32-bit integer or float | refused: the range of the values is unknown |
 | truncated, undecodable, not an image | refused |
 | more than `MAX_PIXELS` pixels by its header | refused before anything is decoded |
 
-The content decides, not the file's extension. Damage inside the entropy-coded data of a JPEG that
-still decodes cannot be seen.
+The content decides, not the file's extension. A damaged JPEG that still decodes is not detected.
 """
 
 import io
@@ -30,11 +29,11 @@ ADVICE = (
     "; repair it, remove it or name it in data.skip_list "
     "(`python -m scripts.check_data` finds all such files)"
 )
-MAX_PIXELS = 89_478_485  # where Pillow begins to warn; such an image takes 360 MB as RGB
+MAX_PIXELS = 89_478_485  # Pillow warns above it; it needs 360 MB for such an RGB image
 
 
 class Picture(Protocol):
-    """An image before its transform: whole, or as the pixels that a crop needs."""
+    """An image before its transform. It is decoded only when its pixels are asked for."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -42,16 +41,25 @@ class Picture(Protocol):
         ...
 
     def image(self) -> Image.Image:
-        """The whole image as RGB."""
+        """Return the whole image as RGB."""
         ...
 
     def pixels(self, reduction: int = 1) -> np.ndarray:
-        """The image as uint8 [H, W, 3], or smaller: each side divided by up to `reduction`."""
+        """Return uint8 [H, W, 3]; each side may be divided by up to `reduction`."""
         ...
 
 
 class ArrayPicture:
-    """Pixels in memory: uint8 [H, W] or [H, W, 3]."""
+    """An image in memory.
+
+    Args:
+        array: uint8, gray [H, W] or RGB [H, W, 3].
+
+    Example:
+        >>> import numpy as np
+        >>> ArrayPicture(np.zeros((4, 6), np.uint8)).pixels().shape
+        (4, 6, 3)
+    """
 
     def __init__(self, array: np.ndarray):
         self.array = array
@@ -62,21 +70,29 @@ class ArrayPicture:
         return self.array.shape[1], self.array.shape[0]
 
     def image(self) -> Image.Image:
-        """The image as RGB; grey is repeated."""
+        """Return the image as RGB; gray is repeated."""
         return Image.fromarray(self.array).convert("RGB")
 
     def pixels(self, reduction: int = 1) -> np.ndarray:
-        """The image as uint8 [H, W, 3]; never reduced."""
-        grey = self.array.ndim == 2
-        return np.repeat(self.array[..., None], 3, axis=2) if grey else self.array
+        """Return uint8 [H, W, 3] at full size, whatever the `reduction`."""
+        gray = self.array.ndim == 2
+        return np.repeat(self.array[..., None], 3, axis=2) if gray else self.array
 
 
 class EncodedPicture:
-    """An encoded image.
+    """The content of an image file.
 
     Args:
-        content: the bytes of an image file.
-        name: what messages call it.
+        content: The bytes of the file.
+        name: The name of the image in messages.
+
+    Example:
+        >>> import io
+        >>> from PIL import Image
+        >>> buffer = io.BytesIO()
+        >>> Image.new("L", (40, 30)).save(buffer, "PNG")
+        >>> EncodedPicture(buffer.getvalue(), "a black image").pixels().shape
+        (30, 40, 3)
     """
 
     def __init__(self, content: bytes, name: str):
@@ -85,29 +101,29 @@ class EncodedPicture:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height by the header.
+        """Width and height, from the header.
 
         Raises:
-            UnreadableImageError: for a header that the module's table refuses.
+            UnreadableImageError: If the table of this module refuses the header.
         """
         return self._plain_jpeg_size or _readable(self._open, self.name).size
 
     def image(self) -> Image.Image:
-        """The whole image as RGB.
+        """Return the whole image as RGB.
 
         Raises:
-            UnreadableImageError: for whatever the module's table refuses.
+            UnreadableImageError: If the table of this module refuses the image.
         """
         return _readable(self._decode, self.name)
 
     def pixels(self, reduction: int = 1) -> np.ndarray:
-        """The image as uint8 [H, W, 3]; a JPEG's sides are divided by `reduction`, rounded up.
+        """Return uint8 [H, W, 3]. A JPEG's sides are divided by `reduction` and rounded up.
 
         Args:
-            reduction: 1, 2, 4 or 8, sizes at which a JPEG decodes faster; other formats ignore it.
+            reduction: 1, 2, 4 or 8. A reduced JPEG decodes faster. Other formats ignore it.
 
         Raises:
-            UnreadableImageError: for whatever the module's table refuses.
+            UnreadableImageError: If the table of this module refuses the image.
         """
         if self._plain_jpeg_size:
             width, height = self._plain_jpeg_size
@@ -119,18 +135,18 @@ class EncodedPicture:
                     min_factor=reduction,
                 )
             except ValueError:
-                pass  # anything unusual: Pillow decides what it is
+                pass  # the JPEG is unusual: Pillow decodes or refuses it
         return _as_array(self.image())
 
     @cached_property
     def _plain_jpeg_size(self) -> tuple[int, int] | None:
-        """Width and height of a grey or colour JPEG of allowed size; None for all else."""
+        """Width and height of a gray or color JPEG of allowed size; None for other images."""
         try:
-            height, width, colour, _ = simplejpeg.decode_jpeg_header(self.content)
+            height, width, color, _ = simplejpeg.decode_jpeg_header(self.content)
         except ValueError:
             return None
         size = int(width), int(height)
-        plain = colour in ("Gray", "YCbCr", "RGB") and size[0] * size[1] <= MAX_PIXELS
+        plain = color in ("Gray", "YCbCr", "RGB") and size[0] * size[1] <= MAX_PIXELS
         return size if plain else None
 
     def _open(self) -> Image.Image:
@@ -144,14 +160,14 @@ class EncodedPicture:
     def _decode(self) -> Image.Image:
         image = self._open()
         if image.mode.startswith("I;16"):
-            grey = np.asarray(image).astype(np.float32) / 257
-            return Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")
+            gray = np.asarray(image).astype(np.float32) / 257
+            return Image.fromarray(gray.round().astype(np.uint8)).convert("RGB")
         image.load()
         return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _as_array(image: Image.Image) -> np.ndarray:
-    """A writable copy; in bands, because exporting a large image at once takes its memory twice."""
+    """Copy an image to a writable array, in bands, to not need the memory of a second copy."""
     width, height = image.size
     array = np.empty((height, width, 3), np.uint8)
     rows = max(1, 2**22 // width)
@@ -162,10 +178,10 @@ def _as_array(image: Image.Image) -> np.ndarray:
 
 
 def read_picture(path: str) -> EncodedPicture:
-    """The content of the file at `path`.
+    """Read the file at `path`.
 
     Raises:
-        UnreadableImageError: if the file cannot be read.
+        UnreadableImageError: If the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -175,7 +191,7 @@ def read_picture(path: str) -> EncodedPicture:
 
 
 def _readable(decode, name: str) -> Image.Image:
-    """What `decode` returns, without Pillow's warnings of oddities that the table covers."""
+    """Call `decode` without Pillow's warnings, and name the image in its errors."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,11 +1,11 @@
-"""Which samples make up which update on which rank, and the worker processes that load them."""
+"""Loaders: the samples of every update on every rank, and the processes that load them."""
 
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,15 @@ class Update(NamedTuple):
     """One rank's share of an optimizer update.
 
     Attributes:
-        micro_batches: (uint8 images [b, 3, H, W], labels [b]); every rank has the same number.
-        num_samples: of the whole update, over all ranks and micro-batches.
+        micro_batches: Pairs of uint8 images [b, 3, H, W] and labels [b]. Every rank has the same
+            number of them.
+        num_samples: Number of samples of the whole update, over all ranks and micro-batches.
+
+    Example:
+        >>> import torch
+        >>> batch = torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1])
+        >>> Update([batch], num_samples=2).num_samples
+        2
     """
 
     micro_batches: list[MicroBatch]
@@ -32,27 +39,41 @@ class Update(NamedTuple):
 
 
 class TrainBatches:
-    """The updates of an epoch, as they fall to one rank.
+    """One rank's share of the updates of an epoch.
 
-    Update u of an epoch consists of permutation(seed, epoch)[u G : (u + 1) G], G the global batch
-    size, whatever the number of ranks. Within it, consecutive micro-batches go to ranks 0, 1, ...
-    in turn, so that every rank has the same number of them. A short last group is dealt into as
-    many micro-batches as its size needs, of nearly equal size.
+    Update u of an epoch consists of the samples permutation(seed, epoch)[u G : (u + 1) G], where G
+    is the global batch size. They do not depend on the number of ranks. Consecutive micro-batches
+    of an update go to the ranks 0, 1, ... in turn, so that every rank has the same number of them.
+    A short last update has as few micro-batches as its size needs, of nearly equal size.
 
     Args:
-        dataset: addressed by (epoch, index).
-        global_batch_size: samples per update.
-        batch_size_per_device: samples per micro-batch at most; the global batch size is a multiple
-            of it times `world_size`.
-        rank: of this process.
-        world_size: number of processes.
-        seed: of the order.
-        num_workers: worker processes, kept from epoch to epoch; 0 loads in this process.
-        drop_last: leave out the last N mod G samples of each epoch's order.
-        pin_memory: give batches in page-locked memory.
+        dataset: Data set with keys (epoch, index).
+        global_batch_size: Number of samples per update.
+        batch_size_per_device: Largest number of samples per micro-batch. The global batch size is a
+            multiple of it times `world_size`.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        seed: Seed of the order.
+        num_workers: Number of worker processes, which live for the whole run. 0 loads in this
+            process.
+        drop_last: Leave out the last N mod G samples of each epoch's order.
+        pin_memory: Put batches into page-locked memory.
 
     Raises:
-        DataError: if no update, or the short last group, can be dealt to the ranks.
+        DataError: If there are too few samples for one update, or for the short last update.
+
+    Example:
+        >>> from data.dataset import TrainDataset
+        >>> from data.sources import digits
+        >>> from data.transforms import TrainTransform
+        >>> batches = TrainBatches(
+        ...     TrainDataset(digits("train", img_size=16), TrainTransform(16), seed=0),
+        ...     global_batch_size=96, batch_size_per_device=24, rank=0, world_size=2, seed=0,
+        ...     num_workers=0, drop_last=True, pin_memory=False,
+        ... )
+        >>> update = next(batches.epoch(0))
+        >>> len(update.micro_batches), tuple(update.micro_batches[0][0].shape)
+        (2, (24, 3, 16, 16))
     """
 
     def __init__(
@@ -92,7 +113,7 @@ class TrainBatches:
         self._loader = _loader(dataset, self._keys, num_workers, pin_memory)
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Update]:
-        """The updates of an epoch from `start_update` on; what is skipped is not loaded."""
+        """Yield the updates of an epoch from `start_update` on, without loading earlier ones."""
         order = permutation(len(self.dataset), "order", self.seed, epoch)
         updates = range(start_update, self.updates_per_epoch)
         dealt = [self._deal(order, update) for update in updates]
@@ -104,7 +125,7 @@ class TrainBatches:
             yield Update(loaded_now, len(self._group(order, update)))
 
     def indices(self, epoch: int, update: int) -> list[int]:
-        """The samples of one update of an epoch, over all ranks."""
+        """Return the indices of the samples of one update of an epoch, over all ranks."""
         order = permutation(len(self.dataset), "order", self.seed, epoch)
         return self._group(order, update).tolist()
 
@@ -135,14 +156,28 @@ class _Keys:
 def eval_loader(
     dataset: ImageDataset, *, batch_size: int, rank: int, world_size: int, num_workers: int
 ) -> "EvalBatches":
-    """This rank's share of a data set: every image once over all ranks, none repeated."""
+    """Load this rank's share of a data set. All ranks together load every image once."""
     return EvalBatches(dataset, batch_size, range(rank, len(dataset), world_size), num_workers)
 
 
 class EvalBatches:
-    """(uint8 images [b, 3, H, W], labels [b]) of given indices, in order.
+    """Batches of the images with given indices, in that order. Ranks may have different numbers.
 
-    Ranks may differ in their number of batches.
+    A batch is a pair of uint8 images [b, 3, H, W] and labels [b].
+
+    Args:
+        dataset: Data set with integer keys.
+        batch_size: Largest number of images per batch.
+        indices: Indices of the images.
+        num_workers: Number of worker processes; 0 loads in this process.
+
+    Example:
+        >>> from data.dataset import ImageDataset
+        >>> from data.sources import digits
+        >>> from data.transforms import EvalTransform
+        >>> dataset = ImageDataset(digits("val", img_size=16), EvalTransform(16))
+        >>> [len(labels) for _, labels in EvalBatches(dataset, 4, range(6), num_workers=0)]
+        [4, 2]
     """
 
     def __init__(self, dataset: ImageDataset, batch_size: int, indices: range, num_workers: int):
@@ -159,7 +194,10 @@ class EvalBatches:
 
 
 class _Fetched(Dataset):
-    """Gives a batch at a time; a `DataError` of a worker travels as a value, with its one line."""
+    """Load a batch at a time, and return a `DataError` instead of raising it.
+
+    torch would wrap an exception of a worker process in a text of many lines.
+    """
 
     def __init__(self, dataset: ImageDataset):
         self.dataset = dataset
@@ -171,12 +209,21 @@ class _Fetched(Dataset):
             return error.with_traceback(None)
 
 
-def _collate(items: list | DataError) -> list[Tensor] | DataError:
-    if isinstance(items, DataError):
-        return items
-    # Images lie in memory as [H, W, 3]; so does their batch, which then is one plain copy.
-    images, labels = default_collate([(image.permute(1, 2, 0), label) for image, label in items])
-    return [images.permute(0, 3, 1, 2), labels]
+def collate(items: list[tuple[Tensor, Any]]) -> MicroBatch:
+    """Make a batch of items.
+
+    Args:
+        items: Pairs of uint8 image [H, W, 3] and label.
+
+    Returns:
+        uint8 images [B, 3, H, W], in the memory format channels_last, and labels.
+    """
+    images, labels = default_collate(items)
+    return images.permute(0, 3, 1, 2), labels
+
+
+def _collate(items: list | DataError) -> MicroBatch | DataError:
+    return items if isinstance(items, DataError) else collate(items)
 
 
 def _raising(loader: DataLoader) -> Iterator[MicroBatch]:
@@ -198,16 +245,16 @@ def _loader(
         collate_fn=_collate,
         pin_memory=pin_memory,
         worker_init_fn=_ignore_signals,
-        generator=torch.Generator(),  # else each epoch draws from torch's global generator
+        generator=torch.Generator(),  # without it, each epoch draws from the global generator
     )
 
 
 def _ignore_signals(_: int) -> None:
-    """Leave what a signal means to the main process; obey its own SIGTERM alone.
+    """Ignore all signals in a worker process but a SIGTERM from its main process.
 
-    Schedulers and terminals signal every process of a job, and a dead worker would hide the
-    checkpoint that the main process wants to write. Ignoring SIGTERM altogether would make the
-    main process wait forever for its workers when it ends by an exception.
+    Schedulers and terminals signal every process of a job. If a worker died, the main process
+    could not finish its checkpoint. If a worker ignored every SIGTERM, a main process that ends by
+    an exception would wait for it forever.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -1,9 +1,9 @@
 """timm's auto-augmentation operations on uint8 arrays [H, W, 3], several times faster.
 
-timm decides which operation runs at which magnitude; only the pixel work of its Pillow functions
-is replaced. Table look-ups give Pillow's values exactly, colour, sharpness, shear and translation
-differ by at most one level, and rotation interpolates with OpenCV's cubic kernel (a = -0.75, on
-1/32 pixel) where Pillow has a = -1.
+timm decides which operation runs at which magnitude. These functions replace the Pillow functions
+that do the work on the pixels. Table look-ups give exactly Pillow's values. Color, sharpness, shear
+and translation differ from Pillow's by at most one level. Rotation uses OpenCV's cubic kernel
+(a = -0.75, positions rounded to 1/32 pixel), while Pillow's has a = -1.
 """
 
 import math
@@ -15,12 +15,10 @@ import torch
 from PIL import Image
 from timm.data import auto_augment as timms
 
-cv2.setNumThreads(0)  # worker processes are the parallelism
-
 LEVELS = np.arange(256)
 LUMA = np.array([19595, 38470, 7471]) / 65536  # Pillow's weights of R, G, B
 SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13  # Pillow's ImageFilter.SMOOTH
-JUST_BELOW_HALF = 0.499  # makes OpenCV's rounding cut off fractions, as Pillow does
+JUST_BELOW_HALF = 0.499  # with it, OpenCV's rounding truncates fractions, as Pillow does
 
 
 def auto_contrast(img: np.ndarray, **_: object) -> np.ndarray:
@@ -47,22 +45,22 @@ def equalize(img: np.ndarray, **_: object) -> np.ndarray:
 
 
 def invert(img: np.ndarray, **_: object) -> np.ndarray:
-    """255 - v."""
+    """Compute 255 - v."""
     return 255 - img
 
 
 def posterize(img: np.ndarray, bits_to_keep: int, **_: object) -> np.ndarray:
-    """Keep the highest bits; none make it black, which Pillow 13 refuses."""
+    """Keep the highest bits. Zero bits give a black image, which Pillow 13 refuses."""
     return img & np.uint8(256 - (1 << (8 - bits_to_keep)))
 
 
 def solarize(img: np.ndarray, thresh: int, **_: object) -> np.ndarray:
-    """Invert what is not below the threshold."""
+    """Invert values that are not below the threshold."""
     return _look_up(img, np.where(LEVELS < thresh, LEVELS, 255 - LEVELS))
 
 
 def solarize_add(img: np.ndarray, add: int, thresh: int = 128, **_: object) -> np.ndarray:
-    """Brighten what is below the threshold."""
+    """Brighten values that are below the threshold."""
     return _look_up(img, np.where(LEVELS < thresh, np.minimum(LEVELS + add, 255), LEVELS))
 
 
@@ -72,13 +70,13 @@ def brightness(img: np.ndarray, factor: float, **_: object) -> np.ndarray:
 
 
 def contrast(img: np.ndarray, factor: float, **_: object) -> np.ndarray:
-    """Blend with the mean grey."""
+    """Blend with the mean gray value."""
     mean = int(cv2.mean(cv2.transform(img, LUMA[None]))[0] + 0.5)
     return _look_up(img, _blend(mean, factor))
 
 
 def color(img: np.ndarray, factor: float, **_: object) -> np.ndarray:
-    """Blend with the grey image."""
+    """Blend with the gray image."""
     matrix = factor * np.eye(3) + (1 - factor) * LUMA
     return cv2.transform(img, np.column_stack([matrix, np.full(3, -JUST_BELOW_HALF)]))
 
@@ -107,7 +105,7 @@ def translate_x_abs(img: np.ndarray, pixels: float, *, resample, fillcolor) -> n
     width, whole = img.shape[1], math.floor(pixels)
     padded = cv2.copyMakeBorder(img, 0, 0, 1, 1, cv2.BORDER_REPLICATE)
     kernel = _tap_weights(np.array([pixels - whole]), resample).T
-    # Column c of the image at c + (the fraction of `pixels`), for c = -1 to width.
+    # Column c holds the image at the position c plus the fraction of `pixels`, c = -1 to width.
     between = cv2.filter2D(
         padded, -1, kernel, anchor=(1, 0), delta=-JUST_BELOW_HALF, borderType=cv2.BORDER_REPLICATE
     )
@@ -137,12 +135,12 @@ def translate_y_rel(img: np.ndarray, pct: float, **kwargs) -> np.ndarray:
 
 
 def rotate(img: np.ndarray, degrees: float, *, resample, fillcolor) -> np.ndarray:
-    """Turn anticlockwise around the centre."""
+    """Rotate counterclockwise around the center."""
     height, width = img.shape[:2]
-    centre = ((width - 1) / 2, (height - 1) / 2)
+    center = ((width - 1) / 2, (height - 1) / 2)
     return cv2.warpAffine(
         img,
-        cv2.getRotationMatrix2D(centre, degrees, 1.0),
+        cv2.getRotationMatrix2D(center, degrees, 1.0),
         (width, height),
         flags=cv2.INTER_CUBIC if resample == Image.Resampling.BICUBIC else cv2.INTER_LINEAR,
         borderMode=cv2.BORDER_CONSTANT,
@@ -151,7 +149,7 @@ def rotate(img: np.ndarray, degrees: float, *, resample, fillcolor) -> np.ndarra
 
 
 def _shift_rows(img: np.ndarray, starts: np.ndarray, *, resample, fillcolor) -> np.ndarray:
-    """Interpolate each row at starts[row], starts[row] + 1, ...; `fillcolor` outside the image."""
+    """Interpolate each row at starts[row], starts[row] + 1, ...; outside is `fillcolor`."""
     height, width = img.shape[:2]
     pixels = torch.from_numpy(cv2.cvtColor(img, cv2.COLOR_RGB2RGBA).view(np.int32)[..., 0])
     first = np.floor(starts)
@@ -178,7 +176,7 @@ def _shift_rows(img: np.ndarray, starts: np.ndarray, *, resample, fillcolor) -> 
 
 
 def _tap_weights(d: np.ndarray, resample: int) -> np.ndarray:
-    """Pillow's weights [4, N] of pixels -1, 0, 1, 2 for a point between 0 and 1."""
+    """Return Pillow's weights [4, N] of the pixels -1, 0, 1, 2 for points d between 0 and 1."""
     if resample == Image.Resampling.BICUBIC:
         weights = (-d + 2 * d**2 - d**3, 1 - 2 * d**2 + d**3, d + d**2 - d**3, d**3 - d**2)
     else:
@@ -194,13 +192,13 @@ def _histograms(img: np.ndarray) -> list[np.ndarray]:
 
 
 def _blend(other: int, factor: float) -> np.ndarray:
-    """Pillow's blend of every level with another one: in single precision, fractions cut off."""
+    """Blend every level with another one as Pillow does: in single precision, then truncated."""
     values = other + np.float32(factor) * (LEVELS - other).astype(np.float32)
     return np.clip(values, 0, 255)
 
 
 def _look_up(img: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Values through a table [256], or one per channel [256, 3]."""
+    """Map values through a table [256], or through one table per channel [256, 3]."""
     return cv2.LUT(img, table.astype(np.uint8).reshape(1, 256, -1))
 
 

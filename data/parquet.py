@@ -1,9 +1,9 @@
-"""Hugging Face's parquet data sets: one column of images, one of class labels.
+"""Hugging Face's parquet data sets, with one column of images and one of class labels.
 
-The image column holds {bytes, path}; the schema's metadata name the columns' features and the
-classes, in the order of their numbers. An image is read with the whole row group that it lies in,
-which is kept until one of another is asked for: cheap in the files' order, but in a shuffled epoch
-nearly every image costs its row group.
+The image column holds {bytes, path}. The schema's metadata name the features of the columns, and
+the classes in the order of their numbers. Parquet reads whole row groups. The source keeps the last
+row group, so that reading in the files' order is cheap. In a shuffled epoch nearly every image
+costs one row group.
 """
 
 import json
@@ -18,7 +18,7 @@ import numpy as np
 from data.errors import DataError
 from data.images import EncodedPicture
 
-MAX_GROUP_BYTES = 2**30  # of one row group in memory
+MAX_GROUP_BYTES = 2**30  # the largest row group that is read into memory
 PNG = b"\x89PNG"
 
 
@@ -26,11 +26,17 @@ class ParquetSource:
     """The images of one split, in the order of the files and of their rows.
 
     Args:
-        folder: holds `<split>-*.parquet`, `data/<split>-*.parquet` or `<split>/*.parquet`.
-        split: such as "train" or "validation".
+        folder: Holds `<split>-*.parquet`, `data/<split>-*.parquet` or `<split>/*.parquet`.
+        split: Name of the split, such as "train" or "validation".
 
     Raises:
-        DataError: if files are missing, or hold no images with class labels.
+        DataError: If files are missing, or hold no images with class labels.
+
+    Example:
+        >>> from pathlib import Path
+        >>> ParquetSource(Path("nowhere"), "train")
+        Traceback (most recent call last):
+        data.errors.DataError: no parquet files of split 'train' in nowhere: ...
     """
 
     def __init__(self, folder: Path, split: str):
@@ -54,7 +60,7 @@ class ParquetSource:
         if self.group_bytes > MAX_GROUP_BYTES:
             raise DataError(
                 f"{folder}: a row group of {self.group_bytes / 2**30:.1f} GiB, at most "
-                f"{MAX_GROUP_BYTES / 2**30:.0f} allowed: write it anew with row_group_size=100"
+                f"{MAX_GROUP_BYTES / 2**30:.0f} allowed: write the files with row_group_size=100"
             )
         self.labels = np.concatenate(labels).astype(np.int64)
         if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
@@ -67,15 +73,15 @@ class ParquetSource:
         self._held: tuple[int, Any] = (-1, None)
 
     def load(self, index: int) -> EncodedPicture:
-        """Read one image, and its row group if that is not the one of the last image.
+        """Read one image, and first its row group unless it is the group of the last image.
 
         Raises:
-            DataError: if the file is damaged, or holds only a reference to the image.
+            DataError: If the file is damaged, or holds only a reference to the image.
         """
         group = int(np.searchsorted(self._ends, index, side="right"))
         file = self.files[self._groups[group][0]]
         if self._held[0] != group:
-            self._held = (-1, None)  # frees the memory for the next
+            self._held = (-1, None)  # free the memory before the next group is read
             with _opened(file) as parquet:
                 columns = [self.image_column]
                 rows = parquet.read_row_group(self._groups[group][1], columns, use_threads=False)
@@ -89,7 +95,7 @@ class ParquetSource:
 
 
 def _files(folder: Path, split: str) -> list[Path]:
-    """The split's files in order; all of them, by the number that their names give."""
+    """Find the split's files in order, and check their number against the one in their names."""
     patterns = (f"{split}-*.parquet", f"data/{split}-*.parquet", f"{split}/*.parquet")
     found = next((files for p in patterns if (files := sorted(folder.glob(p)))), [])
     if not found:
@@ -104,7 +110,7 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 
 def _features(schema, file: str) -> tuple[str, str, tuple[str, ...]]:
-    """The image column, the label column and the class names."""
+    """Return the image column, the label column and the class names."""
     metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features = metadata.get("info", {}).get("features", {})
     of_kind = {
@@ -126,7 +132,7 @@ def _features(schema, file: str) -> tuple[str, str, tuple[str, ...]]:
 
 @contextmanager
 def _opened(file: str) -> Iterator[Any]:
-    """A parquet file, whose errors name it."""
+    """Open a parquet file, and name it in errors."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

@@ -1,10 +1,10 @@
-"""Tar shards in WebDataset's layout, read at random.
+"""Tar shards in WebDataset's layout, with random access.
 
-A split's folder holds `shard-00000.tar`, ... with the members `<key>.<extension>` (an image file,
-unchanged) and `<key>.cls` (its label in digits), beside each shard an `.npz` with the place of
-every image in it, and `index.json` with the class names and each shard's checksum. Because images
-are read by their place, an epoch has its exact length, follows the seed's order, and resumes
-anywhere, as with a folder; few large files take the place of a million small ones.
+A split's folder holds `shard-00000.tar`, ... with the members `<key>.<extension>` (an unchanged
+image file) and `<key>.cls` (its label in digits). Each shard has an `.npz` file with the offset and
+size of every image. `index.json` holds the class names and each shard's checksum. Images are read
+by their offsets, so that an epoch has its exact length, follows the seed's order, and can be
+resumed at any update, as with a folder of images.
 """
 
 import hashlib
@@ -27,13 +27,19 @@ INDEX = "index.json"
 
 
 class ShardSource:
-    """The images of one split in shards, in the order in which they lie there.
+    """The images of one split in shards, in the order of the shards.
 
     Args:
-        path: the split's folder.
+        path: The split's folder.
 
     Raises:
-        DataError: if the folder has no index, or a shard is missing or has another size.
+        DataError: If the folder has no index, or a shard is missing or has another size.
+
+    Example:
+        >>> from pathlib import Path
+        >>> ShardSource(Path("nowhere"))
+        Traceback (most recent call last):
+        data.errors.DataError: no index.json in nowhere: ...
     """
 
     def __init__(self, path: Path):
@@ -60,7 +66,7 @@ class ShardSource:
         """Read one image.
 
         Raises:
-            UnreadableImageError: if the shard ends before the image does.
+            UnreadableImageError: If the shard ends before the image does.
         """
         shard = self.shards[self.shard[index]]
         offset, size = int(self.offsets[index]), int(self.sizes[index])
@@ -73,17 +79,17 @@ class ShardSource:
 
 
 def shard_name(number: int) -> str:
-    """File name of a shard."""
+    """Return the file name of a shard."""
     return f"shard-{number:05d}.tar"
 
 
 def shard_members(
     source: FolderSource | ParquetSource, images_per_shard: int, seed: int
 ) -> list[np.ndarray]:
-    """Indices of the images of each shard.
+    """Return the indices of the images of each shard.
 
-    A folder's images go in a random order, so that classes mix; those of parquet files stay in
-    theirs, in which they can be read.
+    The images of a folder are shuffled, so that every shard mixes the classes. The images of
+    parquet files keep their order, in which they can be read fast.
     """
     count = len(source.labels)
     in_folder = isinstance(source, FolderSource)
@@ -92,9 +98,9 @@ def shard_members(
 
 
 def write_shard(source: FolderSource | ParquetSource, members: np.ndarray, path: Path) -> None:
-    """Write one shard and its places; the same images give the same bytes.
+    """Write one shard and its offsets. The same images give the same bytes.
 
-    The tar file appears under its name when it is complete.
+    The tar file has its final name only when it is complete.
     """
     offsets, sizes = [], []
     temporary = path.with_suffix(".part")
@@ -136,7 +142,7 @@ def write_index(source: FolderSource | ParquetSource, path: Path, checksums: lis
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 sum of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**20):
@@ -145,7 +151,7 @@ def checksum(path: Path) -> str:
 
 
 def damaged_shards(path: Path) -> Iterator[tuple[str, bool]]:
-    """Each shard's name, and whether its checksum differs from the index's."""
+    """Yield each shard's name, and whether its checksum differs from the index."""
     for shard in json.loads((path / INDEX).read_text(encoding="utf-8"))["shards"]:
         file = path / shard["file"]
         yield shard["file"], not file.exists() or checksum(file) != shard["sha256"]

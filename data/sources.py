@@ -1,6 +1,7 @@
-"""Where images and labels come from: folders, torchvision's small sets, the embedded digits.
+"""Sources of images and labels: folders, torchvision's small data sets, scikit-learn's digits.
 
-A source knows its class names in the order of its labels, and gives the picture of an index.
+A source knows the label of every image and the names of the classes, and loads one picture by its
+index. Sources are not changed after construction; `WithClasses` and `Subset` wrap them.
 """
 
 import os
@@ -19,33 +20,14 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 
 
 class Source(Protocol):
-    """Images with labels: `labels[i]` is an index into `classes`."""
+    """Images with labels. `labels[i]` is an index into `classes`."""
 
     classes: tuple[str, ...]
     labels: np.ndarray
 
     def load(self, index: int) -> Picture:
-        """The image of `index`, not yet decoded."""
+        """Return the image of an index, not yet decoded."""
         ...
-
-
-class PartOfSource:
-    """Some images of a source, in the order given.
-
-    Args:
-        source: The whole.
-        indices: Positions in the source, [K].
-    """
-
-    def __init__(self, source: Source, indices: np.ndarray):
-        self.source = source
-        self.indices = indices
-        self.classes = source.classes
-        self.labels = source.labels[indices]
-
-    def load(self, index: int) -> Picture:
-        """Return the image of `index`, not yet decoded."""
-        return self.source.load(int(self.indices[index]))
 
 
 def held_out(labels: np.ndarray, share: float) -> np.ndarray:
@@ -67,13 +49,27 @@ def held_out(labels: np.ndarray, share: float) -> np.ndarray:
 
 
 class FolderSource:
-    """An ImageFolder tree: one folder per class, labels by torchvision's order (string sort).
+    """A tree with one folder per class, in the layout and order of torchvision's ImageFolder.
 
-    Files count at any depth below a class folder, by their extension.
+    Classes are sorted as strings. Every file with an image's extension belongs to the source, at
+    any depth below its class folder.
 
     Args:
-        path: the folder that holds the class folders.
-        skip: files to leave out, as paths below `path`.
+        path: The folder that holds the class folders.
+        skip: Files to leave out, relative to `path`.
+
+    Raises:
+        DataError: If there is no folder, a class has no images, or a file to skip does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for name in ("cat", "dog"):
+        ...     (folder / name).mkdir()
+        ...     (folder / name / "1.jpg").touch()
+        >>> FolderSource(folder).classes
+        ('cat', 'dog')
     """
 
     def __init__(self, path: Path, *, skip: frozenset[str] = frozenset()):
@@ -90,7 +86,7 @@ class FolderSource:
         files: list[bytes] = []
         labels: list[int] = []
         for label, name in enumerate(self.classes):
-            found = [file[len(str(path)) + 1 :] for file in _image_files(path / name)]
+            found = [f"{name}{os.sep}{file}" for file in image_files(path / name)]
             found = [file for file in found if file not in skip]
             if not found:
                 raise DataError(
@@ -99,8 +95,8 @@ class FolderSource:
                 )
             files += [os.fsencode(file) for file in found]
             labels += [label] * len(found)
-        # One fixed-width array: worker processes share it, where a list would be copied page by
-        # page as its reference counts change.
+        # Worker processes share one array. A list would be copied page by page, because reading it
+        # changes reference counts.
         self.files = np.array(files)
         self.labels = np.array(labels)
 
@@ -109,14 +105,15 @@ class FolderSource:
         return read_picture(self.file(index))
 
     def file(self, index: int) -> str:
-        """Path of the file of `index`."""
+        """Return the path of an image."""
         return os.path.join(self.path, os.fsdecode(self.files[index]))
 
 
-def _image_files(folder: Path) -> list[str]:
-    """Image files below `folder` in torchvision's order."""
+def image_files(folder: Path) -> list[str]:
+    """List the image files at any depth below `folder`, relative to it, in torchvision's order."""
+    start = len(str(folder)) + 1  # os.path.relpath takes 10 us per file
     return [
-        os.path.join(parent, name)
+        os.path.join(parent, name)[start:]
         for parent, _, names in sorted(os.walk(folder, followlinks=True))
         for name in sorted(names)
         if name.lower().endswith(EXTENSIONS)
@@ -124,12 +121,18 @@ def _image_files(folder: Path) -> list[str]:
 
 
 class ArraySource:
-    """Images held in memory.
+    """Images in memory.
 
     Args:
-        images: uint8, [N, H, W] grey or [N, H, W, 3] RGB.
-        labels: [N], indices into `classes`.
-        classes: class names.
+        images: uint8, gray [N, H, W] or RGB [N, H, W, 3].
+        labels: Indices into `classes`, [N].
+        classes: Class names.
+
+    Example:
+        >>> import numpy as np
+        >>> images = np.zeros((2, 8, 8), np.uint8)
+        >>> ArraySource(images, np.array([0, 1]), ["a", "b"]).load(1).size
+        (8, 8)
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Sequence[str]):
@@ -138,20 +141,69 @@ class ArraySource:
         self.classes = tuple(classes)
 
     def load(self, index: int) -> Picture:
-        """One image."""
+        """Return one image."""
         return ArrayPicture(self.images[index])
 
 
-def digits(split: str, *, img_size: int, interpolation: str) -> ArraySource:
-    """scikit-learn's 1,797 handwritten digits (8x8, grey), enlarged to `img_size`.
+class WithClasses:
+    """A source under other class names.
 
-    The values 0..16 become round(255 v / 16); Pillow resamples with `interpolation`. The held-out
-    fifth is stratified by class and the same for every run.
+    Args:
+        source: The source.
+        classes: The new name of each class, in the order of the source's labels.
+
+    Example:
+        >>> source = WithClasses(digits("val", img_size=8), [f"digit {n}" for n in range(10)])
+        >>> source.classes[3]
+        'digit 3'
+    """
+
+    def __init__(self, source: Source, classes: Sequence[str]):
+        self.source = source
+        self.classes = tuple(classes)
+        self.labels = source.labels
+
+    def load(self, index: int) -> Picture:
+        """Return one image of the source."""
+        return self.source.load(index)
+
+
+class Subset:
+    """Some images of a source.
+
+    Args:
+        source: The source.
+        indices: Indices of the images to keep, in the order to keep.
+
+    Example:
+        >>> len(Subset(digits("val", img_size=8), [4, 2]).labels)
+        2
+    """
+
+    def __init__(self, source: Source, indices: Sequence[int]):
+        self.source = source
+        self.indices = np.array(indices, dtype=np.int64)
+        self.classes = source.classes
+        self.labels = source.labels[self.indices]
+
+    def load(self, index: int) -> Picture:
+        """Return one image of the source."""
+        return self.source.load(int(self.indices[index]))
+
+
+def digits(split: str, *, img_size: int, interpolation: str = "bicubic") -> ArraySource:
+    """Load scikit-learn's 1,797 handwritten digits (8x8, gray), enlarged to `img_size`.
+
+    A value v in 0..16 becomes round(255 v / 16), and Pillow resizes the image. One fifth is held
+    out for validation. It is stratified by class and the same for every run.
 
     Args:
         split: "train" (1,437 images) or "val" (360).
-        img_size: side in pixels.
+        img_size: Height and width in pixels.
         interpolation: timm's name of the resampling filter.
+
+    Raises:
+        DataError: If scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -173,13 +225,16 @@ def digits(split: str, *, img_size: int, interpolation: str) -> ArraySource:
 
 
 def torchvision_set(source: str, split: str, *, root: Path, download: bool) -> ArraySource:
-    """CIFAR-10, CIFAR-100 or Fashion-MNIST as torchvision stores them.
+    """Load CIFAR-10, CIFAR-100 or Fashion-MNIST as torchvision stores them.
 
     Args:
         source: "cifar10", "cifar100" or "fashion_mnist".
         split: "train" or "val" (the published test set).
         root: torchvision's root folder.
-        download: fetch the set if it is not there.
+        download: Fetch the data set if it is not there.
+
+    Raises:
+        DataError: If the data set is not there.
     """
     from torchvision import datasets
 
@@ -193,13 +248,13 @@ def torchvision_set(source: str, split: str, *, root: Path, download: bool) -> A
     except RuntimeError as error:  # torchvision's "not found or corrupted"
         raise DataError(
             f"{kind.__name__} is not in {root} or is incomplete; set data.download=true to fetch "
-            "it, or put torchvision's files there"
+            "it, or copy torchvision's files there"
         ) from error
     return ArraySource(np.asarray(loaded.data), np.asarray(loaded.targets), loaded.classes)
 
 
 def _split_of(split: str, *, train, val):
-    """What belongs to the split; sources with fixed splits know two."""
+    """Choose the value of a split in a source that has only the two fixed splits."""
     if split not in ("train", "val"):
         raise DataError(f"no split {split!r} in this source: use 'train' or 'val'")
     return train if split == "train" else val

@@ -1,16 +1,19 @@
-"""Picture to uint8 tensor: timm's training and evaluation recipes without their last, float, step.
+"""Transforms from a picture to uint8 [H, W, 3]: timm's recipes up to their last step.
 
-Normalisation, random erasing and mixing follow in batches on the device (`data.batch`).
+timm's last step, normalization, follows on the device, with random erasing and mixup
+(`data.batch`).
 """
 
 import math
 from collections.abc import Callable
+from copy import copy
 
 import cv2
 import numpy as np
 import torch
 from PIL import Image
 from timm.data import auto_augment as timms
+from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.data.transforms import (
     RandomResizedCropAndInterpolation,
     str_to_interp_mode,
@@ -24,98 +27,139 @@ from torchvision.transforms.v2 import functional
 from data.errors import DataError
 from data.images import Picture
 from data.ops import ON_ARRAYS
-from lipsformer.config import AugmentConfig, DataConfig
 
 Transform = Callable[[Picture], Tensor]
 
 
 class TrainTransform:
-    """Random resized crop, flip, auto augmentation or colour jitter: picture -> uint8 [3, H, W].
+    """Random resized crop, flip, and auto augmentation or color jitter.
 
-    Draws the same numbers as timm's recipe in the same order, and works on arrays where timm works
-    on Pillow images: JPEGs decode at a reduced size where the crop stays larger than the output,
-    torch resizes (antialiased), OpenCV augments.
+    The transform draws the same random numbers as timm's recipe in the same order. It works on
+    arrays where timm works on Pillow images: a JPEG decodes at a reduced size if the crop stays
+    larger than the output, torch resizes (antialiased), and OpenCV augments.
+
+    Args:
+        img_size: Height and width of the output.
+        scale: Range of the crop's share of the area.
+        ratio: Range of the crop's aspect ratio.
+        hflip: Probability of a horizontal flip.
+        color_jitter: Strength of timm's color jitter; 0 for none.
+        auto_augment: Recipe in timm's notation, such as "rand-m9-mstd0.5-inc1"; None for none.
+        interpolation: Filter of the resize, "bicubic" or "bilinear".
+        mean: Mean of each channel for values in [0, 1]; timm fills borders with it.
+        std: Standard deviation of each channel, which timm's recipe asks for.
 
     Raises:
-        DataError: if timm does not know the auto augmentation, or would ignore the colour jitter.
+        DataError: If timm does not know the auto augmentation, or would ignore the color jitter.
+
+    Example:
+        >>> import numpy as np
+        >>> from data.images import ArrayPicture
+        >>> picture = ArrayPicture(np.zeros((40, 60, 3), np.uint8))
+        >>> TrainTransform(32, auto_augment="rand-m9-mstd0.5-inc1")(picture).shape
+        torch.Size([32, 32, 3])
     """
 
-    def __init__(self, data: DataConfig, augment: AugmentConfig):
-        self.img_size = data.img_size
-        self.scale = augment.scale
-        self.ratio = augment.ratio
-        self.hflip = augment.hflip
-        self.interpolation = data.interpolation
-        self.colour = _colour_stage(data, augment)
+    def __init__(
+        self,
+        img_size: int,
+        *,
+        scale: tuple[float, float] = (0.08, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        hflip: float = 0.5,
+        color_jitter: float = 0.0,
+        auto_augment: str | None = None,
+        interpolation: str = "bicubic",
+        mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN,
+        std: tuple[float, ...] = IMAGENET_DEFAULT_STD,
+    ):
+        self.img_size = img_size
+        self.scale = scale
+        self.ratio = ratio
+        self.hflip = hflip
+        self.interpolation = interpolation
+        if auto_augment and color_jitter and "3a" not in auto_augment:
+            raise DataError(
+                f"augment.color_jitter={color_jitter} has no effect with augment.auto_augment="
+                f"{auto_augment!r}, which jitters colors itself: set one of them"
+            )
+        try:
+            stages = transforms_imagenet_train(
+                img_size=img_size,
+                color_jitter=color_jitter or None,  # pyright: ignore[reportArgumentType]
+                auto_augment=auto_augment,
+                interpolation=interpolation,
+                mean=mean,
+                std=std,
+                separate=True,
+            )
+        except (AssertionError, ValueError) as error:
+            raise DataError(
+                f"augment.auto_augment={auto_augment!r} is not in timm's notation, "
+                "such as 'rand-m9-mstd0.5-inc1'"
+            ) from error
+        assert isinstance(stages, tuple)
+        self.color = [_on_arrays(transform) for transform in stages[1].transforms]
 
     def __call__(self, picture: Picture) -> Tensor:
-        """The augmented image, in memory as [H, W, 3]."""
+        # The loader's processes are the parallelism. Set at every use (0.4 us), before OpenCV
+        # starts threads, which a forked process could not stop.
+        cv2.setNumThreads(0)
         img = self.crop(picture)
         if self.hflip > 0 and torch.rand(1) < self.hflip:
             img = cv2.flip(img, 1)
-        for transform in self.colour:
+        for transform in self.color:
             img = transform(img)
-        return torch.from_numpy(img).permute(2, 0, 1)
+        return torch.from_numpy(img)
 
     def crop(self, picture: Picture) -> np.ndarray:
-        """A random part of the picture at the output size, [H, W, 3]."""
+        """Cut a random part out of the picture and resize it, [H, W, 3]."""
         size, (full_width, full_height) = self.img_size, picture.size
         top, left, height, width = RandomResizedCropAndInterpolation.get_params(
             torch.empty(full_height, full_width, device="meta"), self.scale, self.ratio
         )
-        # Of images of a few pixels timm takes less than one.
+        # For images of a few pixels, timm's crop can be empty or begin outside.
         top, left = min(top, full_height - 1), min(left, full_width - 1)
         height, width = max(height, 1), max(width, 1)
         reduction = max(f for f in (1, 2, 4, 8) if f == 1 or min(height, width) >= f * size)
         img = picture.pixels(reduction)
-        # To the nearest pixel of what was decoded, which was reduced only if it is a JPEG.
+        # Round to the pixels of the decoded image, which is smaller only if it is a JPEG.
         reduction = round(full_width / img.shape[1])
         top, bottom = round(top / reduction), round((top + height) / reduction)
         left, right = round(left / reduction), round((left + width) / reduction)
-        # Contiguous as [B, H, W, 3], which torch resizes fastest and returns likewise.
-        part = torch.from_numpy(np.ascontiguousarray(img[top:bottom, left:right]))[None]
-        part = part.permute(0, 3, 1, 2)
-        part = interpolate(part, (size, size), mode=self.interpolation, antialias=True)
-        return part.permute(0, 2, 3, 1)[0].numpy()
+        batch = _to_batch(img[top:bottom, left:right])
+        batch = interpolate(batch, (size, size), mode=self.interpolation, antialias=True)
+        return _from_batch(batch).numpy()
 
 
-def _colour_stage(data: DataConfig, augment: AugmentConfig) -> list[Callable]:
-    """timm's transforms after crop and flip, made to work on arrays."""
-    if augment.auto_augment and augment.color_jitter and "3a" not in augment.auto_augment:
-        raise DataError(
-            f"augment.color_jitter={augment.color_jitter} has no effect with augment.auto_augment="
-            f"{augment.auto_augment!r}, which jitters colours itself: set one of them"
-        )
-    try:
-        stages = transforms_imagenet_train(
-            img_size=data.img_size,
-            color_jitter=augment.color_jitter or None,  # pyright: ignore[reportArgumentType]
-            auto_augment=augment.auto_augment,
-            interpolation=data.interpolation,
-            mean=data.mean,
-            std=data.std,
-            separate=True,
-        )
-    except (AssertionError, ValueError) as error:
-        raise DataError(
-            f"augment.auto_augment={augment.auto_augment!r} is not in timm's notation, "
-            "such as 'rand-m9-mstd0.5-inc1'"
-        ) from error
-    assert isinstance(stages, tuple)
-    return [_on_arrays(transform) for transform in stages[1].transforms]
+def _to_batch(img: np.ndarray) -> Tensor:
+    """View an image [H, W, 3] as [1, 3, H, W] in the memory format channels_last.
+
+    torch resizes this format fastest, and returns it.
+    """
+    return torch.from_numpy(np.ascontiguousarray(img))[None].permute(0, 3, 1, 2)
+
+
+def _from_batch(batch: Tensor) -> Tensor:
+    """View a batch [1, 3, H, W] as an image [H, W, 3]."""
+    return batch.permute(0, 2, 3, 1)[0]
 
 
 def _on_arrays(transform) -> Callable[[np.ndarray], np.ndarray]:
-    """The transform of Pillow images as one of arrays, without the detour where there is a way."""
+    """Turn timm's transform of Pillow images into the same transform of arrays."""
     if isinstance(transform, timms.RandAugment):
-        ops = list(transform.ops)
-    elif isinstance(transform, timms.AutoAugment):
-        ops = [op for sub_policy in transform.policy for op in sub_policy]
-    else:
-        return _ThroughPillow(transform)
-    for op in ops:
-        op.aug_fn = ON_ARRAYS.get(op.aug_fn) or _ThroughPillow(op.aug_fn)
-    return transform
+        ops = [_array_op(op) for op in transform.ops]
+        return timms.RandAugment(ops, transform.num_layers, transform.choice_weights)
+    if isinstance(transform, timms.AutoAugment):
+        return timms.AutoAugment([[_array_op(op) for op in policy] for policy in transform.policy])
+    return _ThroughPillow(transform)
+
+
+def _array_op(op: timms.AugmentOp) -> timms.AugmentOp:
+    """Copy timm's operation, with a function of arrays in place of its function of images."""
+    op = copy(op)
+    op.aug_fn = ON_ARRAYS.get(op.aug_fn) or _ThroughPillow(op.aug_fn)
+    return op
 
 
 class _ThroughPillow:
@@ -127,19 +171,29 @@ class _ThroughPillow:
 
 
 class EvalTransform:
-    """Resize of the short side to img_size / crop_pct, centre crop: picture -> uint8 [3, H, W].
+    """Resize the short side to `img_size / crop_pct` and crop the center, bit for bit as timm does.
 
-    Equal to timm's bit for bit, but what the crop leaves out is resized only where it must be:
-    Pillow's filter weights follow from the whole width and height, yet its two passes, first along
-    the rows and then along the columns, can be asked for one at a time. Of strips more than 100
-    times as long as wide, the middle alone is resized: 1x5000 pixels would otherwise become a
-    gigabyte.
+    Pixels outside the crop are resized only where the result needs them. Pillow's filter weights
+    depend on the whole width and height, but its two passes, along the rows and then along the
+    columns, can be run separately on parts. Of an image more than 100 times as long as wide only
+    the middle is resized: 1x5000 pixels would otherwise take a gigabyte.
+
+    Args:
+        img_size: Height and width of the output.
+        crop_pct: Share of each side that the center crop keeps.
+        interpolation: Filter of the resize, "bicubic" or "bilinear".
+
+    Example:
+        >>> import numpy as np
+        >>> from data.images import ArrayPicture
+        >>> EvalTransform(32)(ArrayPicture(np.zeros((40, 60), np.uint8))).shape
+        torch.Size([32, 32, 3])
     """
 
-    def __init__(self, data: DataConfig):
-        self.img_size = data.img_size
-        self.resized = math.floor(data.img_size / data.crop_pct)
-        self.resampling = str_to_pil_interp(data.interpolation)
+    def __init__(self, img_size: int, *, crop_pct: float = 0.875, interpolation: str = "bicubic"):
+        self.img_size = img_size
+        self.resized = math.floor(img_size / crop_pct)
+        self.resampling = str_to_pil_interp(interpolation)
 
     def __call__(self, picture: Picture) -> Tensor:
         img = _middle(picture.pixels())
@@ -147,48 +201,52 @@ class EvalTransform:
         short = min(height, width)
         new_height, new_width = (int(self.resized * side / short) for side in (height, width))
         top, left = (round((side - size) / 2) for side in (new_height, new_width))
-        if (new_height, new_width) != (height, width):
-            # The rows that count, and those that the filter reaches beyond them.
-            scale = height / new_height
-            reach = math.ceil(2 * max(scale, 1)) + 1
-            first = max(0, math.floor(top * scale) - reach)
-            last = min(height, math.ceil((top + size) * scale) + reach)
-            rows = Image.fromarray(img[first:last]).resize(
-                (new_width, last - first), self.resampling
-            )
-            columns = Image.new("RGB", (size, height))
-            columns.paste(rows.crop((left, 0, left + size, last - first)), (0, first))
-            img = np.array(
-                columns.resize((size, new_height), self.resampling).crop((0, top, size, top + size))
-            )
-        else:
-            img = np.ascontiguousarray(img[top : top + size, left : left + size])
-        return torch.from_numpy(img).permute(2, 0, 1)
+        if (new_height, new_width) == (height, width):
+            return torch.from_numpy(np.ascontiguousarray(img[top : top + size, left : left + size]))
+        # The rows of the crop, and the rows outside it that the filter reads.
+        scale = height / new_height
+        reach = math.ceil(2 * max(scale, 1)) + 1
+        first = max(0, math.floor(top * scale) - reach)
+        last = min(height, math.ceil((top + size) * scale) + reach)
+        rows = Image.fromarray(img[first:last]).resize((new_width, last - first), self.resampling)
+        columns = Image.new("RGB", (size, height))
+        columns.paste(rows.crop((left, 0, left + size, last - first)), (0, first))
+        resized = columns.resize((size, new_height), self.resampling)
+        return torch.from_numpy(np.array(resized.crop((0, top, size, top + size))))
 
 
 class FastEvalTransform:
-    """`EvalTransform` with torch's resize, several times faster: at most two levels of 255 apart.
+    """`EvalTransform` with torch's resize: several times faster, and at most 2 of 255 levels off.
 
-    Torch's filter weights have 16 bits where Pillow's have 23, which alone changes a pass by less
-    than 0.1 levels, so that its rounded values differ by one at most. The second pass turns one
-    into at most 1.25, the sum of the absolute weights of the bicubic filter, which rounds to two
-    at most.
+    torch's filter weights have 16 bits, Pillow's have 23. This changes a pass by less than 0.1
+    levels, so that its rounded values differ by at most one. The second pass multiplies that by at
+    most 1.25, the sum of the absolute weights of the bicubic filter, which rounds to at most two.
+
+    Args:
+        img_size: Height and width of the output.
+        crop_pct: Share of each side that the center crop keeps.
+        interpolation: Filter of the resize, "bicubic" or "bilinear".
+
+    Example:
+        >>> import numpy as np
+        >>> from data.images import ArrayPicture
+        >>> FastEvalTransform(32)(ArrayPicture(np.zeros((40, 60), np.uint8))).shape
+        torch.Size([32, 32, 3])
     """
 
-    def __init__(self, data: DataConfig):
-        self.img_size = data.img_size
-        self.resized = math.floor(data.img_size / data.crop_pct)
-        self.interpolation = str_to_interp_mode(data.interpolation)
+    def __init__(self, img_size: int, *, crop_pct: float = 0.875, interpolation: str = "bicubic"):
+        self.img_size = img_size
+        self.resized = math.floor(img_size / crop_pct)
+        self.interpolation = str_to_interp_mode(interpolation)
 
     def __call__(self, picture: Picture) -> Tensor:
-        part = torch.from_numpy(np.ascontiguousarray(_middle(picture.pixels())))[None]
-        part = part.permute(0, 3, 1, 2)
-        part = functional.resize(part, [self.resized], self.interpolation, antialias=True)
-        return functional.center_crop(part, [self.img_size])[0]
+        batch = _to_batch(_middle(picture.pixels()))
+        batch = functional.resize(batch, [self.resized], self.interpolation, antialias=True)
+        return _from_batch(functional.center_crop(batch, [self.img_size]))
 
 
 def _middle(img: np.ndarray) -> np.ndarray:
-    """The part [H, W, 3] around the centre that is at most 100 times as long as wide."""
+    """Return the part [H, W, 3] around the center that is at most 100 times as long as wide."""
     height, width = img.shape[:2]
     x, y = max(0, width - 100 * height) // 2, max(0, height - 100 * width) // 2
     return img[y : height - y, x : width - x]

@@ -1,4 +1,4 @@
-"""Lipschitz-continuous transformers; importing the package registers its models with timm."""
+"""Lipschitz-continuous transformers. Importing the package registers its models with timm."""
 
 from lipsformer.models.inference import optimize_for_inference as optimize_for_inference
 from lipsformer.models.timm_conversion import convert as convert

@@ -1,4 +1,4 @@
-"""`python -m lipsformer`, which launchers of several processes can start."""
+"""Run the console program as `python -m lipsformer`, which launchers such as torchrun can start."""
 
 import sys
 

@@ -1,8 +1,7 @@
 """Read a config file and `key=value` overrides into frozen dataclasses, and write them again.
 
-This is the only module that knows OmegaConf. Every mistake in a config becomes one `ConfigError`
-with a message of one line. The entry points print it and exit with code 2 before anything is
-written.
+Every mistake in a config becomes one `ConfigError` with a message of one line. The entry points
+print the message and exit with code 2 before anything is written.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,9 +20,27 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 Schema = TypeVar("Schema")
 
+# Keys of the previous release: old dotted path -> new dotted path.
+RENAMED_KEYS: dict[str, str] = {}
+
 
 class ConfigError(ValueError):
-    """A user's mistake, in one line: what, the value, what is allowed, what to do."""
+    """A user's mistake. The message names the setting, its value and what is allowed."""
+
+
+def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return the known name that is nearest to a word, or all known names if none is near.
+
+    Args:
+        word: What the user wrote.
+        known: The names that are allowed.
+        prefix: Stands before every name in the message.
+    """
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {prefix}{near[0]}?"
+    return f"known are {', '.join(prefix + name for name in names)}"
 
 
 def require(condition: bool, path: str, value: object, allowed: str) -> None:
@@ -42,13 +59,18 @@ def require_finite(section: object, name: str) -> None:
 
 
 def read_config(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) -> Schema:
-    """Reads a YAML file, its `base:` parent if it names one, and `key=value` overrides.
+    """Read a YAML file, the parent file that its key `base` names, and `key=value` overrides.
 
-    Later wins: parent, file, overrides. The parent's path is relative to the file, and a parent
-    has no parent of its own.
+    The file overrides its parent, and the overrides override both. The parent's path is relative
+    to the file. A parent cannot have a parent.
+
+    Args:
+        schema: A frozen dataclass.
+        path: The YAML file.
+        overrides: Assignments such as `optim.lr=1e-3`.
 
     Raises:
-        ConfigError: for anything wrong; the message begins with the file's name.
+        ConfigError: For any mistake; the message begins with the file's name.
     """
     path = Path(path)
     layers = [_read_yaml(path)]
@@ -56,7 +78,7 @@ def read_config(schema: type[Schema], path: str | Path, overrides: Sequence[str]
     if base is not None:
         parent = _read_yaml(path.parent / str(base))
         if "base" in parent:
-            raise ConfigError(f"{path}: base={str(base)!r} names a base itself; one level only")
+            raise ConfigError(f"{path}: base={str(base)!r} has a base too; use one level only")
         layers.insert(0, parent)
     return make_config(schema, layers, overrides, origin=str(path))
 
@@ -68,13 +90,16 @@ def make_config(
     *,
     origin: str,
 ) -> Schema:
-    """Merges plain mappings and `key=value` overrides, and builds the frozen `schema` of them.
+    """Merge nested mappings and `key=value` overrides, and build the frozen `schema` from them.
 
     Args:
-        schema: a frozen dataclass.
-        layers: nested mappings; later ones win.
-        overrides: dotted assignments, which win over all layers; the value is read as YAML.
-        origin: what the user calls the source of the mappings, for messages.
+        schema: A frozen dataclass.
+        layers: Nested mappings. A later one overrides an earlier one.
+        overrides: Dotted assignments, which override all layers. Values are read as YAML.
+        origin: Where the mappings come from; messages begin with it.
+
+    Raises:
+        ConfigError: For any mistake.
     """
     for override in overrides:
         key, separator, _ = override.partition("=")
@@ -101,15 +126,16 @@ def make_config(
 
 
 def dump_config(config: object) -> str:
-    """The whole config as YAML; loading it gives an equal object."""
+    """Return the whole config as YAML. Reading it gives an equal object."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def describe(schema: type) -> str:
-    """Every section with its meaning, its settings, their types and defaults, for help texts."""
+    """Return the help text of a schema: each section's meaning, settings, types and defaults."""
     lines = []
     for section, kind in typing.get_type_hints(schema).items():
-        lines += ["", f"{section}: {inspect.cleandoc(kind.__doc__ or '')}", ""]
+        meaning, _, _ = inspect.cleandoc(kind.__doc__ or "").partition("\n\nExample:")
+        lines += ["", f"{section}: {meaning}", ""]
         hints = typing.get_type_hints(kind)
         for item in dataclasses.fields(kind):
             value = item.default
@@ -154,7 +180,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(given: Any, schema: type, prefix: str) -> None:
-    """Refuses what OmegaConf would let through or name badly."""
+    """Refuse what OmegaConf would accept or report badly."""
     if not isinstance(given, dict):
         where = prefix.rstrip(".")
         raise ConfigError(f"{where}={given!r} must be a mapping of settings")
@@ -162,11 +188,9 @@ def _check_keys(given: Any, schema: type, prefix: str) -> None:
     for key, value in given.items():
         path = f"{prefix}{key}"
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"unknown key {path}={value!r}; did you mean {prefix}{near[0]}? "
-                f"Known here: {', '.join(hints)}"
-            )
+            if path in RENAMED_KEYS:
+                raise ConfigError(f"the key {path} is now called {RENAMED_KEYS[path]}")
+            raise ConfigError(f"unknown key {path}={value!r}; {suggest(str(key), hints, prefix)}")
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
             _check_keys(value, typing.cast(type, hint), prefix=f"{path}.")
@@ -186,7 +210,7 @@ def _takes_text(hint: Any) -> bool:
 
 
 def _one_line(error: Exception) -> str:
-    """OmegaConf's message without its type lines, the dotted path first."""
+    """Return OmegaConf's message in one line, with the dotted path first."""
     path, text = "", []
     for line in (line.strip() for line in str(error).splitlines()):
         if line.startswith("full_key: "):

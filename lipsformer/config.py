@@ -1,29 +1,36 @@
-"""The schema of a training run: frozen dataclasses, filled from YAML and `key=value` overrides."""
+"""The schema of an image run: frozen dataclasses, read from YAML and `key=value` overrides.
 
-import hashlib
+The docstrings of the sections are what `lipsformer train --help` prints.
+"""
+
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import yaml
-from omegaconf import OmegaConf
 
 from lipsformer._configfile import ConfigError, require, require_finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which timm model to build. `checkpoint` holds initial weights for fine-tuning."""
+    """Which timm model to train.
+
+    `kwargs` are keyword arguments of the model's entry function. `checkpoint` names the weights
+    from which training starts; without it the weights are drawn from `train.seed`.
+
+    Example:
+        >>> ModelConfig(name="lipsformer_nano", kwargs={"drop_path_rate": 0.1}).checkpoint is None
+        True
+    """
 
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
 
     def __post_init__(self) -> None:
-        require(bool(self.name), "model.name", self.name, "name a timm model")
+        require(bool(self.name), "model.name", self.name, "must name a timm model")
         for key, why in {
             "num_classes": "it follows from the data",
-            "pretrained": "give model.checkpoint",
-            "checkpoint_path": "give model.checkpoint",
+            "pretrained": "set model.checkpoint",
+            "checkpoint_path": "set model.checkpoint",
             "img_size": "set data.img_size",
         }.items():
             if key in self.kwargs:
@@ -32,18 +39,23 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which images, and how they reach the model.
+    """Which images to use, and how to prepare them.
 
-    `root` defaults to the environment variable LIPSFORMER_DATA, else `datasets`. `name` is the
-    folder below it for `source: folder`, `shards` (made by `scripts.make_shards`) and `parquet`
-    (as Hugging Face stores images, which may name the splits differently).
-    With `holdout` above 0 this share of the training images of each class is left out of training
-    and evaluated in place of `val_split`, so that settings can be chosen without the test images.
-    An image that cannot be read is an error, unless the file `skip_list` names it: one path below
-    the data folder per line, as `scripts.check_data` writes them. `crop_pct` is the share of the
-    image that evaluation keeps; `mean` and `std` are per RGB channel, for values in [0, 1].
-    Evaluation images are prepared by Pillow, bit for bit as timm does; `exact_eval: false` lets
-    torch resize them, which is faster and changes few values by one or two of 255 levels.
+    `root` is the folder of all data sets. It defaults to the environment variable LIPSFORMER_DATA,
+    and to `datasets` if that is not set. `name` is a folder below `root`; the sources `folder`,
+    `shards` (written by `scripts.make_shards`) and `parquet` (Hugging Face's format, which may use
+    other names of splits) read it. With `holdout` above 0, this share of the training images of
+    each class is left out of training and evaluated in place of `val_split`, so that settings can
+    be chosen without the test images. An image that cannot be read stops the run, unless the file
+    `skip_list` names it. That file holds one path per line, relative to the data folder, as
+    `scripts.check_data` writes it. `crop_pct` is the share of each side that the center crop of
+    evaluation keeps. `mean` and `std` belong to the RGB channels, for values in [0, 1]. Pillow
+    resizes evaluation images, bit for bit as timm does. With `exact_eval: false` torch resizes
+    them, which is faster and changes few values, by at most 2 of 255 levels.
+
+    Example:
+        >>> DataConfig(source="folder", name="imagenette-160", img_size=160).train_split
+        'train'
     """
 
     source: Literal["digits", "folder", "shards", "parquet", "cifar10", "cifar100", "fashion_mnist"]
@@ -85,10 +97,15 @@ class DataConfig:
 class AugmentConfig:
     """Augmentation of training images, in timm's terms. Zero or null switches a part off.
 
-    `scale` is the area share and `ratio` the aspect ratio of the random crop, `reprob` and
-    `remode` steer random erasing, `mixup` and `cutmix` are the parameters of their Beta
-    distributions, `mixup_prob` how often either is applied to a batch and `mixup_switch_prob` how
-    often it is CutMix when both are on.
+    `scale` is the range of the random crop's share of the area, `ratio` the range of its aspect
+    ratio. `reprob` is the probability of random erasing and `remode` what fills the erased part.
+    `mixup` and `cutmix` are the parameters of their Beta distributions. `mixup_prob` is the
+    probability that a batch is mixed. If both are on, `mixup_switch_prob` is the probability of
+    CutMix.
+
+    Example:
+        >>> AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8).hflip
+        0.5
     """
 
     scale: tuple[float, float] = (0.08, 1.0)
@@ -122,13 +139,18 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer. `lr` is the peak learning rate and is used as stated: nothing scales it.
+    """The optimizer. `lr` is the peak learning rate. It is never rescaled.
 
-    `name` is one of timm's (`adamw`, `muon`, `nadamuon`, `lion`, `lamb`, ...). `betas`, `eps` and
-    `momentum` are its own defaults where they are null, and `kwargs` are further arguments of its
-    class. The Muon family updates hidden matrices; AdamW updates everything else at the same
-    learning rate. `clip_grad` bounds the 2-norm of the whole gradient. `layer_decay` multiplies the
-    learning rate of each group of layers once more per step away from the head.
+    `name` is one of timm's optimizers (`adamw`, `muon`, `nadamuon`, `lion`, `lamb`, ...). If
+    `betas`, `eps` or `momentum` is null, the optimizer's default applies. `kwargs` are further
+    arguments of its class. The Muon family updates hidden matrices, and AdamW updates the other
+    parameters at the same learning rate. `clip_grad` is the largest 2-norm of the gradient of all
+    parameters together. `layer_decay` makes earlier layers learn more slowly: each group of layers
+    has the learning rate of the next group, multiplied by this factor.
+
+    Example:
+        >>> OptimConfig(lr=1e-3, clip_grad=1.0).name
+        'adamw'
     """
 
     lr: float
@@ -161,7 +183,12 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Cosine from `optim.lr` to `min_lr`, after a linear warmup that is off by default."""
+    """Cosine decay from `optim.lr` to `min_lr`, after a linear warmup, which is off by default.
+
+    Example:
+        >>> ScheduleConfig(min_lr=1e-5).warmup_epochs
+        0.0
+    """
 
     warmup_epochs: float = 0.0
     min_lr: float = 0.0
@@ -175,16 +202,20 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, in which batches and in which precision.
+    """How long to train, with which batches and in which precision.
 
-    `global_batch_size` is the number of images of one update over all devices. With
-    `batch_size_per_device: null` every device takes its share at once; a smaller number makes it
-    accumulate gradients. `max_nonfinite_updates` updates in a row may be skipped because their
-    loss or gradient is not finite; one more stops the run.
+    `global_batch_size` is the number of images of one optimizer update, over all devices. Each
+    device processes its share at once, or in micro-batches of `batch_size_per_device` images whose
+    gradients are accumulated. An update with a loss or gradient that is not finite is skipped; the
+    run stops after more than `max_nonfinite_updates` skipped updates in a row.
 
-    `deterministic` forbids operations whose result depends on the order of threads: equal runs give
-    equal weights on a GPU too, as they do on a CPU without it. On a CPU it cost 2.7 % of an update
-    of 46 ms and 0.2 % of one of 340 ms; on a GPU it was not measured, expect more.
+    `deterministic` forbids operators whose result depends on the order of threads, so that equal
+    runs give equal weights on a GPU. On a CPU they do so without it. On a CPU it added 2.7 % to an
+    update of 46 ms and 0.2 % to one of 340 ms; on a GPU its cost was not measured.
+
+    Example:
+        >>> TrainConfig(epochs=100, global_batch_size=1024, batch_size_per_device=64).precision
+        'bf16'
     """
 
     epochs: int
@@ -227,12 +258,17 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where a run writes, when it saves, and what it continues from.
+    """Where a run writes its files, when it saves, and what it continues.
 
-    `resume: auto` continues the run in `output_dir` if there is one, `none` demands an empty
-    place, a path starts from that checkpoint of the same config. `keep` is the number of newest
-    checkpoints that stay; the best one always stays. The first `dense_updates` updates are logged
-    one by one, later ones as means over `log_every`. At its end `report` writes report.html.
+    `resume: auto` continues the run in `output_dir` if that folder holds one. `none` requires an
+    empty folder. A path continues from that checkpoint, which must have the same config. `keep` is
+    the number of newest checkpoints that are kept; the best checkpoint is always kept. The first
+    `dense_updates` updates are logged one by one, and later ones as means over `log_every` updates.
+    With `report`, a finished run writes report.html.
+
+    Example:
+        >>> RunConfig(output_dir="outputs/demo", trackers=("tensorboard",)).resume
+        'auto'
     """
 
     output_dir: str
@@ -247,8 +283,8 @@ class RunConfig:
     report: bool = True
 
     def __post_init__(self) -> None:
-        require(bool(self.output_dir), "run.output_dir", self.output_dir, "name a folder")
-        require(bool(self.resume), "run.resume", self.resume, "auto, none or a path")
+        require(bool(self.output_dir), "run.output_dir", self.output_dir, "must name a folder")
+        require(bool(self.resume), "run.resume", self.resume, "must be auto, none or a path")
         for name in ("log_every", "save_every_epochs", "keep"):
             value = getattr(self, name)
             require(value >= 1, f"run.{name}", value, "must be >= 1")
@@ -260,16 +296,20 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LipschitzConfig:
-    """What watches and holds Lipschitz constants in training; null switches a part off.
+    """How to monitor and limit Lipschitz constants in training. Null switches a part off.
 
-    `monitor_every` is the number of updates from one record to the next of singular values,
-    residual scales, attention, gradients and the proved bound. `sigma_cap` is the largest norm of a
-    linear layer or convolution, `residual_scale_cap` and `gain_cap` are the largest absolute
-    weights of residual branches and gains of CenterNorm. `cap_mode: project` holds the caps after
-    every update; `soft` takes back the share `cap_strength` of the excess, and all of it at the end
-    of an epoch. `update_limit` bounds the norm of an update by a share of the norm of its weight.
-    `bound_limit` is the value that the proved bound of the model, measured at every evaluation,
-    must not exceed: the run stops if it does.
+    The monitor records singular values, residual scales, attention, gradients and the proved bound
+    every `monitor_every` updates. `sigma_cap` is the largest spectral norm of a linear layer or
+    convolution. `residual_scale_cap` is the largest absolute scale of a residual branch, and
+    `gain_cap` the largest absolute gain of CenterNorm. With `cap_mode: project` these caps hold
+    after every update. With `soft`, every update removes the share `cap_strength` of what exceeds
+    a cap, and the end of an epoch removes the rest. `update_limit` is the largest norm of a
+    weight's update, as a share of the weight's norm. The proved bound of the model is computed at
+    every evaluation, and the run stops if it exceeds `bound_limit`.
+
+    Example:
+        >>> LipschitzConfig(sigma_cap=2.0, cap_mode="soft", cap_strength=0.2).update_limit is None
+        True
     """
 
     monitor_every: int | None = None
@@ -294,12 +334,32 @@ class LipschitzConfig:
         strength = self.cap_strength
         require(0 < strength <= 1, "lipschitz.cap_strength", strength, "must be in (0, 1]")
         if self.cap_mode == "soft" and all(getattr(self, name) is None for name in caps):
-            raise ConfigError("lipschitz.cap_mode='soft' has no effect without a cap")
+            raise ConfigError(
+                "lipschitz.cap_mode='soft' has no effect without a cap: "
+                f"set lipschitz.{' or lipschitz.'.join(caps)}"
+            )
+        if self.cap_mode != "soft" and strength != LipschitzConfig.cap_strength:
+            raise ConfigError(
+                f"lipschitz.cap_strength={strength} has no effect with lipschitz.cap_mode="
+                f"{self.cap_mode!r}: remove it or set lipschitz.cap_mode=soft"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that defines one run of `train.py`."""
+    """All settings of one run of `train.py`.
+
+    Example:
+        >>> config = Config(
+        ...     model=ModelConfig(name="lipsformer_nano"),
+        ...     data=DataConfig(source="digits"),
+        ...     optim=OptimConfig(lr=1e-3),
+        ...     train=TrainConfig(epochs=3, global_batch_size=64),
+        ...     run=RunConfig(output_dir="outputs/digits"),
+        ... )
+        >>> config.schedule.warmup_epochs
+        0.0
+    """
 
     model: ModelConfig
     data: DataConfig
@@ -316,24 +376,3 @@ class Config:
         warmup, epochs = self.schedule.warmup_epochs, self.train.epochs
         allowed = f"must be below train.epochs={epochs}"
         require(warmup < epochs, "schedule.warmup_epochs", warmup, allowed)
-
-
-def config_identity(config: Config) -> dict[str, Any]:
-    """The dotted settings that decide the weights of a run: all but place, speed and reporting."""
-    sections = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(sections, dict)
-    del sections["run"]
-    for name in ("root", "download", "num_workers"):
-        del sections["data"][name]
-    # Only where it stands; the number of devices is compared on its own, with its own option.
-    for name in ("eval_batch_size", "batch_size_per_device"):
-        del sections["train"][name]
-    for name in ("monitor_every", "bound_limit"):
-        del sections["lipschitz"][name]
-    return {f"{section}.{key}": v for section, keys in sections.items() for key, v in keys.items()}
-
-
-def config_hash(config: Config) -> str:
-    """Sixteen hexadecimal digits that name `config_identity`."""
-    text = yaml.safe_dump(config_identity(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,10 +1,10 @@
-"""Reads every image below a folder, in parallel, and reports what cannot be used.
+"""Read every image below a folder, in parallel, and report the files that cannot be used.
 
     python -m scripts.check_data datasets/imagenette-160 --list unreadable.txt
 
-The list holds one path per line, below the folder; as `data.skip_list` it makes training and
-evaluation leave these files out. Exit codes: 0 all images can be read; 1 some cannot; 2 there is
-nothing to check.
+The list holds one path per line, relative to the folder. Given as `data.skip_list`, it makes
+training and evaluation leave these files out. Exit codes: 0 all images can be read; 1 some cannot;
+2 there are no images.
 """
 
 import argparse
@@ -15,11 +15,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.check import Finding, check_files, image_files
+from data.check import Finding, check_files
+from data.sources import image_files
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings in words, the unreadable files one by one."""
+    """Describe the findings, with one line for each unreadable file."""
     good = [finding for finding in findings if finding.error is None]
     bad = [finding for finding in findings if finding.error is not None]
     lines = [f"unreadable: {finding.file}: {finding.error}" for finding in bad]
@@ -27,7 +28,7 @@ def report(findings: list[Finding]) -> str:
     for kind, count in Counter(finding.kind for finding in good).most_common():
         lines.append(f"{count:9d} {kind}")
     for count, what in (
-        (sum(f.turned for f in good), "with an EXIF orientation, which is not applied"),
+        (sum(f.rotated for f in good), "with an EXIF orientation, which is not applied"),
         (sum(f.animated for f in good), "animated, of which the first frame is used"),
         (sum(f.misnamed for f in good), "named as another format than their content"),
     ):
@@ -44,14 +45,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="checked at any depth")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--list", type=Path, help="write the unreadable files' paths here")
+    parser.add_argument("folder", type=Path, help="folder of images, at any depth")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="number of processes")
+    parser.add_argument("--list", type=Path, help="write the paths of unreadable files to it")
     return parser
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = make_parser().parse_args(arguments)
+def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    options = (parser or make_parser()).parse_intermixed_args(arguments)
     files = image_files(options.folder)
     if not files:
         print(f"no image files in {options.folder}", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""A page on which a model looks at your pictures.
+"""Serve a page on which a model classifies your pictures.
 
     python -m scripts.demo --checkpoint outputs/demo
 
-Shows the five best classes of a picture, where a block and a head attend, how the prediction moves
-under noise, and an estimate of the local Lipschitz constant. The page is on this machine alone
-unless --host says otherwise and asks nothing of any other; pictures are not kept. Needs
-`pip install 'lipsformer[train,web]'`. Exit code 2 for a mistake.
+The page shows the five best classes of a picture, where a block and a head attend, how the
+prediction changes under noise, and an estimate of the local Lipschitz constant. The server listens
+on localhost unless --host names another address, loads nothing from the network, and does not store
+uploads. It needs `pip install 'lipsformer[train,web]'`. Exit code 2 for a mistake.
 """
 
 import argparse
@@ -26,15 +26,15 @@ import numpy as np
 from torch import Tensor
 
 from data import DataError, UnreadableImageError
-from data.images import ADVICE, ArrayPicture, EncodedPicture
-from data.images import Picture as Source
+from data.images import ADVICE, ArrayPicture, EncodedPicture, Picture
 from data.sources import digits
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_USER_ERROR
-from scripts.demo_model import DemoModel
-from scripts.reporting.pictures import Picture, overlaid
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
+from scripts._demo_model import DemoModel
+from scripts.reporting.pictures import InlineImage, overlaid
 
 MAX_UPLOAD = 20 * 2**20  # bytes
 MIN_TOKENS = 64  # of the map that is shown first
@@ -44,12 +44,12 @@ CSS = Path(__file__).with_name("demo.css")
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture to begin with.
+    """A picture that comes with the page.
 
     Attributes:
-        name: what the page calls it.
+        name: Its name on the page.
         array: uint8 [H, W] or [H, W, 3].
-        credit: where it comes from, as HTML.
+        credit: Its source, as HTML.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Sample:
 
 
 def load_samples(model: DemoModel) -> list[Sample]:
-    """Pictures that come with scikit-learn; held-out digits first for a model of digits."""
+    """Return pictures of scikit-learn; for a model of digits, held-out digits come first."""
     from sklearn.datasets import load_sample_image
 
     def photo(name: str, author: str) -> Sample:
@@ -81,19 +81,19 @@ def load_samples(model: DemoModel) -> list[Sample]:
 
 
 def figure(array: np.ndarray, text: str, caption: str = "") -> str:
-    """An image inside the page itself, so that no file of it is made."""
-    source = Picture.of(array, text).uri
+    """Return an image as HTML that contains it, so that no file is made."""
+    source = InlineImage.of(array, text).uri
     words = f"<figcaption>{caption}</figcaption>" if caption else ""
     return f'<figure><img src="{source}" alt="{html.escape(text)}">{words}</figure>'
 
 
 def bars(classes: Sequence[str], probabilities: Tensor, before: Tensor | None = None) -> str:
-    """The five best classes.
+    """Return bars of the five best classes as HTML.
 
     Args:
-        classes: names of the K classes.
-        probabilities: [K].
-        before: [K], marked on the bars.
+        classes: Names of the K classes.
+        probabilities: Their probabilities, [K].
+        before: Probabilities to mark on the bars, [K].
     """
     rows = []
     best = probabilities.topk(min(5, len(classes)))
@@ -107,7 +107,7 @@ def bars(classes: Sequence[str], probabilities: Tensor, before: Tensor | None = 
 
 
 class Answers:
-    """What the page answers. Images are uint8 [H, W, 3] of the size that the model takes."""
+    """The contents of the page. Images are uint8 [H, W, 3] of the size that the model takes."""
 
     def __init__(self, model: DemoModel):
         self.model = model
@@ -123,18 +123,18 @@ class Answers:
         self.block = (fine or list(maps) or [None])[-1]
 
     def take(self, path: Path) -> tuple[np.ndarray, str]:
-        """As `look`, of a file, which is deleted."""
+        """Like `look`, for a file, which is then deleted."""
         try:
             picture = EncodedPicture(path.read_bytes(), path.name)
         finally:
             path.unlink(missing_ok=True)
         return self.look(picture, path.name)
 
-    def look(self, picture: Source, name: str) -> tuple[np.ndarray, str]:
-        """The image that the model sees of a picture, and its figure.
+    def look(self, picture: Picture, name: str) -> tuple[np.ndarray, str]:
+        """Return the image that the model sees of a picture, and its figure as HTML.
 
         Raises:
-            UnreadableImageError: if the picture cannot be used.
+            UnreadableImageError: If the picture cannot be used.
         """
         image = self.model.prepare(picture)
         width, height = picture.size
@@ -145,11 +145,11 @@ class Answers:
         return image, figure(image, f"{name}, as the model sees it", caption)
 
     def predict(self, image: np.ndarray) -> str:
-        """The five best classes of an image."""
+        """Return the five best classes of an image as HTML."""
         return bars(self.model.classes, self.model.probabilities(image))
 
     def attend(self, image: np.ndarray, block: str | None, head: str) -> str:
-        """The attention of a block and head, over the image."""
+        """Return the attention of a block and head, drawn over the image, as HTML."""
         if block is None:
             return f"<p>{html.escape(self.no_attention)}</p>"
         heads = self.model.attention(image)[block]
@@ -164,11 +164,11 @@ class Answers:
         return figure(overlaid(image, shares), text, caption)
 
     def choices(self, block: str) -> list[str]:
-        """The heads of a block."""
+        """Return the names of the heads of a block."""
         return [ALL_HEADS, *(str(head + 1) for head in range(self.heads[block]))]
 
     def disturb(self, image: np.ndarray, level: float) -> str:
-        """The prediction with noise of a standard deviation, and that without as marks."""
+        """Return the prediction under noise, with marks for the prediction without it, as HTML."""
         noisy = self.model.with_noise(image, level)
         caption = (
             f"Noise of length {noisy.length:.2f} moved the logits by {noisy.moved:.2f}. "
@@ -179,7 +179,7 @@ class Answers:
         return shown + bars(self.model.classes, noisy.probabilities, before)
 
     def measure(self, image: np.ndarray) -> str:
-        """The local Lipschitz constant at an image."""
+        """Return the local Lipschitz constant at an image as HTML."""
         found = self.model.sensitivity(image)
         reach = found.margin / (2**0.5 * found.constant)
         caption = (
@@ -195,7 +195,7 @@ class Answers:
 
 
 def build(answers: Answers, title: str) -> Any:
-    """The page, as Gradio's `Blocks`."""
+    """Build the page as Gradio's `Blocks`."""
     import gradio as gr
 
     def on_upload(path: str | None) -> dict[Any, Any]:
@@ -269,35 +269,35 @@ def build(answers: Answers, title: str) -> Any:
                 constant = gr.HTML()
         gr.HTML(f"<footer>Samples: {credit}</footer>")
 
-        alone: Any = {  # one event at a time asks the model
+        exclusive: Any = {  # only one event at a time uses the model
             "concurrency_id": "model",
             "concurrency_limit": 1,
             "api_visibility": "private",
         }
         pictured = [state, seen, prediction, constant, notice]
         for event in (
-            upload.upload(on_upload, upload, [upload, *pictured], **alone),
+            upload.upload(on_upload, upload, [upload, *pictured], **exclusive),
             *(
-                button.click(partial(on_sample, sample), None, pictured, **alone)
+                button.click(partial(on_sample, sample), None, pictured, **exclusive)
                 for button, sample in zip(buttons, answers.samples, strict=True)
             ),
         ):
-            event.then(on_image, [state, blocks, heads, level], [attention, noisy], **alone)
-        blocks.input(on_block, [state, blocks], [heads, attention], **alone)
-        heads.input(answers.attend, [state, blocks, heads], attention, **alone)
+            event.then(on_image, [state, blocks, heads, level], [attention, noisy], **exclusive)
+        blocks.input(on_block, [state, blocks], [heads, attention], **exclusive)
+        heads.input(answers.attend, [state, blocks, heads], attention, **exclusive)
         live = {"trigger_mode": "always_last", "show_progress": "hidden"}
-        level.input(answers.disturb, [state, level], noisy, **live, **alone)
-        measure.click(answers.measure, state, constant, **alone)
+        level.input(answers.disturb, [state, level], noisy, **live, **exclusive)
+        measure.click(answers.measure, state, constant, **exclusive)
     return page
 
 
 def launch(page: Any, samples: Sequence[Sample], **options: Any) -> str:
-    """Serves the page from a thread; returns its address."""
+    """Serve the page from a thread; return its address."""
     import gradio as gr
 
     system = ["system-ui", "sans-serif"]
     thumbnails = "".join(
-        f"#sample-{i} {{ background-image: url({Picture.of(sample.array, '').uri}); }}\n"
+        f"#sample-{i} {{ background-image: url({InlineImage.of(sample.array, '').uri}); }}\n"
         for i, sample in enumerate(samples)
     )
     _, address, _ = page.launch(
@@ -315,14 +315,16 @@ def launch(page: Any, samples: Sequence[Sample], **options: Any) -> str:
     return address
 
 
-def serve(checkpoint: str, *, host: str, port: int | None) -> None:
-    """Shows the page until it is interrupted; all it writes is in a folder that goes with it.
+def serve(checkpoint: str, which: str, *, host: str, port: int | None) -> None:
+    """Serve the page until it is interrupted; all files that it writes are removed at the end.
 
     Raises:
-        CheckpointError: if there are no usable weights.
-        ConfigError: if it is not said what model they are of.
+        CheckpointError: If there are no usable weights.
+        ConfigError: If it is not known which model they belong to.
     """
-    answers = Answers(DemoModel.of_checkpoint(checkpoint))
+    weights = find_weights(checkpoint, which)
+    print(weights, flush=True)
+    answers = Answers(DemoModel.from_weights(weights))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder
@@ -337,16 +339,17 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoint", required=True, help="run, checkpoint or timm's folder")
+    parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, help="default: the first free one from 7860 on")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
-    args = make_parser().parse_args(argv)
+    args = (parser or make_parser()).parse_intermixed_args(argv)
     try:
-        serve(args.checkpoint, host=args.host, port=args.port)
+        serve(args.checkpoint, args.weights, host=args.host, port=args.port)
     except ImportError as error:
         message = f"{error.name} is missing: pip install 'lipsformer[train,web]'"
     except (CheckpointError, ConfigError, DataError, OSError) as error:

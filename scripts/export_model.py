@@ -3,9 +3,9 @@
     python -m scripts.export_model outputs/demo OUT --formats hf
     python -m scripts.export_model lipsformer_tiny OUT --checkpoint weights.safetensors
 
-writes to the folder OUT, which must not exist, the chosen ones of
+The command writes the chosen formats to the folder OUT, which must not exist:
     hf     model.safetensors and config.json, for `timm.create_model('local-dir:OUT')` and
-           transformers; of a run also README.md, a model card with its figures; bit-equal
+           transformers; for a run also README.md, a model card with its figures; bit-equal
     torch  model.pt2 of torch.export, for any batch size; logits within 1e-4
     onnx   model.onnx, for any batch size; logits within 1e-4 in onnxruntime
 """
@@ -19,14 +19,21 @@ from pathlib import Path
 
 import timm
 import torch
-from timm.models import load_checkpoint, save_for_hf
+from timm.models import save_for_hf
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._configfile import ConfigError
 from lipsformer.engine.checkpoint import CheckpointError
-from scripts.hub_card import find_weights, model_card
-from scripts.measure_lipschitz import load_model
+from lipsformer.engine.run_folder import (
+    TIMM_CONFIG,
+    WHICH,
+    WHICH_HELP,
+    find_weights,
+    load_model,
+    load_weights,
+)
+from scripts._hub_card import model_card
 
 TOLERANCE = 1e-4
 
@@ -39,9 +46,9 @@ def export_hf(model: nn.Module, images: Tensor, folder: Path) -> float:
     """Write timm's local format; return the largest difference of the logits."""
     labels = model.pretrained_cfg.get("label_names")
     save_for_hf(model, str(folder), safe_serialization=True, model_config={"label_names": labels})
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / TIMM_CONFIG).read_text())
     config.get("model_args", {}).pop("num_classes", None)  # transformers gives it from the root
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    (folder / TIMM_CONFIG).write_text(json.dumps(config, indent=2))
     restored = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     return _difference(restored(images), model(images), tolerance=0.0)
 
@@ -87,13 +94,19 @@ def _difference(actual: Tensor, expected: Tensor, tolerance: float) -> float:
 
 
 def is_folder(name: str) -> bool:
-    """Whether a model is named by its folder; timm's own names come first."""
+    """Return whether a model is named by its folder; names of timm come first."""
     return not timm.is_model(name) and Path(name).is_dir()
 
 
 @torch.no_grad()
 def export_model(
-    name: str, out: Path, formats: list[str], *, checkpoint: Path | None, img_size: int | None
+    name: str,
+    out: Path,
+    formats: list[str],
+    *,
+    checkpoint: Path | None,
+    img_size: int | None,
+    which: str = "best",
 ) -> dict[str, float]:
     """Export to the folder ``out``, which appears complete or not at all.
 
@@ -104,6 +117,7 @@ def export_model(
         formats: Keys of ``EXPORTS``.
         checkpoint: Weights to load; None keeps the model's own.
         img_size: Side of the images in pixels; None for the model's own.
+        which: Which weights of a run, "best" or "last".
 
     Returns:
         Largest difference of the logits from the model's, by format.
@@ -111,19 +125,21 @@ def export_model(
     Raises:
         ExportError: If ``out`` exists or an export differs from the model.
         CheckpointError: If a run has no usable weights.
-        ConfigError: If ``name`` is a folder but not of a run, or its weights were not evaluated.
+        ConfigError: If the model of a folder is not known, or the run did not evaluate the weights.
     """
     if out.exists():
         raise ExportError(f"{out} exists: choose another folder or remove it")
     card = None
     if is_folder(name):
-        weights, run = find_weights(Path(name))
-        model = load_model(str(weights))
-        card = model_card(model, weights, run)
+        weights = find_weights(name, which)
+        print(weights)
+        model = load_model(weights)
+        if weights.kind is not None:
+            card = model_card(model, weights)
     else:
         model = timm.create_model(name, pretrained=":" in name)
     if checkpoint is not None:
-        load_checkpoint(model, str(checkpoint), weights_only=True)
+        load_weights(model, checkpoint)
     channels, height, width = model.pretrained_cfg["input_size"]
     if img_size is not None:
         height = width = img_size
@@ -152,19 +168,20 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("name", help="a run, its checkpoint, or any timm model")
     parser.add_argument("out", type=Path, help="folder to be created")
     parser.add_argument("--formats", nargs="+", choices=EXPORTS, default=list(EXPORTS))
+    parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--checkpoint", type=Path, help="weights of this architecture")
     parser.add_argument("--img-size", type=int, help="side in pixels; default: the model's own")
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
-    parser = make_parser()
-    args = parser.parse_args(argv)
+    parser = parser or make_parser()
+    args = parser.parse_intermixed_args(argv)
     if not (":" in args.name or timm.is_model(args.name) or is_folder(args.name)):
         parser.error(f"{args.name!r} is no folder and no timm model; timm.list_models() lists all")
     if is_folder(args.name) and args.checkpoint is not None:
-        parser.error("--checkpoint has no effect on a run, which has its own weights: leave it out")
+        parser.error("--checkpoint has no effect on a run, whose weights are used: leave it out")
     if args.checkpoint is not None and not args.checkpoint.is_file():
         parser.error(f"--checkpoint {args.checkpoint}: no such file")
     try:
@@ -174,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
             args.formats,
             checkpoint=args.checkpoint,
             img_size=args.img_size,
+            which=args.weights,
         )
     except (ExportError, CheckpointError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,8 +1,9 @@
-"""Train a grid of graph networks in parallel processes, and tabulate and plot the outcome.
+"""Train a grid of graph networks in parallel processes, then write a table and a plot.
 
     python -m scripts.graph_sweep --config configs/graph/sweep_depth.yaml num_workers=4
 
-Every finished run is one line of `results.jsonl`; the same command runs only what is missing there.
+Every finished run adds one line to `results.jsonl`. The same command runs only what is missing in
+that file.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from tqdm import tqdm
 
 from data.errors import DataError
 from lipsformer._configfile import ConfigError, dump_config, read_config
-from lipsformer.graph.config import GraphConfig, SweepConfig
+from lipsformer.graph.config import GraphConfig, GraphSweepConfig
 from lipsformer.graph.plots import plot_sweep
-from lipsformer.graph.training import read_lines
+from lipsformer.jsonl import append_jsonl, read_jsonl
 from scripts.train_graph import load_batches, summarize, train_seed
 
 Cell = dict[str, str]
@@ -29,8 +30,8 @@ Cell = dict[str, str]
 _SHOWN = ("test_acc", "last_test_acc", "highest_train_acc")
 
 
-def cells(config: SweepConfig) -> list[tuple[Cell, list[str]]]:
-    """All cells of the grid: what names each, and its overrides."""
+def cells(config: GraphSweepConfig) -> list[tuple[Cell, list[str]]]:
+    """Return all cells of the grid with their names and overrides."""
     axes = []
     for entry in config.grid:
         key, _, values = entry.partition("=")
@@ -50,12 +51,12 @@ def _train(path: Path, overrides: list[str], seed: int) -> dict[str, Any]:
 
 
 def sweep(path: Path, overrides: list[str], progress: bool) -> str:
-    """Run what is missing and return the table of all results."""
-    config = read_config(SweepConfig, path, overrides)
+    """Run what is missing, and return the table of all results."""
+    config = read_config(GraphSweepConfig, path, overrides)
     base = path.parent / config.config
     folder = Path(config.output_dir)
     grid = cells(config)
-    # every cell is read before the first one is trained, and each graph is processed only once
+    # mistakes show before the first training, and no two processes prepare the same graph
     configs = [read_config(GraphConfig, base, settings) for _, settings in grid]
     for data in {repr(item.data): item.data for item in configs}.values():
         load_batches(data)
@@ -63,7 +64,7 @@ def sweep(path: Path, overrides: list[str], progress: bool) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.yaml").write_text(dump_config(config))
     log = folder / "results.jsonl"
-    results = {_key(line["overrides"], line["seed"]): line for line in read_lines(log)}
+    results = {_key(line["overrides"], line["seed"]): line for line in read_jsonl(log)}
     jobs = [
         (cell, settings, seed)
         for seed in config.seeds
@@ -80,8 +81,7 @@ def sweep(path: Path, overrides: list[str], progress: bool) -> str:
             cell, settings = futures[future]
             line = {"cell": cell, "overrides": settings, **future.result()}
             results[_key(settings, line["seed"])] = line
-            with log.open("a") as stream:
-                stream.write(json.dumps(line) + "\n")
+            append_jsonl(log, line)
 
     rows = []
     for cell, settings in grid:
@@ -100,7 +100,7 @@ def _key(settings: list[str], seed: int) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown table of summaries: one row per cell, accuracies in percent."""
+    """Return a Markdown table of summaries with one row per cell and accuracies in percent."""
     names = list(rows[0]["cell"])
     header = [*names, "best-validation test", "last-epoch test", "highest train"]
     header += ["diverged", "seeds"]
@@ -119,11 +119,13 @@ def _with_std(row: dict[str, Any], key: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; 2 is a mistake in what was given."""
+    """Run the command and return its exit code; 2 means that the config or the data are wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True, type=Path, help="YAML file of a SweepConfig")
+    parser.add_argument(
+        "--config", required=True, type=Path, help="YAML file of a GraphSweepConfig"
+    )
     parser.add_argument("overrides", nargs="*", help="key=value")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     try:
         text = sweep(args.config, args.overrides, progress=sys.stderr.isatty())
     except (ConfigError, DataError, ValueError) as error:

@@ -1,14 +1,14 @@
-"""Packs one split of images into tar shards (WebDataset's layout), for network disks.
+"""Pack one split of images into tar shards in WebDataset's layout, for network disks.
 
     python -m scripts.make_shards datasets/imagenette-160/train shards/imagenette-160/train
     python -m scripts.make_shards datasets/imagenet-1k shards/imagenet-1k/val --parquet validation
     python -m scripts.make_shards --verify shards/imagenette-160/train
 
-The source is an ImageFolder tree, whose files go in unchanged, in a random order that the seed
-fixes, or a split of Hugging Face parquet files, in their order. Started again after an interruption
-it keeps the shards that are complete. Train from them with `data.source=shards`,
-`data.root=shards`, `data.name=imagenette-160`. Exit codes: 0 done; 1 a shard is damaged; 2 a
-mistake in the arguments or the tree.
+The source is an ImageFolder tree or a split of Hugging Face parquet files. The files of a tree are
+packed unchanged, in a random order that the seed decides. Parquet images keep their order. The same
+command continues after an interruption and keeps the complete shards. Train from shards with
+`data.source=shards data.root=shards data.name=imagenette-160`. Exit codes: 0 done; 1 a shard is
+damaged; 2 a mistake in the arguments or the source.
 """
 
 import argparse
@@ -45,10 +45,17 @@ def make(
     images_per_shard: int,
     seed: int,
 ) -> None:
-    """Write what is missing of the shards, and then the index.
+    """Write the shards that are missing, and then the index.
+
+    Args:
+        source: The images.
+        path: Folder of the shards.
+        described: Description of the source, which the plan stores.
+        images_per_shard: Number of images in every shard but the last.
+        seed: Seed of the order.
 
     Raises:
-        DataError: if `path` holds shards of another plan.
+        DataError: If `path` holds other files, or shards of another plan.
     """
     plan = {
         "source": described,
@@ -59,7 +66,7 @@ def make(
     found = json.loads((path / PLAN).read_text()) if (path / PLAN).exists() else plan
     if found != plan or (not (path / PLAN).exists() and path.exists() and any(path.iterdir())):
         raise DataError(
-            f"{path} is not empty and not a part of this: {plan}; choose another folder"
+            f"{path} is not empty and its files do not belong to {plan}; choose another folder"
         )
     path.mkdir(parents=True, exist_ok=True)
     (path / PLAN).write_text(json.dumps(plan))
@@ -74,7 +81,7 @@ def make(
 
 
 def verify(path: Path) -> list[str]:
-    """Names of the shards that are not as they were written."""
+    """Return the names of the shards that changed since they were written."""
     if not (path / INDEX).exists():
         raise DataError(f"no {INDEX} in {path}: it holds no complete shards")
     return [name for name, damaged in _progress(list(damaged_shards(path))) if damaged]
@@ -91,17 +98,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, nargs="?", help="folder of class folders, or parquet")
     parser.add_argument("shards", type=Path, help="folder of the shards")
     parser.add_argument("--images-per-shard", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0, help="of the order")
-    parser.add_argument("--parquet", metavar="SPLIT", help="the source holds parquet files of it")
-    parser.add_argument("--skip-list", help="files to leave out, as scripts.check_data writes them")
-    parser.add_argument("--verify", action="store_true", help="only compare the checksums")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order")
+    parser.add_argument(
+        "--parquet", metavar="SPLIT", help="the source is this split of parquet files"
+    )
+    parser.add_argument("--skip-list", help="files to leave out, listed by scripts.check_data")
+    parser.add_argument("--verify", action="store_true", help="only check existing shards")
+    options = parser.parse_intermixed_args(arguments)
     if options.verify == (options.source is not None) or options.images_per_shard < 1:
         parser.error("give a source and a folder for shards, or --verify and a folder of shards")
     try:
         if options.verify:
             damaged = verify(options.shards)
-            print("\n".join(f"damaged: {name}" for name in damaged) or "all shards are sound")
+            print("\n".join(f"damaged: {name}" for name in damaged) or "all shards are intact")
             return 1 if damaged else 0
         folder = options.source.resolve()
         data = DataConfig(

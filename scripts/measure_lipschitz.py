@@ -3,10 +3,10 @@
     python -m scripts.measure_lipschitz lipsformer_nano
     python -m scripts.measure_lipschitz outputs/demo --data source=digits --json report.json
 
-MODEL is a timm name (initial weights) or a run, a checkpoint or a folder with config.json. All are
-2-norm constants over one whole input in evaluation mode, as log10. Bounds hold for images with
-pixel values in [0, 1]. Estimates are lower bounds, at images of --data or else at random ones.
-Exit code 2 for a mistake.
+MODEL is a timm name (initial weights) or a run, a checkpoint or a folder with config.json. A run
+stands for its best evaluated weights. All constants are for the 2-norm over one whole input in
+evaluation mode, as log10. Bounds hold for images with pixel values in [0, 1]. Estimates are lower
+bounds, at images of --data or at random images. Exit code 2 for a mistake.
 """
 
 import argparse
@@ -21,9 +21,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
-import lipsformer  # noqa: F401  (registers the models)
-from data import DataError, Normalize, build_eval_dataset
-from lipsformer._configfile import ConfigError, make_config
+from data import DataError, Normalize, build_eval_dataset, collate
+from lipsformer._configfile import ConfigError
 from lipsformer.analysis.bounds import (
     UnknownModuleError,
     flatten_bound,
@@ -32,29 +31,14 @@ from lipsformer.analysis.bounds import (
 )
 from lipsformer.analysis.estimate import adversarial_lipschitz, estimate_submodules
 from lipsformer.analysis.plots import plot_bounds
-from lipsformer.config import DataConfig
-from lipsformer.engine.checkpoint import CheckpointError, locate, read_weights
+from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_USER_ERROR
-from lipsformer.engine.train_state import load_weights
-
-
-def load_model(name: str) -> nn.Module:
-    """A timm model with initial weights, or that of a checkpoint."""
-    if not Path(name).exists():
-        if not timm.is_model(name):
-            raise ConfigError(f"{name!r} is neither a timm model nor a file or folder")
-        return timm.create_model(name)
-    path = locate(Path(name))
-    folder = path if path.is_dir() else path.parent
-    if not (folder / "config.json").exists():
-        raise ConfigError(f"{folder} has no config.json, which says what model the weights are of")
-    model = timm.create_model(f"local-dir:{folder}", pretrained=False)
-    load_weights(model, read_weights(path), str(path))
-    return model
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights, load_model
+from scripts._assemble import data_config
 
 
 def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tensor:
-    """Validation images of a data set, normalised; random ones without settings."""
+    """Return normalized validation images of a data set; random images without settings."""
     known: Any = model.pretrained_cfg
     channels, height, width = known["input_size"]
     if not settings:
@@ -62,19 +46,18 @@ def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tenso
         pixels = torch.rand(number, channels, height, width, generator=generator)
         mean, std = (torch.tensor(known[key])[:, None, None] for key in ("mean", "std"))
         return (pixels - mean) / std
-    preset = {"img_size": height, **{key: known[key] for key in ("mean", "std", "interpolation")}}
-    data = make_config(DataConfig, [preset], settings, origin="--data")
+    data = data_config(known, settings, origin="--data")
     images = build_eval_dataset(data, classes=None)
     step = max(1, len(images) // number)
-    picked = [torch.as_tensor(images[i][0]) for i in range(0, step * number, step)]
-    return Normalize(data)(torch.stack(picked))
+    picked, _ = collate([images[i] for i in range(0, step * number, step)])
+    return Normalize(data.mean, data.std)(picked)
 
 
 def measure(
-    name: str, settings: Sequence[str], *, images: int, iters: int, ascent: int
+    name: str, model: nn.Module, settings: Sequence[str], *, images: int, iters: int, ascent: int
 ) -> dict[str, Any]:
-    """One record: the model's total and a row per module."""
-    model = load_model(name).eval()
+    """Return a record with the total of the model and a row per module."""
+    model.eval()
     known: Any = model.pretrained_cfg
     domain = image_domain(known["input_size"][1:], known["mean"], known["std"])
     parts = dict(flatten_bound(lipschitz_bound(model, domain)))
@@ -108,7 +91,7 @@ def measure(
 
 
 def table(record: dict[str, Any], depth: int) -> str:
-    """The record as text, modules down to a depth of the tree."""
+    """Return the record as text, with modules down to a depth of the tree."""
     header = f"{'module':44} {'type':18} {'bound':>9} {'paper':>9} {'estimate':>9} {'slack':>9}"
     lines = [f"{record['model']}, {record['norm']}; estimates on {record['data']}", header]
     for row in record["rows"]:
@@ -124,7 +107,7 @@ def table(record: dict[str, Any], depth: int) -> str:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Blocks, what lies between them, and the total."""
+    """Draw the blocks, the modules between them, and the total."""
     whole, *rows = (
         (row["name"], row["bound"], row["paper_bound"], row["estimate"], row["kind"])
         for row in record["rows"]
@@ -143,6 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", help="timm name, run, checkpoint or folder")
+    parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="source=digits")
     parser.add_argument("--images", type=int, default=4, help="how many to estimate at")
     parser.add_argument("--iters", type=int, default=20, help="power iterations of an estimate")
@@ -153,13 +137,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Run the command line; return the exit code."""
+    options = (parser or make_parser()).parse_intermixed_args(argv)
+    out = sys.stderr if options.json == "-" else sys.stdout
     try:
         if options.images < 1 or options.iters < 1:
             raise ConfigError("--images and --iters must be at least 1")
+        source, line = options.model, f"weights     initial weights of {options.model}"
+        if not timm.is_model(source) and Path(source).exists():
+            source = line = find_weights(source, options.weights)
+        model = load_model(source)
+        print(line, file=out)
         record = measure(
             options.model,
+            model,
             options.data,
             images=options.images,
             iters=options.iters,
@@ -168,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError, CheckpointError, UnknownModuleError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    print(table(record, options.depth), file=sys.stderr if options.json == "-" else sys.stdout)
+    print(table(record, options.depth), file=out)
     if options.json == "-":
         print(json.dumps(record))
     elif options.json:

@@ -1,12 +1,12 @@
-"""Unpacks ImageNet-1K from its own archives into train/ and val/ folders, and checks the result.
+"""Unpack ImageNet-1K from its archives into train/ and val/ folders, and check the result.
 
     python -m scripts.prepare_imagenet datasets/imagenet
 
 The folder holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
-ILSVRC2012_devkit_t12.tar.gz, whose MD5 sums are verified (the devkit, which needs SciPy, has the
-validation labels). Splits that are there already are only checked: the class folders must be the
-1,000 of the standard index, whose order is that of `data.source=folder`, with the published numbers
-of images. Exit codes: 0 all is well; 2 something is missing or wrong.
+ILSVRC2012_devkit_t12.tar.gz. Their MD5 sums are verified. The devkit has the validation labels;
+reading it needs SciPy. A split that exists already is only checked: it must have the 1,000 class
+folders of the standard index, whose order `data.source=folder` follows, with the published numbers
+of images. Exit codes: 0 both splits are complete; 2 something is missing or wrong.
 """
 
 import argparse
@@ -26,10 +26,10 @@ IMAGES = {"train": 1_281_167, "val": 50_000}
 
 
 def unpack(folder: Path, split: str) -> None:
-    """Unpack a split's archive into folder/split, which appears when it is complete.
+    """Unpack a split's archive into folder/split, which exists only when it is complete.
 
     Raises:
-        DataError: if an archive is missing or damaged.
+        DataError: If an archive is missing or damaged.
     """
     parse: dict[str, Callable] = {
         "train": imagenet.parse_train_archive,
@@ -47,17 +47,19 @@ def unpack(folder: Path, split: str) -> None:
 
 
 def check(folder: Path, split: str) -> str:
-    """What the split holds, in words.
+    """Describe a split after checking it.
 
     Raises:
-        DataError: if its classes or their numbers of images are not ImageNet-1K's.
+        DataError: If its classes or their numbers of images are not ImageNet-1K's.
     """
     source = FolderSource(folder / split)
     info = ImageNetInfo("imagenet-1k")
     standard = tuple(info.index_to_label_name(index) for index in range(info.num_classes()))
     if source.classes != standard:
         odd = sorted(set(source.classes) ^ set(standard))
-        raise DataError(f"{folder / split}: {len(odd)} class folders too many or few, as {odd[0]}")
+        raise DataError(
+            f"{folder / split}: {len(odd)} unexpected or missing classes, such as {odd[0]}"
+        )
     per_class = np.bincount(source.labels)
     if len(source.labels) != IMAGES[split] or (split == "val" and len(set(per_class)) != 1):
         raise DataError(
@@ -71,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="holds the archives")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument("folder", type=Path, help="folder of the archives")
+    folder = parser.parse_intermixed_args(arguments).folder
     try:
         for split in ("val", "train"):
             if not (folder / split).exists():

@@ -1,4 +1,4 @@
-"""Tabulate what timm models cost: parameters, GMACs, activations, memory and images per second.
+"""Tabulate the costs of timm models: parameters, GMACs, activations, memory, images per second.
 
     python -m scripts.profile_model lipsformer_swin_tiny swin_tiny_patch4_window7_224 --train
 
@@ -41,7 +41,7 @@ def profile_model(
     train: bool,
     repeats: int,
 ) -> dict[str, Any]:
-    """One record for one model."""
+    """Return the record of one model."""
     target = torch.device(device)
     with PeakMemory(target) as memory:
         model = timm.create_model(name, device=device)
@@ -88,7 +88,7 @@ def _inference_step(
 def _training_step(
     model: nn.Module, images: torch.Tensor, dtype: torch.dtype
 ) -> Callable[[], None]:
-    """Forward and backward pass and AdamW's update."""
+    """Return a function that makes a forward pass, a backward pass and a step of AdamW."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
@@ -112,7 +112,7 @@ def _processor() -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record as text: one line per part, then the totals."""
+    """Return the record as text: one line per part, then the totals."""
     channels, height, width = record["input_size"]
     lines = [
         f"{record['model']}  {channels}x{height}x{width}",
@@ -155,10 +155,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
-    parser = make_parser()
-    args = parser.parse_args(argv)
+    parser = parser or make_parser()
+    args = parser.parse_intermixed_args(argv)
     for name in args.names:
         if ":" not in name and not timm.is_model(name):
             close = difflib.get_close_matches(name, timm.list_models(), 1)
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no GPU here; use --device cpu")
     options = {k: v for k, v in vars(args).items() if k not in ("names", "json")}
-    # a fresh process each, or the memory that one model leaves behind would hide the next one's
+    # One process per model: memory that one model leaves allocated would hide the next one's peak.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         results = [pool.apply_async(profile_model, (name,), options) for name in args.names]
         for result in results:

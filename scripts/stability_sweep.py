@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data import DataError, Normalize, build_eval_dataset
+from data import DataError, Normalize, build_eval_dataset, collate
 from lipsformer._configfile import ConfigError, make_config
 from lipsformer.config import DataConfig, OptimConfig
 from lipsformer.engine.distributed import EXIT_USER_ERROR
@@ -102,8 +102,8 @@ def load(settings: Sequence[str], training: bool, number: int | None) -> tuple[T
     dataset = build_eval_dataset(data, classes=None)
     number = len(dataset) if number is None else min(number, len(dataset))
     items = [dataset[i * len(dataset) // number] for i in range(number)]
-    images = Normalize(data)(torch.stack([torch.as_tensor(image) for image, _ in items]))
-    return images, torch.tensor([label for _, label in items]), len(dataset.classes)
+    images, labels = collate(items)
+    return Normalize(data.mean, data.std)(images), labels, len(dataset.classes)
 
 
 def run_cell(
@@ -128,8 +128,8 @@ def run_cell(
     schedule = CosineSchedule(
         peak=cell["lr"],
         final=0.0,
-        total_updates=epochs * per_epoch,
-        warmup_updates=cell["warmup"] * per_epoch,
+        total_steps=epochs * per_epoch,
+        warmup_steps=cell["warmup"] * per_epoch,
     )
     order = torch.Generator().manual_seed(cell["seed"])
     batches = [

@@ -2,8 +2,9 @@
 
     python -m scripts.train_graph --config configs/graph/cora_gat.yaml train.seeds=[0,1,2]
 
-Finished seeds are in `results.jsonl`, every epoch in `seed<n>.jsonl`, mean and standard deviation
-in `summary.json`. The same command continues an interrupted run.
+The output folder gets `results.jsonl` with one line per finished seed, `seed<n>.jsonl` with one
+line per epoch, and `summary.json` with mean and standard deviation. The same command continues an
+interrupted run.
 """
 
 import argparse
@@ -24,13 +25,14 @@ from data.errors import DataError
 from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
 from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.graph import create_model
-from lipsformer.graph.config import DataConfig, GraphConfig
+from lipsformer.graph.config import GraphConfig, GraphDataConfig
 from lipsformer.graph.plots import plot_training
-from lipsformer.graph.training import fit, read_lines
+from lipsformer.graph.training import fit
+from lipsformer.jsonl import append_jsonl, read_jsonl
 
 
-def load_batches(config: DataConfig) -> tuple[Iterable[Data], Iterable[Data], int, int]:
-    """Training batches, evaluation batches, number of features and of classes."""
+def load_batches(config: GraphDataConfig) -> tuple[Iterable[Data], Iterable[Data], int, int]:
+    """Return training batches, evaluation batches, the number of features and that of classes."""
     if config.name == "trees":
         trees = TreeNeighborsMatch(config.tree_depth, config.num_trees, config.tree_seed)
         batches = TreeBatches(trees, trees.num_train, config.batch_size, shuffle=True)
@@ -62,6 +64,7 @@ def load_batches(config: DataConfig) -> tuple[Iterable[Data], Iterable[Data], in
 
 
 def _only_seed_nodes(batch: Data) -> Data:
+    """Remove all sampled neighbours from the training mask."""
     batch.train_mask[batch.batch_size :] = False
     return batch
 
@@ -69,7 +72,7 @@ def _only_seed_nodes(batch: Data) -> Data:
 def train_seed(
     config: GraphConfig, seed: int, folder: Path | None = None, progress: bool = False
 ) -> dict[str, Any]:
-    """Train one seed of a config; see `fit`."""
+    """Train one seed of a config and return its outcome; see `fit`."""
     train_batches, eval_batches, num_features, num_classes = load_batches(config.data)
 
     def build_model() -> torch.nn.Module:
@@ -115,7 +118,7 @@ def train_seed(
 
 
 def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and sample standard deviation over seeds, in percent."""
+    """Return mean and sample standard deviation over seeds, in percent."""
     summary: dict[str, Any] = {
         "seeds": len(results),
         "diverged": sum(result["diverged"] for result in results),
@@ -129,7 +132,7 @@ def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(config: GraphConfig, progress: bool) -> dict[str, Any]:
-    """Train all seeds that are not yet in the output folder, and summarize all."""
+    """Train the seeds that are missing in the output folder, and return the summary of all."""
     folder = Path(config.run.output_dir)
     stored = folder / "config.yaml"
     if stored.exists() and _identity(read_config(GraphConfig, stored)) != _identity(config):
@@ -139,15 +142,14 @@ def run(config: GraphConfig, progress: bool) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     stored.write_text(dump_config(config))
     log = folder / "results.jsonl"
-    done = {result["seed"]: result for result in read_lines(log)}
+    done = {result["seed"]: result for result in read_jsonl(log)}
     for seed in config.train.seeds:
         if seed in done:
             continue
         done[seed] = train_seed(config, seed, folder, progress)
-        with log.open("a") as stream:
-            stream.write(json.dumps(done[seed]) + "\n")
+        append_jsonl(log, done[seed])
         if config.train.profile_every:
-            records = list(read_lines(folder / f"seed{seed}.jsonl"))
+            records = list(read_jsonl(folder / f"seed{seed}.jsonl"))
             plot_training(records, folder / f"gradients-seed{seed}.png", title=f"seed {seed}")
     summary = summarize([done[seed] for seed in config.train.seeds])
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -155,11 +157,12 @@ def run(config: GraphConfig, progress: bool) -> dict[str, Any]:
 
 
 def _identity(config: GraphConfig) -> tuple[object, ...]:
-    """What decides a seed's result: which seeds there are and how runs are reported does not."""
+    """Return the parts of a config that decide the result of a seed."""
     return config.model, config.data, replace(config.train, seeds=(0,)), config.run.device
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -168,9 +171,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; 2 is a mistake in what was given."""
-    args = make_parser().parse_args(argv)
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Run the command and return its exit code; 2 means that the config or the data are wrong."""
+    args = (parser or make_parser()).parse_intermixed_args(argv)
     try:
         config = read_config(GraphConfig, args.config, args.overrides)
         summary = run(config, progress=sys.stderr.isatty())

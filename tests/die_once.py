@@ -1,4 +1,4 @@
-"""train.py whose rank 1 dies before its eighth update, the first time it is run."""
+"""train.py whose rank 1 dies before its eighth step, the first time it is run."""
 
 import os
 import signal
@@ -6,18 +6,18 @@ import sys
 from pathlib import Path
 
 import train
-from lipsformer.engine.steps import Learner
+from lipsformer.engine import steps
 
 if __name__ == "__main__":
     mark = Path(sys.argv[1])
     if os.environ["RANK"] == "1" and not mark.exists():
-        update = Learner.update
+        train_step = steps.train_step
 
-        def dying(self, batches, num_samples, number, transform):
-            if number == 7:
+        def dying(state, batches, num_samples, step, transform):
+            if step == 7:
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            return update(self, batches, num_samples, number, transform)
+            return train_step(state, batches, num_samples, step, transform)
 
-        Learner.update = dying
+        steps.train_step = dying
     sys.exit(train.main(sys.argv[2:]))

@@ -25,6 +25,7 @@ import eval as evaluation
 import train
 from lipsformer._configfile import make_config, read_config
 from lipsformer.config import Config, DataConfig
+from lipsformer.engine.build import build_model
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -114,7 +115,8 @@ def check_module(name: str, arguments: Sequence[str]) -> None:
     """A module with a `main`; what it names below configs/ or scripts/ must be there."""
     module = importlib.import_module(name)
     options = parse(module.main, arguments)
-    schema = {"scripts.train_graph": "GraphConfig", "scripts.graph_sweep": "SweepConfig"}.get(name)
+    schemas = {"scripts.train_graph": "GraphConfig", "scripts.graph_sweep": "GraphSweepConfig"}
+    schema = schemas.get(name)
     if schema is not None:
         read_config(getattr(module, schema), ROOT / options.config, options.overrides)
 
@@ -125,7 +127,7 @@ def check_training(config: str, overrides: tuple[str, ...]) -> None:
     loaded = read_config(Config, ROOT / config, overrides)
     loaded = replace(loaded, model=replace(loaded.model, checkpoint=None))
     with torch.device("meta"):
-        train.build_model(loaded, [str(number) for number in range(10)])
+        build_model(loaded, [str(number) for number in range(10)])
 
 
 def check_extras(requirement: str) -> None:

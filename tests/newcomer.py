@@ -1,9 +1,9 @@
-"""The newcomer's test: does what README.md says, on a bare machine, and checks what comes of it.
+"""Do what README.md and docs/commands.md say on a bare machine, and check what comes of it.
 
     python -m tests.newcomer
 
-In a fresh clone, with an empty home and an empty environment, the shell commands of README.md are
-typed into one shell just as they stand there; every output is compared with what README promises.
+In a fresh clone, with an empty home and an empty environment, the shell commands of the two pages
+are typed into one shell as they are written. Every output is compared with what README promises.
 A command that cannot be run here is listed in `LEFT_OUT` with the reason.
 
 Nothing is downloaded. Before a command installs an extra, the packages that the extra declares,
@@ -28,11 +28,12 @@ import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lipsformer.cli import COMMANDS
+from lipsformer._commands import COMMANDS
 from tests.documents import FENCE
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+PAGES = (ROOT / "README.md", ROOT / "docs" / "commands.md")
+README = "\n".join(page.read_text() for page in PAGES)
 DONE = "newcomer's command ended with"
 TOOLS = ("hatchling",)  # what pip would fetch to build the wheel
 
@@ -44,7 +45,7 @@ LEFT_OUT = {
     "torchrun --nnodes 2": f"{IMAGENET} and two machines",
     "python train.py --config configs/imagenette/": "needs Imagenette and hours",
     "python train.py --config configs/cifar10/": "downloads CIFAR-10",
-    "python -m scripts.convert_checkpoint": "needs the authors' file",
+    "python -m scripts.import_weights": "needs the authors' file",
     "python eval.py --checkpoint OUT --data": f"{IMAGENET} and the converted file",
 }
 
@@ -191,10 +192,12 @@ def trained(output: str, terminal: Terminal) -> None:
 
 
 def evaluated(output: str, terminal: Terminal) -> None:
-    """The figures of the run's last evaluation, on all 360 images."""
-    last = json.loads((clone(terminal) / "outputs/demo/summary.json").read_text())["last"]["raw"]
-    figures = rf"{last['top1']:.3f} +{last['top5']:.3f} +{last['loss']:.5f} +360$"
-    says(rf"^model.safetensors +data +{figures}")(output, terminal)
+    """The accuracy of the run's best evaluation, on all 360 images."""
+    best = json.loads((clone(terminal) / "outputs/demo/summary.json").read_text())["best"]
+    says(
+        rf"^weights .*\(update {best['update']}, .*, top-1 {best['top1']:.2f} %\)$",
+        rf"^data +{best['top1']:.3f} .* 360$",
+    )(output, terminal)
 
 
 def profiled(output: str, _: Terminal) -> None:
@@ -306,7 +309,7 @@ def start_server(terminal: Terminal, command: str) -> str:
 
 
 def follow(terminal: Terminal) -> None:
-    """Types the commands of README.md, block by block, each block in the clone's environment."""
+    """Type the commands of the pages, block by block, each block in the clone's environment."""
     activate = ":"
     for language, _, text in FENCE.findall(README):
         terminal.type(f"cd {clone(terminal)} && {activate}")

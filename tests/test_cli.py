@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lipsformer import cli
+from lipsformer._commands import COMMANDS
 from lipsformer._configfile import describe, make_config
 from lipsformer.config import Config
 from tests.conftest import ROOT
@@ -32,14 +33,14 @@ def test_overview_names_every_command_and_works_from_anywhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = said(capsys, "--help")
-    for name in cli.COMMANDS:
+    for name in COMMANDS:
         assert f"\n  {name} " in text
     assert said(capsys) == text
     assert cli.ROOT == ROOT
     assert max(map(len, text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_speaks_of_the_console_command(name: str, capsys: pytest.CaptureFixture) -> None:
     text = said(capsys, name, "--help")
     assert text.startswith(f"usage: lipsformer {name} ")
@@ -66,7 +67,9 @@ def test_help_of_train_lists_every_setting_with_its_default(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["trian"], ["'trian'", "'train'"]),
+        (["trian"], ["'trian'", "did you mean train?"]),
+        (["zzz"], ["'zzz'", "known are train, eval,", "completion"]),
+        (["convert"], ["'convert'", "now called 'import-weights'"]),
         (["train", "--config", "configs/demo.yaml", "optim.lr=-1"], ["optim.lr=-1.0", ">= 0"]),
         (["train", "--config", "configs/nowhere.yaml"], ["configs/nowhere.yaml", "no such config"]),
     ],
@@ -82,6 +85,17 @@ def test_mistakes_are_one_line(
     error = said(capsys, *arguments, code=2)
     assert error.startswith("error: ") and error.count("\n") == 1
     assert all(part in error for part in parts)
+
+
+def test_options_may_stand_between_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    error = said(capsys, "train", "a.b=1", "--config", str(config), "optim.lr=-1", code=2)
+    assert "unknown key a={'b': 1}" in error
+    graph = str(ROOT / "configs/graph/cora_gat.yaml")
+    error = said(capsys, "graph", "a.b=1", "--config", graph, "train.seeds=[0]", code=2)
+    assert "unknown key a={'b': 1}" in error
 
 
 def test_usage_of_a_mistaken_flag_names_the_command(capsys: pytest.CaptureFixture) -> None:
@@ -109,13 +123,13 @@ def test_own_config_stands_in_only_where_there_is_none(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     own = str(ROOT / "configs/demo.yaml")
-    assert cli.with_own_config(["--config", "configs/demo.yaml"]) == ["--config", own]
-    assert cli.with_own_config(["--config=configs/demo.yaml", "a"]) == [f"--config={own}", "a"]
-    assert cli.with_own_config(["configs/demo.yaml"]) == ["configs/demo.yaml"]
+    assert cli.resolve_configs(["--config", "configs/demo.yaml"]) == ["--config", own]
+    assert cli.resolve_configs(["--config=configs/demo.yaml", "a"]) == [f"--config={own}", "a"]
+    assert cli.resolve_configs(["configs/demo.yaml"]) == ["configs/demo.yaml"]
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "demo.yaml").touch()
     given = ["--config", "configs/demo.yaml"]
-    assert cli.with_own_config(given) == given
+    assert cli.resolve_configs(given) == given
 
 
 def completed(script: Path, *words: str) -> list[str]:

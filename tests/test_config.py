@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from lipsformer import _configfile
 from lipsformer._configfile import ConfigError, dump_config, read_config
-from lipsformer.config import Config, config_hash, config_identity
+from lipsformer.config import Config
+from lipsformer.engine.resume import config_identity
 
 MINIMAL = """
 model: {name: lipsformer_nano}
@@ -70,11 +72,20 @@ def test_config_is_frozen(minimal: Path) -> None:
     ("override", "parts"),
     [
         ("optim.lrr=1", ["unknown key optim.lrr=1", "did you mean optim.lr?"]),
+        (
+            "model.drop_path=0.1",
+            ["unknown key model.drop_path=", "known are model.name, "],
+        ),
         ("optm.lr=1", ["unknown key optm={'lr': 1}", "did you mean optim?"]),
         ("train.epochs", ["override 'train.epochs'", "key=value"]),
         ("lipschitz.sigma_cap=0", ["lipschitz.sigma_cap=0.0", "> 0"]),
         ("lipschitz.monitor_every=0", ["lipschitz.monitor_every=0", ">= 1"]),
         ("lipschitz.cap_strength=1.5", ["lipschitz.cap_strength=1.5", "(0, 1]"]),
+        (
+            "lipschitz.cap_strength=0.2",
+            ["has no effect", "lipschitz.cap_mode=soft"],
+        ),
+        ("lipschitz={sigma_cap: 2, cap_strength: 0.2}", ["cap_strength=0.2 has no effect"]),
         ("lipschitz.cap_mode=soft", ["lipschitz.cap_mode='soft'", "without a cap"]),
         ("=3", ["override '=3'", "key=value"]),
         ("model.name=no", ["model.name=False", "quote it"]),
@@ -109,6 +120,14 @@ def test_mistakes_are_named(minimal: Path, override: str, parts: list[str]) -> N
         assert part in message
 
 
+def test_a_renamed_key_is_answered_with_its_new_name(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_configfile.RENAMED_KEYS, "optim.rate", "optim.lr")
+    message = refusal(minimal, "optim.rate=1")
+    assert message.endswith("the key optim.rate is now called optim.lr")
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -136,8 +155,8 @@ def test_base_of_a_base_is_refused(tmp_path: Path, minimal: Path) -> None:
 
 
 def test_identity_ignores_place_and_speed_and_nothing_else(minimal: Path) -> None:
-    def named(*overrides: str) -> str:
-        return config_hash(read_config(Config, minimal, overrides))
+    def named(*overrides: str) -> dict[str, object]:
+        return config_identity(read_config(Config, minimal, overrides))
 
     for same in (
         "run.output_dir=y",

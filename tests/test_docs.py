@@ -92,7 +92,8 @@ def test_blocks_of_a_page_work_in_order(page, tmp_path, monkeypatch, fake_ray):
 
 
 def test_the_newcomer_types_every_command_or_says_why_not():
-    blocks = [block.text for block in read_blocks(README) if block.language == "bash"]
+    pages = [block for page in newcomer.PAGES for block in read_blocks(page)]
+    blocks = [block.text for block in pages if block.language == "bash"]
     commands = [command for text in blocks for command in newcomer.commands_of(text)]
     known = {newcomer.key_of(command) for command in commands}
     assert known == {*newcomer.STEPS, *newcomer.LEFT_OUT}

@@ -1,7 +1,9 @@
 """eval.py reads everything from a checkpoint, and finds what training's last evaluation found."""
 
+import hashlib
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eval as evaluation
-import train
 from data import build_eval_dataset
-from lipsformer._configfile import make_config
+from lipsformer._configfile import make_config, read_config
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
 from lipsformer.config import Config, DataConfig
+from lipsformer.engine.build import build_model, load_initial_weights, timm_config
+from lipsformer.engine.checkpoint import CheckpointError
+from lipsformer.engine.run_folder import RunFolder
 from tests.engine.conftest import fresh_process  # noqa: F401
 from tests.runs import DIGITS, write_config
 
@@ -40,29 +44,66 @@ def evaluate(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
 def test_same_figures_as_the_last_evaluation_of_training(tmp_path: Path, run: Path) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     trained = {r["kind"]: r for r in map(json.loads, lines) if r["kind"] != "train"}
-    names = {"model.safetensors": "raw", "ema.safetensors": "ema"}
-    records = evaluate(tmp_path, "--checkpoint", str(run))
-    assert [names[r["weights"]] for r in records] == ["raw", "ema"]
-    for record in records:
-        last = trained[names[record["weights"]]]
+    (last,) = evaluate(tmp_path, "--checkpoint", str(run), "--weights", "last")
+    assert last["kind"] == max(("ema", "raw"), key=lambda kind: trained[kind]["top1"])
+    for name, kind in {"model.safetensors": "raw", "ema.safetensors": "ema"}.items():
+        file = max((run / "checkpoints").iterdir()) / name
+        (record,) = evaluate(tmp_path, "--checkpoint", str(file))
+        assert (record["kind"], record["weights"], record["update"]) == (kind, str(file), 28)
         for key in ("top1", "top5", "loss", "images"):
-            assert record[key] == last[key]
+            assert record[key] == trained[kind][key]
+
+
+def test_a_run_stands_for_its_best_weights(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Also if they are not the newest, and whichever kind they are."""
+    records = RunFolder(run).metrics()
+    evaluations = [r for r in records if r["kind"] in ("raw", "ema")]
+    best = max(evaluations, key=lambda r: r["top1"])
+    (found,) = evaluate(tmp_path, "--checkpoint", str(run))
+    assert found["top1"] == best["top1"]
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith(f"weights     {found['weights']} (update {found['update']}, epoch ")
+    assert line.endswith(f"top-1 {best['top1']:.2f} %)")
+    # The first epoch's raw weights, were they the best.
+    changed = tmp_path / "changed"
+    shutil.copytree(run, changed)
+    first, newest = sorted((changed / "checkpoints").iterdir())[-2:]
+    state = json.loads((newest / "state.json").read_text())
+    state["best"] = {"epoch": 1, "update": int(first.name[-9:]), "weights": "raw", "top1": 99.0}
+    write_state(newest, state)
+    weights = RunFolder(changed).weights()
+    assert (weights.file, weights.kind) == (first / "model.safetensors", "raw")
+    assert RunFolder(changed).weights("last").folder == newest
+    shutil.rmtree(first)
+    with pytest.raises(CheckpointError, match=f"{first} cannot be used: it is incomplete"):
+        RunFolder(changed).weights()
+
+
+def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    content = (checkpoint / "state.json").read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    manifest["state.json"] = {"bytes": len(content), "sha256": digest}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_any_batch_size_and_any_way_to_name_the_weights(tmp_path: Path, run: Path) -> None:
     folder = max((run / "checkpoints").iterdir())
-    raw, ema = evaluate(tmp_path, "--checkpoint", str(folder))
-    small = evaluate(tmp_path, "--checkpoint", str(folder), "--batch-size", "7")
-    for record, other in zip((raw, ema), small, strict=True):
-        assert {**other, "loss": 0} == {**record, "loss": 0}
-        assert other["loss"] == pytest.approx(record["loss"], rel=1e-6)
-    file = folder / "ema.safetensors"
-    assert evaluate(tmp_path, "--checkpoint", str(file)) == [{**ema, "checkpoint": str(file)}]
+    (record,) = evaluate(tmp_path, "--checkpoint", str(folder))
+    (other,) = evaluate(tmp_path, "--checkpoint", str(folder), "--batch-size", "7")
+    assert {**other, "loss": 0} == {**record, "loss": 0}
+    assert other["loss"] == pytest.approx(record["loss"], rel=1e-6)
+    file = Path(record["weights"])
+    assert evaluate(tmp_path, "--checkpoint", str(file)) == [{**record, "checkpoint": str(file)}]
     bare = tmp_path / "bare.safetensors"
     save_file({f"module.{k}": v for k, v in load_file(file).items()}, bare)
     config = ["--config", str(run / "config.yaml")]
     found = evaluate(tmp_path, "--checkpoint", str(bare), *config)
-    assert found == [{**ema, "checkpoint": str(bare), "weights": "bare.safetensors"}]
+    own = {"checkpoint": str(bare), "weights": str(bare), "kind": None, "update": None}
+    assert found == [{**record, **own}]
 
 
 def test_a_checkpoint_is_a_timm_folder(tmp_path: Path, run: Path) -> None:
@@ -81,7 +122,7 @@ def test_a_checkpoint_is_a_timm_folder(tmp_path: Path, run: Path) -> None:
         (tmp_path / "card" / name).write_bytes((folder / name).read_bytes())
     arguments = ["--checkpoint", str(tmp_path / "card"), "--data", "source=digits", "num_workers=0"]
     found = evaluate(tmp_path, *arguments)
-    expected = evaluate(tmp_path, "--checkpoint", str(folder))[0]
+    expected = evaluate(tmp_path, "--checkpoint", str(folder / "model.safetensors"))[0]
     assert found[0]["top1"] == expected["top1"]
     assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
@@ -93,7 +134,7 @@ def test_a_run_folder_tells_how_it_was_made(run: Path) -> None:
     assert "global batch 96 = 1 processes x 24 x 4 micro-batches" in start["batch"]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["updates"] == 28
-    assert summary["best"]["weights"] == "ema"
+    assert summary["best"]["weights"] in ("raw", "ema")
     assert sorted(p.name for p in (run / "plots").iterdir()) == [
         "accuracy.png",
         "grad_norm.png",
@@ -115,11 +156,18 @@ def test_a_run_folder_tells_how_it_was_made(run: Path) -> None:
 
 def test_fine_tuning_takes_all_weights_but_a_head_of_other_classes(run: Path) -> None:
     folder = max((run / "checkpoints").iterdir())
-    config = train.read_config(Config, run / "config.yaml", [f"model.checkpoint={folder}"])
-    weights = load_file(folder / "ema.safetensors")
-    same = train.build_model(config, list("0123456789")).state_dict()
+    file = folder / "ema.safetensors"
+    config = read_config(Config, run / "config.yaml", [f"model.checkpoint={file}"])
+    weights = load_file(file)
+
+    def initial(classes: str) -> dict[str, torch.Tensor]:
+        model = build_model(config, list(classes))
+        load_initial_weights(config, model)
+        return model.state_dict()
+
+    same = initial("0123456789")
     assert all(torch.equal(same[name], weights[name]) for name in weights)
-    other = train.build_model(config, list("abc")).state_dict()
+    other = initial("abc")
     fresh = {name for name in weights if other[name].shape != weights[name].shape}
     assert fresh == {"head.weight", "head.bias"}
     assert all(torch.equal(other[n], weights[n]) for n in weights if n not in fresh)
@@ -133,7 +181,7 @@ def test_certified_and_attacked_accuracy(
     model = timm.create_model("lipsformer_vit_tiny", num_classes=10, **small).eval()
     mean, std = (0.4, 0.5, 0.6), (0.5, 0.25, 0.3)
     model.pretrained_cfg |= {"input_size": (3, 16, 16), "mean": mean, "std": std, "crop_pct": 1.0}
-    (tmp_path / "config.json").write_text(train.model_card(model, list("0123456789")))
+    (tmp_path / "config.json").write_text(timm_config(model, list("0123456789")))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     data = ["--data", "source=digits", "num_workers=0"]
     arguments = ["--checkpoint", str(tmp_path), *data, "--certify", "1e-6", "36/255"]

@@ -10,12 +10,12 @@ from timm.models import save_for_hf
 
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
+from lipsformer.engine.build import build_model, load_initial_weights
 from lipsformer.engine.optim import parameter_groups
 from scripts import check_data
 from tests.data.trees import write_tree
 from tests.launch import launch
 from tests.runs import DIGITS, write_config
-from train import build_model
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 FINETUNE = CONFIGS / "finetune.yaml"
@@ -85,6 +85,7 @@ def test_fine_tuning_preset_starts_from_the_weights_with_a_lower_lr_in_early_lay
     overrides = ["model.name=lipsformer_nano", f"model.checkpoint={checkpoint}", "data.name=set"]
     config = read_config(Config, FINETUNE, [*overrides, "data.img_size=32"])
     model = build_model(config, ["a", "b", "c"])
+    load_initial_weights(config, model)
     weights = load_file(checkpoint / "model.safetensors")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name]) == (not name.startswith("head.fc")), name
@@ -99,4 +100,4 @@ def test_weights_of_another_model_are_named(checkpoint: Path) -> None:
     overrides = ["model.name=lipsformer_swin_nano", f"model.checkpoint={checkpoint}"]
     config = read_config(Config, FINETUNE, [*overrides, "data.name=set", "data.img_size=32"])
     with pytest.raises(ConfigError, match=r"holds a lipsformer_nano; set model\.name=lipsformer_n"):
-        build_model(config, ["a", "b", "c"])
+        load_initial_weights(config, build_model(config, ["a", "b", "c"]))

@@ -1,6 +1,7 @@
 """Instruments that steer training: spectral caps, and a limit on the size of an update."""
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -73,11 +74,11 @@ class SpectralCap(Instrument):
                 self.clamped.append((module.weight, gain))
 
     @torch.no_grad()
-    def after_step(self, update: int) -> None:
+    def after_step(self, step: int) -> None:
         """Bring the weights back towards or below the cap, on estimates of the singular values.
 
         Args:
-            update: Number of updates made before the one that just ended.
+            step: Number of steps made before the one that just ended.
         """
         weights = {op.name: whole(op.weight) for op in self.operators}
         sigmas = self.tracker.measure(weights)
@@ -97,8 +98,8 @@ class SpectralCap(Instrument):
         self._clamp()
 
     @torch.no_grad()
-    def enforce(self) -> None:
-        """Project every weight exactly, in either mode; call it before weights are judged."""
+    def before_eval(self) -> Mapping[str, Mapping[str, float]]:
+        """Project every weight exactly, in either mode."""
         for op in self.operators:
             weight = whole(op.weight)
             if op.is_matrix:
@@ -106,6 +107,7 @@ class SpectralCap(Instrument):
             else:
                 assign(op.weight, self._shrink_groups(op, weight, exact=True))
         self._clamp()
+        return {}
 
     def _factor(self, sigma: Tensor, exact: bool = False) -> Tensor:
         strength = self.strength if self.mode == "soft" and not exact else 1.0
@@ -152,20 +154,20 @@ class UpdateLimit(Instrument):
         self.trackers = {"weights": self.weights, "updates": self.updates}
         self._before: dict[str, Tensor] = {}
 
-    def before_step(self, update: int) -> None:
+    def before_step(self, step: int) -> None:
         """Keep the weights.
 
         Args:
-            update: Number of updates made so far.
+            step: Number of steps made so far.
         """
         self._before = {op.name: whole(op.weight).clone() for op in self.operators}
 
     @torch.no_grad()
-    def after_step(self, update: int) -> None:
+    def after_step(self, step: int) -> None:
         """Shorten the updates that were too large.
 
         Args:
-            update: Number of updates made before the one that just ended.
+            step: Number of steps made before the one that just ended.
         """
         before, self._before = self._before, {}
         deltas = {op.name: whole(op.weight) - before[op.name] for op in self.operators}
@@ -183,31 +185,35 @@ class BoundExceededError(RuntimeError):
     """The proved bound of a model lies above the stated one."""
 
 
-class BoundCheck:
-    """Measures the proved bound of a model whenever it is judged, and holds it against a limit."""
+class BoundCheck(Instrument):
+    """Measures the proved bound of a model before every evaluation and compares it with a limit."""
 
-    def __init__(self, domain: Domain, limit: float | None = None) -> None:
+    def __init__(
+        self, models: Mapping[str, nn.Module], domain: Domain, limit: float | None = None
+    ) -> None:
         """Create the check.
 
         Args:
-            domain: Inputs that the bound speaks about.
+            models: The models that are evaluated, inside the wrappers, by kind of their weights.
+            domain: Inputs for which the bound holds.
             limit: Largest allowed bound, > 0; None only measures.
         """
-        self.domain, self.limit = domain, limit
+        self.models, self.domain, self.limit = models, domain, limit
+        self.trackers = {}
 
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Return ``bound_log10`` of a model that FSDP2 may have sharded; every rank must call it.
-
-        Args:
-            model: The model inside the wrappers.
+    def before_eval(self) -> Mapping[str, Mapping[str, float]]:
+        """Return ``bound_log10`` by kind of weights; FSDP2 may have sharded them.
 
         Raises:
-            BoundExceededError: If the bound exceeds the limit.
+            BoundExceededError: If a bound exceeds the limit.
         """
+        return {kind: {"bound_log10": self._measure(model)} for kind, model in self.models.items()}
+
+    def _measure(self, model: nn.Module) -> float:
         log10 = gathered_bound(model, self.domain).log10
         if self.limit is not None and not log10 <= math.log10(self.limit):
             raise BoundExceededError(
                 f"the proved Lipschitz bound is 10^{log10:.3f}, above the stated {self.limit:g}: "
                 "tighten the caps or raise the limit"
             )
-        return {"bound_log10": log10}
+        return log10

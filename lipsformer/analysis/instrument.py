@@ -1,4 +1,6 @@
-"""The interface of what is hung around every optimizer step, to watch training or to steer it."""
+"""Base class of the instruments that act before and after each optimizer step."""
+
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -6,7 +8,9 @@ from lipsformer.analysis.sigma import SigmaTracker
 
 
 class Instrument:
-    """Called around every update by every rank; the methods that are not overridden do nothing.
+    """Called by every rank; methods that are not overridden do nothing.
+
+    The class satisfies the protocol `lipsformer.engine.instrument.Instrument`.
 
     Attributes:
         trackers: By name, what remembers singular vectors from one update to the next. They decide
@@ -15,36 +19,37 @@ class Instrument:
 
     trackers: dict[str, SigmaTracker]
 
-    def before_step(self, update: int) -> None:
+    def before_step(self, step: int) -> None:
         """Look at the final gradients and at the weights before they change.
 
         Args:
-            update: Number of updates made so far.
+            step: Number of steps made so far.
         """
 
-    def after_step(self, update: int) -> None:
+    def after_step(self, step: int) -> None:
         """Look at the changed weights, or change them.
 
         Args:
-            update: Number of updates made before the one that just ended, as in ``before_step``.
+            step: Number of steps made before the one that just ended, as in ``before_step``.
         """
 
-    def enforce(self) -> None:
-        """Make exact what holds to a tolerance in training, before weights are judged."""
+    def before_eval(self) -> Mapping[str, Mapping[str, float]]:
+        """Prepare the weights for an evaluation; return figures for its records, by kind."""
+        return {}
 
-    def state(self) -> dict[str, Tensor]:
-        """Return what the next update depends on."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors that the next step depends on."""
         return {
             f"{name}.{key}": vectors
             for name, tracker in self.trackers.items()
             for key, vectors in tracker.state().items()
         }
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take up a state; trackers that it does not hold start anew.
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore a state; trackers that it does not hold start anew.
 
         Args:
-            state: As :meth:`state` returned it.
+            state: As :meth:`state_dict` returned it.
         """
         for name, tracker in self.trackers.items():
             prefix = f"{name}."

@@ -67,13 +67,13 @@ class Monitor(Instrument):
         self._pending: dict[str, Tensor] = {}
         self._seconds = 0.0
 
-    def before_step(self, update: int) -> None:
+    def before_step(self, step: int) -> None:
         """Look at the gradients and keep the weights, if a record is due.
 
         Args:
-            update: Number of updates made so far.
+            step: Number of steps made so far.
         """
-        if update % self.every != 0:
+        if step % self.every != 0:
             return
         started = time.perf_counter()
         squares: dict[str, list[Tensor]] = defaultdict(list)
@@ -87,13 +87,13 @@ class Monitor(Instrument):
         self._before = {op.name: whole(op.weight).clone() for op in self.operators}
         self._seconds = time.perf_counter() - started
 
-    def after_step(self, update: int) -> None:
+    def after_step(self, step: int) -> None:
         """Measure and write the record, if one is due.
 
         Args:
-            update: Number of updates made before the one that just ended, as in ``before_step``.
+            step: Number of steps made before the one that just ended, as in ``before_step``.
         """
-        if update % self.every != 0:
+        if step % self.every != 0:
             return
         started = time.perf_counter()
         record = self._pending
@@ -108,11 +108,11 @@ class Monitor(Instrument):
         names = list(record)
         values = torch.stack([record[name].float() for name in names]).tolist()  # the one wait
         figures = dict(zip(names, values, strict=True))
-        if self.domain is not None and update // self.every % self.bound_every == 0:
+        if self.domain is not None and step // self.every % self.bound_every == 0:
             figures["bound_log10"] = gathered_bound(self.model, self.domain).log10
         self._before, self._pending = {}, {}
         figures["seconds"] = self._seconds + time.perf_counter() - started
-        self.write(update + 1, figures)
+        self.write(step + 1, figures)
 
     def _sigmas(self) -> dict[str, Tensor]:
         now = {op.name: whole(op.weight) for op in self.operators}

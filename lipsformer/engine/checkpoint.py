@@ -1,10 +1,10 @@
-"""Checkpoints that survive what happens to them: kills, full disks, flipped bits.
+"""Checkpoints that survive killed processes, full disks and flipped bits.
 
 A checkpoint is a folder `update-<number>` with tensors as safetensors and everything else as JSON;
 nothing is pickled. It is written under a temporary name, flushed to disk, sealed by a manifest of
-sizes and SHA-256 sums, and renamed; only then are older ones removed. No random state is
-saved because there is none: order, augmentation, mixing, drop path and dropout are functions of the
-seed, the update, the micro-step and the rank.
+sizes and SHA-256 sums, and renamed. Older checkpoints are removed only after that. A checkpoint
+holds no random state, because there is none: order, augmentation, mixing, drop path and dropout are
+functions of the seed, the step, the micro-step and the rank.
 """
 
 import hashlib
@@ -29,46 +29,50 @@ MODEL = "model.safetensors"
 EMA = "ema.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 INSTRUMENTS = "instruments.safetensors"
-CHECKPOINTS = "checkpoints"
 PREFIX = "update-"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message says which and why."""
+    """A checkpoint cannot be written or read; the message says which one and why."""
 
 
 class CheckpointFolder:
     """The checkpoints of a run.
 
     Args:
-        path: their folder, created with the first of them.
-        keep: how many of the newest stay; the best one stays besides.
+        path: Their folder. The first `save` creates it.
+        keep: Number of the newest checkpoints to keep. The best one is always kept.
+
+    Example:
+        >>> folder = CheckpointFolder(Path("outputs/run/checkpoints"), keep=2)
+        >>> folder.path_of(440).name
+        'update-000000440'
     """
 
-    def __init__(self, path: Path, *, keep: int):
+    def __init__(self, path: Path, *, keep: int = 1):
         self.path = path
         self.keep = keep
 
     def save(
         self,
-        update: int,
+        step: int,
         *,
         tensors: Mapping[str, dict[str, Tensor]],
         texts: Mapping[str, str],
-        best_update: int | None,
+        best_step: int | None,
     ) -> Path:
-        """Writes a checkpoint and removes those it makes superfluous.
+        """Write a checkpoint and remove those that are no longer needed.
 
         Args:
-            update: number of updates made, which names it.
-            tensors: file name -> tensors on the CPU.
-            texts: file name -> content.
-            best_update: the checkpoint that must stay whatever its age.
+            step: Number of steps made, which gives the folder its name.
+            tensors: File name -> tensors on the CPU.
+            texts: File name -> content.
+            best_step: The checkpoint to keep whatever its age.
 
         Raises:
-            CheckpointError: if it cannot be written; the earlier ones are intact.
+            CheckpointError: If it cannot be written; the earlier ones are intact.
         """
-        final = self.path_of(update)
+        final = self.path_of(step)
         temporary = self.path / f".{final.name}"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -81,7 +85,7 @@ class CheckpointFolder:
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
             for path in (*temporary.iterdir(), temporary):
                 _flush(path)
-            if final.exists():  # left over, broken, from before the run went back
+            if final.exists():  # damaged: the run went back to an earlier one and came here again
                 shutil.rmtree(final)
             temporary.rename(final)
             _flush(self.path)
@@ -92,15 +96,15 @@ class CheckpointFolder:
                 f"cannot write checkpoint {final}: {error}; "
                 f"{f'the last good one is {last}' if last else 'there is no earlier one'}"
             ) from None
-        self._prune(update, best_update)
+        self._prune(step, best_step)
         return final
 
-    def path_of(self, update: int) -> Path:
-        """Where the checkpoint after `update` updates is."""
-        return self.path / f"{PREFIX}{update:09d}"
+    def path_of(self, step: int) -> Path:
+        """Return the folder of the checkpoint after `step` steps."""
+        return self.path / f"{PREFIX}{step:09d}"
 
     def newest(self) -> Path | None:
-        """The newest intact checkpoint; newer ones that are not are named in a warning."""
+        """Return the newest intact checkpoint; a warning names each damaged one that is newer."""
         for path in sorted(self.path.glob(f"{PREFIX}*"), reverse=True):
             fault = find_fault(path)
             if fault is None:
@@ -108,18 +112,18 @@ class CheckpointFolder:
             logger.warning("skipping checkpoint %s: %s", path, fault)
         return None
 
-    def _prune(self, update: int, best_update: int | None) -> None:
+    def _prune(self, step: int, best_step: int | None) -> None:
         numbers = {int(p.name.removeprefix(PREFIX)): p for p in self.path.glob(f"{PREFIX}*")}
-        # One ahead of the newest is broken: the run went back behind it.
-        current = sorted(number for number in numbers if number <= update)
-        stay = {*current[-self.keep :], best_update}
+        # A checkpoint with a larger number is damaged: the run went back to an earlier one.
+        current = sorted(number for number in numbers if number <= step)
+        stay = {*current[-self.keep :], best_step}
         unfinished = self.path.glob(f".{PREFIX}*")
         for path in (*unfinished, *(p for number, p in numbers.items() if number not in stay)):
             shutil.rmtree(path)
 
 
 def find_fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None: every file has its size and its sum."""
+    """Return what is wrong with a checkpoint folder; None if all sizes and sums are right."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -138,69 +142,68 @@ def find_fault(path: Path) -> str | None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint that `find_fault` has passed."""
+    """Return the JSON part of a checkpoint that `find_fault` has passed."""
     return json.loads((path / STATE).read_text())
 
 
-def locate(path: Path) -> Path:
-    """The newest intact checkpoint if `path` is a run's folder; else `path`, if it can be one.
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """Read a safetensors file, or a `torch.save` file that holds only tensors.
+
+    Prefixes that DDP and compilation add to names are removed.
 
     Raises:
-        CheckpointError: if it is neither a run, nor a checkpoint, nor a file of weights.
+        CheckpointError: If the file does not exist or holds something else.
     """
-    if path.is_file():
-        return path
-    if (path / CHECKPOINTS).is_dir():
-        newest = CheckpointFolder(path / CHECKPOINTS, keep=1).newest()
-        if newest is None:
-            raise CheckpointError(f"{path} is a run without an intact checkpoint")
-        return newest
-    if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or folder")
-    if (path / MANIFEST).exists() and (fault := find_fault(path)):
-        raise CheckpointError(f"{path} cannot be used: {fault}")
-    if not (path / MODEL).is_file():
-        raise CheckpointError(f"{path} is neither a run, nor a checkpoint, nor a file of weights")
-    return path
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Weights of a safetensors file or a `torch.save` file of tensors, without wrappers' names.
-
-    Of a checkpoint it takes the EMA's if there is one.
-
-    Raises:
-        CheckpointError: if there is none or it is something else.
-    """
-    if path.is_dir():
-        path = path / EMA if (path / EMA).exists() else path / MODEL
     try:
-        if path.suffix == ".safetensors":
-            weights = load_file(path)
+        if file.suffix == ".safetensors":
+            weights = load_file(file)
         else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
+            weights = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such file") from None
-    except Exception as error:  # torch.load raises whatever its parsers do
+        raise CheckpointError(f"{file}: there is no such file") from None
+    except Exception as error:  # torch.load raises whatever its parsers raise
         reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{path} is not a file of weights: {reason}") from None
+        raise CheckpointError(f"{file} is not a file of weights: {reason}") from None
     for key in ("model", "state_dict"):
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):
             weights = weights[key]
     if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
-        raise CheckpointError(f"{path} does not hold a mapping of names to tensors")
+        raise CheckpointError(f"{file} does not hold a mapping of names to tensors")
     return {strip_wrappers(name): tensor for name, tensor in weights.items()}
 
 
 def strip_wrappers(name: str) -> str:
-    """A parameter's name without what DDP (`module.`) and compilation (`_orig_mod.`) put before."""
+    """Remove the prefixes of DDP (`module.`) and of compilation (`_orig_mod.`) from a name."""
     while name.startswith(("module.", "_orig_mod.")):
         name = name.partition(".")[2]
     return name
 
 
+def check_fit(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], origin: str) -> None:
+    """Raise a `CheckpointError` unless both have the same names and shapes.
+
+    Args:
+        targets: The tensors to fill.
+        sources: The tensors that were read.
+        origin: Where they were read, for the message.
+    """
+    missing = [name for name in targets if name not in sources]
+    unknown = [name for name in sources if name not in targets]
+    wrong = [
+        f"{name} {tuple(sources[name].shape)} for {tuple(target.shape)}"
+        for name, target in targets.items()
+        if name in sources and sources[name].shape != target.shape
+    ]
+    if missing or unknown or wrong:
+        raise CheckpointError(
+            f"{origin} does not fit the model: {len(missing)} tensors are missing "
+            f"{missing[:3]}, {len(unknown)} are unknown {unknown[:3]}, "
+            f"{len(wrong)} have another shape {wrong[:3]}"
+        )
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file's content as a whole, or leaves it as it was."""
+    """Replace the content of a file, or leave it unchanged if that fails."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(text)
     _flush(temporary)
@@ -216,7 +219,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _flush(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

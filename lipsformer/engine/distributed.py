@@ -1,9 +1,8 @@
-"""The process: devices and ranks, seeds, determinism, and the record of what ran where."""
+"""The process: device, ranks, precision, determinism, and the record of what ran where."""
 
 import logging
 import os
 import platform
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,12 +18,13 @@ from accelerate.utils import ProjectConfiguration, broadcast_object_list
 
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config, TrainConfig
+from lipsformer.engine.run_folder import TENSORBOARD
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# What the process tells its caller. 75 is EX_TEMPFAIL of sysexits.h: run the same command again.
+# Exit codes. 75 is EX_TEMPFAIL of sysexits.h: the caller shall run the same command again.
 EXIT_USER_ERROR = 2
 EXIT_NONFINITE = 3
 EXIT_STORAGE = 4
@@ -33,9 +33,9 @@ EXIT_STOPPED = 75
 
 
 def start(config: Config) -> Accelerator:
-    """Joins the other processes, if any, and settles device, precision and determinism."""
+    """Join the other processes, if any, and set device, precision and determinism."""
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        # What Accelerate 1.15 makes of `--cpu --num_processes 2` unless mpirun is involved.
+        # Accelerate 1.15 does this for `--cpu --num_processes 2` unless mpirun is involved.
         logger.warning(
             "this process trains alone: `accelerate launch --cpu` starts one process whatever "
             "--num_processes says; for more use `torchrun --nproc_per_node`"
@@ -49,7 +49,7 @@ def start(config: Config) -> Accelerator:
         if name not in installed:
             raise ConfigError(f"run.trackers: the package of {name!r} is not installed")
     if config.train.deterministic:
-        # cuBLAS reads it when it starts; nothing has touched the device yet.
+        # cuBLAS reads this when it starts; nothing has touched the device yet.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -58,7 +58,7 @@ def start(config: Config) -> Accelerator:
         config.train.precision,
         log_with=list(config.run.trackers) or None,
         project_config=ProjectConfiguration(
-            project_dir=str(output_dir), logging_dir=str(output_dir / "tensorboard")
+            project_dir=str(output_dir), logging_dir=str(output_dir / TENSORBOARD)
         ),
     )
     wants_shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
@@ -71,13 +71,13 @@ def start(config: Config) -> Accelerator:
 
 
 def make_accelerator(precision: str, **options: Any) -> Accelerator:
-    """An accelerator of the given precision.
+    """Build an accelerator of the given precision.
 
-    Without a GPU the CPU is asked for by name: otherwise Accelerate 1.15 leaves torchrun's
-    processes alone, each with a world of one.
+    Without a GPU, the CPU is requested explicitly. Otherwise Accelerate 1.15 does not connect the
+    processes of torchrun, and each of them has a world size of one.
 
     Raises:
-        ConfigError: if the device does not have it.
+        ConfigError: If the device does not support the precision.
     """
     try:
         accelerator = Accelerator(
@@ -95,10 +95,10 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
 
 
 def micro_batches(train: TrainConfig, world_size: int) -> tuple[int, int]:
-    """Samples of a micro-batch on one device, and micro-batches per update and device.
+    """Return the samples of a micro-batch and the micro-batches per step, both of one device.
 
     Raises:
-        ConfigError: unless global batch = processes x samples x micro-batches.
+        ConfigError: Unless global batch = processes x samples x micro-batches.
     """
     share, rest = divmod(train.global_batch_size, world_size)
     if rest:
@@ -118,26 +118,13 @@ def micro_batches(train: TrainConfig, world_size: int) -> tuple[int, int]:
     return samples, share // samples
 
 
-def seed_micro_step(
-    device: torch.device, seed: int, update: int, micro_step: int, rank: int
-) -> None:
-    """Makes drop path and dropout of a micro-step a function of these four numbers.
-
-    `torch.manual_seed` would do, but it also prepares the seeds of all devices that are not in use.
-    """
-    value = random.Random(f"{seed}/{update}/{micro_step}/{rank}").getrandbits(63)
-    torch.default_generator.manual_seed(value)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(value)
-
-
 def on_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
-    """Does something on the main process alone, and gives every rank its result or its error."""
+    """Call `work` on the main process only; return its result or raise its error on every rank."""
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
             outcome[0] = work()
-        except Exception as error:  # whatever it is, the other ranks must not wait for ever
+        except Exception as error:  # without it the other ranks would wait forever
             outcome[1] = error
     broadcast_object_list(outcome)
     if outcome[1] is not None:
@@ -146,7 +133,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:
-    """What is needed to tell why two runs differ: versions, commit, command, machine, ranks."""
+    """Return what may explain why two runs differ: versions, commit, command, machine, ranks."""
     packages = ("torch", "timm", "accelerate", "torchvision", "safetensors", "omegaconf", "numpy")
     device = accelerator.device
     return {
@@ -166,7 +153,7 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of a git command about this source tree; None outside a clone."""
+    """Return the output of a git command about this source tree; None outside a clone."""
     try:
         result = subprocess.run(
             ["git", *arguments],
@@ -181,7 +168,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Largest memory so far: allocated on the CUDA device, else resident in this process."""
+    """Return the peak memory so far: allocated on a CUDA device, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource  # not on Windows

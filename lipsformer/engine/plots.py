@@ -1,49 +1,50 @@
-"""Curves of a run, drawn from metrics.jsonl."""
+"""Curves of a run, drawn from its metrics."""
 
 import logging
-from pathlib import Path
 
-from lipsformer.engine.tracking import METRICS, read_metrics
+from lipsformer.analysis.plots import plot_monitor
+from lipsformer.engine.run_folder import PLOTS, RunFolder
 
 logger = logging.getLogger(__name__)
 
 _KINDS = {"train": "training", "raw": "validation", "ema": "validation, EMA weights"}
+_CURVES = {
+    "loss": ("cross entropy", [("train", "loss"), ("raw", "loss"), ("ema", "loss")]),
+    "accuracy": ("top-1 (%)", [("raw", "top1"), ("ema", "top1")]),
+    "lr": ("learning rate", [("train", "lr")]),
+    "grad_norm": ("gradient norm before clipping", [("train", "grad_norm")]),
+}
 
 
-def plot_curves(output_dir: Path) -> list[Path]:
-    """Draws loss, accuracy, learning rate and gradient norm over updates into `plots/`."""
+def plot_run(run: RunFolder) -> None:
+    """Draw loss, accuracy, learning rate, gradient norm and monitor records into `plots/`."""
     try:
         from matplotlib.figure import Figure  # not pyplot, which looks for a display
     except ImportError:
         logger.warning("no curves: matplotlib is missing; pip install 'lipsformer[train]'")
-        return []
-
-    records = read_metrics(output_dir / METRICS)
-    curves = {
-        "loss": [("train", "loss"), ("raw", "loss"), ("ema", "loss")],
-        "accuracy": [("raw", "top1"), ("ema", "top1")],
-        "lr": [("train", "lr")],
-        "grad_norm": [("train", "grad_norm")],
-    }
-    labels = {"loss": "cross entropy", "accuracy": "top-1 (%)", "lr": "learning rate"}
-    folder = output_dir / "plots"
+        return
+    records = run.metrics()
+    folder = run.path / PLOTS
     folder.mkdir(exist_ok=True)
-    drawn = []
-    for name, lines in curves.items():
+    for name, (label, lines) in _CURVES.items():
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
         for kind, key in lines:
             points = [(r["update"], r[key]) for r in records if r["kind"] == kind and key in r]
             if points:
-                style = {"marker": "o", "markersize": 3} if kind in ("raw", "ema") else {}
+                style = {} if kind == "train" else {"marker": "o", "markersize": 3}
                 axes.plot(*zip(*points, strict=True), label=_KINDS[kind], **style)
-        axes.set(xlabel="update", ylabel=labels.get(name, "gradient norm before clipping"))
+        axes.set(xlabel="update", ylabel=label)
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
         if name == "grad_norm" and axes.lines:
             axes.set_yscale("log")
-        path = folder / f"{name}.png"
-        figure.savefig(path, dpi=120)
-        drawn.append(path)
-    return drawn
+        figure.savefig(folder / f"{name}.png", dpi=120)
+    if watched := [r for r in records if r["kind"] == "monitor"]:
+        bounds = [
+            (r["update"], r["bound_log10"])
+            for r in records
+            if r["kind"] in ("monitor", "raw") and "bound_log10" in r
+        ]
+        plot_monitor(folder / "monitor.png", watched, bounds)

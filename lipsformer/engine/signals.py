@@ -1,4 +1,4 @@
-"""Stopping on request: a signal sets a flag, and all ranks act on it at the same update."""
+"""Stopping on request: a signal sets a flag, and all ranks act on it after the same step."""
 
 import signal
 import threading
@@ -13,11 +13,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopRequest:
-    """Whether any rank was asked to stop.
+    """Remembers whether any rank received a stop signal.
 
-    The flags travel through a group of CPU tensors of their own, so that asking at every update
-    does not make the host wait for the device. Python lets the main thread alone handle signals:
-    in another one, such as a worker of Ray Train, no signal is heard.
+    The ranks exchange the flag through a separate group of CPU tensors, so that asking after every
+    step does not make the host wait for the device. Python delivers signals to the main thread
+    only: in another thread, such as a worker of Ray Train, no signal is received.
+
+    Example:
+        >>> StopRequest(signals=()).stop_signal()
+        0
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS):
@@ -32,8 +36,8 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
 
-    def agreed(self) -> int:
-        """The signal to obey, the same on every rank; 0 for none. All ranks must call it."""
+    def stop_signal(self) -> int:
+        """Return the signal to obey, the same on every rank; 0 for none. All ranks must call it."""
         if self._group is None:
             return self.received
         flag = torch.tensor(self.received)

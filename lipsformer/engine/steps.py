@@ -1,13 +1,13 @@
-"""One optimizer update, one epoch of them, and evaluation.
+"""One optimizer step, one epoch of them, and evaluation.
 
 Nothing here waits for the device except where a log record is due.
 """
 
 import contextlib
 import math
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -19,15 +19,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lipsformer.engine.distributed import seed_micro_step
-from lipsformer.engine.metrics import EvalSums, NonFiniteError, Window
+from lipsformer.engine.metrics import NonFiniteError, StepMetrics, sum_over_ranks
 from lipsformer.engine.optim import set_lr, skips_on_device
+from lipsformer.engine.train_state import TrainState
 
 MicroBatch = tuple[Tensor, Tensor]
 
 
 class SizedBatches(Protocol):
-    """Micro-batches, and how many of them."""
+    """Micro-batches, and their number.
+
+    Example:
+        >>> batches: SizedBatches = [(torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]))]
+        >>> len(batches)
+        1
+    """
 
     def __len__(self) -> int: ...
 
@@ -35,151 +41,132 @@ class SizedBatches(Protocol):
 
 
 class BatchTransform(Protocol):
-    """Raw images and labels to the model's input and target probabilities, on the device."""
+    """Turns raw images and labels into inputs and target probabilities, on the device.
+
+    Example:
+        >>> def one_hot(images, labels, *, update, micro_step, rank):
+        ...     return images / 255.0, F.one_hot(labels, 10).float()
+        >>> transform: BatchTransform = one_hot
+    """
 
     def __call__(
         self, images: Tensor, labels: Tensor, *, update: int, micro_step: int, rank: int
     ) -> tuple[Tensor, Tensor]:
-        """Its randomness is a function of (update, micro_step, rank)."""
+        """Transform a micro-batch; all randomness is a function of (update, micro_step, rank)."""
         ...
 
 
-class Instrument(Protocol):
-    """What watches or steers every update, called by every rank with the updates made so far."""
+def train_step(
+    state: TrainState,
+    micro_batches: list[MicroBatch],
+    num_samples: int,
+    step: int,
+    transform: BatchTransform,
+) -> tuple[Tensor, Tensor]:
+    """Make one optimizer step from this rank's micro-batches.
 
-    def before_step(self, update: int) -> None:
-        """Gradients are final, weights unchanged."""
-        ...
+    The gradient is the mean over all `num_samples` samples of the step, over ranks and
+    micro-batches, whatever their sizes: losses are summed and divided once. It is clipped after it
+    was synchronized. A step whose gradient is not finite changes neither weights nor moments, and
+    `StepMetrics` counts it.
 
-    def after_step(self, update: int) -> None:
-        """Weights have changed, gradients are gone."""
-        ...
-
-    def enforce(self) -> None:
-        """The epoch is over, the weights are going to be judged."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """What the next update depends on, for a checkpoint."""
-        ...
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Takes up what `state` gave."""
-        ...
-
-
-@dataclass
-class Learner:
-    """The parts that an update touches.
-
-    `model` and `optimizer` are the prepared ones; `module` is the model inside the wrappers. The
-    EMA is timm's: it averages the tensors of `module` in place, in their order, so that neither
-    compilation nor DDP can hide a parameter from it, and its decay is a function of the number of
-    updates, so that nothing but its weights needs saving. The `instruments` act in their order
-    after each step, before the EMA looks at the weights.
+    Returns:
+        The sum of this rank's losses, and the norm of the gradient before clipping.
     """
+    accelerator = state.accelerator
+    # DDP and FSDP average the ranks' gradients; the product makes it their sum.
+    scale = accelerator.num_processes / num_samples
+    loss_sum = torch.zeros((), device=accelerator.device)
+    for micro_step, (images, labels) in enumerate(micro_batches):
+        at = {"update": step, "micro_step": micro_step, "rank": accelerator.process_index}
+        images, targets = transform(
+            images.to(accelerator.device, non_blocking=True),
+            labels.to(accelerator.device, non_blocking=True),
+            **at,
+        )
+        seed_micro_step(accelerator.device, state.seed, *at.values())
+        last = micro_step == len(micro_batches) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(state.model):
+            logits = state.model(images).float()
+            loss = F.cross_entropy(logits, targets, reduction="sum")
+            accelerator.backward(loss * scale)
+        loss_sum += loss.detach()
 
-    accelerator: Accelerator
-    model: nn.Module
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: Callable[[int], float]
-    clip_grad: float | None
-    seed: int
-    ema: ModelEmaV3 | None = None
-    instruments: Sequence[Instrument] = ()
+    limit = float("inf") if state.clip_grad is None else state.clip_grad
+    grad_norm = accelerator.clip_grad_norm_(state.model.parameters(), limit)
+    assert isinstance(grad_norm, Tensor)
+    if isinstance(grad_norm, DTensor):
+        grad_norm = grad_norm.full_tensor()
+    set_lr(state.optimizer, state.schedule(step))
+    for instrument in state.instruments:
+        instrument.before_step(step)
+    step_if_finite(state, grad_norm)
+    state.optimizer.zero_grad()
+    for instrument in state.instruments:
+        instrument.after_step(step)
+    if state.ema is not None:
+        state.ema.update(state.module, step=step + 1)
+    return loss_sum, grad_norm
 
-    def update(
-        self,
-        micro_batches: list[MicroBatch],
-        num_samples: int,
-        update: int,
-        transform: BatchTransform,
-    ) -> tuple[Tensor, Tensor]:
-        """One optimizer update from this rank's micro-batches.
 
-        The gradient is the mean over all `num_samples` samples of the update, over ranks and
-        micro-batches, whatever their sizes: losses are summed and divided once. It is clipped
-        after it was synchronised. An update whose gradient is not finite leaves weights and
-        moments alone; `Window` counts it.
+def step_if_finite(state: TrainState, grad_norm: Tensor) -> None:
+    """Step the optimizer unless the gradient is not finite.
 
-        Returns:
-            the sum of this rank's losses, and the norm of the gradient before clipping.
-        """
-        accelerator = self.accelerator
-        # DDP and FSDP average the ranks' gradients; the product makes it their sum.
-        scale = accelerator.num_processes / num_samples
-        loss_sum = torch.zeros((), device=accelerator.device)
-        for micro_step, (images, labels) in enumerate(micro_batches):
-            at = {"update": update, "micro_step": micro_step, "rank": accelerator.process_index}
-            images, targets = transform(
-                images.to(accelerator.device, non_blocking=True),
-                labels.to(accelerator.device, non_blocking=True),
-                **at,
-            )
-            seed_micro_step(accelerator.device, self.seed, **at)
-            last = micro_step == len(micro_batches) - 1
-            with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
-                logits = self.model(images).float()
-                loss = F.cross_entropy(logits, targets, reduction="sum")
-                accelerator.backward(loss * scale)
-            loss_sum += loss.detach()
+    The scaler of fp16 and the fused optimizers decide that on the device. With any other optimizer
+    the host reads the norm first.
+    """
+    inner = state.optimizer.optimizer  # pyright: ignore[reportAttributeAccessIssue]
+    if state.accelerator.scaler is None:
+        if skips_on_device(inner):
+            inner.found_inf = (~grad_norm.isfinite()).float()
+        elif not grad_norm.isfinite():
+            return
+    state.optimizer.step()
 
-        limit = float("inf") if self.clip_grad is None else self.clip_grad
-        grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        assert isinstance(grad_norm, Tensor)
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
-        set_lr(self.optimizer, self.schedule(update))
-        for instrument in self.instruments:
-            instrument.before_step(update)
-        self._step(grad_norm)
-        self.optimizer.zero_grad()
-        for instrument in self.instruments:
-            instrument.after_step(update)
-        if self.ema is not None:
-            self.ema.update(self.module, step=update + 1)
-        return loss_sum, grad_norm
 
-    def _step(self, grad_norm: Tensor) -> None:
-        """Step the optimizer unless the gradient is not finite.
+def seed_micro_step(device: torch.device, seed: int, step: int, micro_step: int, rank: int) -> None:
+    """Make drop path and dropout of a micro-step a function of these four numbers.
 
-        The scaler of fp16 and the fused optimizers decide that on the device. With any other
-        optimizer the host reads the norm first.
-        """
-        inner = self.optimizer.optimizer  # pyright: ignore[reportAttributeAccessIssue]
-        if self.accelerator.scaler is None:
-            if skips_on_device(inner):
-                inner.found_inf = (~grad_norm.isfinite()).float()
-            elif not grad_norm.isfinite():
-                return
-        self.optimizer.step()
+    `torch.manual_seed` would do the same, but it also prepares the seeds of devices that the
+    process does not use.
+    """
+    value = random.Random(f"{seed}/{step}/{micro_step}/{rank}").getrandbits(63)
+    torch.default_generator.manual_seed(value)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(value)
 
 
 def shard_ema(ema: ModelEmaV3, accelerator: Accelerator) -> None:
-    """Shards the average as FSDP2 shards the model, of which it was copied before; else nothing.
+    """Shard the average as FSDP2 shards the model; do nothing without FSDP2.
 
-    Accelerate's `prepare` would demand an optimizer for it.
+    Accelerate's `prepare` would require an optimizer for it.
     """
     if accelerator.is_fsdp2:
         ema.module = fsdp2_prepare_model(accelerator, ema.module)
 
 
 class Stopwatch:
-    """Seconds and images since it was read last, and the share spent waiting for data."""
+    """Measures images per second, and the share of the time spent waiting for data.
+
+    Example:
+        >>> stopwatch = Stopwatch()
+        >>> stopwatch.images = 64
+        >>> stopwatch.read()["images_per_s"] > 0
+        True
+    """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Starts anew; call it after pauses that are not training, such as evaluation."""
+        """Start anew; call it after pauses that are not training, such as evaluation."""
         self.started = time.perf_counter()
         self.waited = 0.0
         self.images = 0
-        self.updates = 0
+        self.steps = 0
 
     def waiting(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Passes items through and times how long each took to arrive."""
+        """Yield the items and measure how long each took to arrive."""
         iterator = iter(items)
         while True:
             before = time.perf_counter()
@@ -190,52 +177,100 @@ class Stopwatch:
             yield item
 
     def read(self) -> dict[str, float]:
-        """Rates since the last reset, which this is."""
+        """Return the rates since the last reset, and reset."""
         seconds = time.perf_counter() - self.started
         rates = {
             "images_per_s": self.images / seconds,
             "data_wait": self.waited / seconds,
-            "seconds_per_update": seconds / max(self.updates, 1),
+            "seconds_per_update": seconds / max(self.steps, 1),
         }
         self.reset()
         return rates
 
 
 def train_epoch(
-    learner: Learner,
-    updates: Iterable[tuple[list[MicroBatch], int]],
+    state: TrainState,
+    batches: Iterable[tuple[list[MicroBatch], int]],
     *,
-    first_update: int,
+    first_step: int,
     transform: BatchTransform,
-    window: Window,
+    metrics: StepMetrics,
     stopwatch: Stopwatch,
-    after_update: Callable[[int], bool],
+    after_step: Callable[[int], bool],
 ) -> int:
-    """Trains on the updates of an epoch, or on the rest of it.
+    """Train on the batches of an epoch, or on the rest of it.
 
     Args:
-        learner: what is trained.
-        updates: (this rank's micro-batches, samples of the whole update) one after the other.
-        first_update: number of the first of them since the start of the run.
-        transform: what happens to a batch on the device.
-        window: collects loss and gradient norm.
-        stopwatch: measures rates.
-        after_update: called with the number of updates made so far; true ends the epoch here.
+        state: The model and all that trains it.
+        batches: (this rank's micro-batches, samples of the whole step), one for each step.
+        first_step: Number of the first step since the start of the run.
+        transform: Applied to each micro-batch on the device.
+        metrics: Collects loss and gradient norm.
+        stopwatch: Measures rates.
+        after_step: Called with the number of steps made so far; true ends the epoch here.
 
     Returns:
-        the number of updates made since the start of the run.
+        The number of steps made since the start of the run.
     """
-    learner.model.train()
-    made = first_update
-    for batches, num_samples in stopwatch.waiting(updates):
-        loss_sum, grad_norm = learner.update(batches, num_samples, made, transform)
-        window.add(made, learner.schedule(made), num_samples, loss_sum, grad_norm)
+    state.model.train()
+    step = first_step
+    for micro_batches, num_samples in stopwatch.waiting(batches):
+        loss_sum, grad_norm = train_step(state, micro_batches, num_samples, step, transform)
+        metrics.add(step, state.schedule(step), num_samples, loss_sum, grad_norm)
         stopwatch.images += num_samples
-        stopwatch.updates += 1
-        made += 1
-        if after_update(made):
+        stopwatch.steps += 1
+        step += 1
+        if after_step(step):
             break
-    return made
+    return step
+
+
+class EvalSums:
+    """Top-1, top-5 and cross entropy over a data set whose images are spread over ranks.
+
+    Counts are integers and losses are summed in float64. Ranks may have different numbers of
+    batches.
+
+    Example:
+        >>> sums = EvalSums()
+        >>> sums.add(torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.tensor([1, 1]))
+        >>> result = sums.result(Accelerator(cpu=True))
+        >>> result["top1"], result["images"]
+        (50.0, 2)
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[Tensor] = []
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Add logits [B, K] and labels without waiting for the device.
+
+        Labels are [B], or bool [B, K] where several classes are right. The cross entropy is then
+        the one with the uniform distribution over these classes.
+        """
+        logits = logits.float()
+        top = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        if labels.ndim == 2:
+            top = labels.gather(1, top)
+            labels = labels / labels.sum(dim=1, keepdim=True)
+        else:
+            top = top == labels[:, None]
+        loss = F.cross_entropy(logits, labels, reduction="none")
+        self._batches.append(torch.stack([loss, top[:, 0].float(), top.any(dim=1).float()]))
+
+    def result(self, accelerator: Accelerator) -> dict[str, float | int]:
+        """Return means over the images of all ranks, and their number. Every rank must call it."""
+        rows = torch.cat([torch.zeros(3, 0), *(batch.cpu() for batch in self._batches)], dim=1)
+        sums = torch.cat([rows.double().sum(dim=1), torch.tensor([rows.shape[1]]).double()])
+        if accelerator.num_processes > 1:
+            sums = sum_over_ranks(accelerator, sums.to(accelerator.device)).cpu()
+        loss, top1, top5, images = sums.tolist()
+        return {
+            "top1": 100 * top1 / images,
+            "top5": 100 * top5 / images,
+            "loss": loss / images,
+            "images": int(images),
+        }
 
 
 @torch.no_grad()
@@ -248,21 +283,22 @@ def evaluate(
     num_images: int,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, float | int] | None:
-    """Top-1 and top-5 in percent, mean cross entropy, and the number of images.
+    """Return top-1 and top-5 in percent, mean cross entropy, and the number of images.
 
     Args:
-        accelerator: for device, precision and ranks.
-        module: the model without DDP around it, whose ranks may have unequal numbers of batches.
-        batches: this rank's share of the data set, every image once over all ranks.
-        normalize: uint8 images to the model's input.
-        num_images: length of the data set, which must be what was counted.
-        interrupted: asked before every batch, equally often on all ranks; true ends it here.
+        accelerator: Accelerate's, for device, precision and ranks.
+        module: The model without DDP around it, because ranks may have different numbers of
+            batches.
+        batches: This rank's share of the data set. Over all ranks, every image comes once.
+        normalize: Turns uint8 images into the model's input.
+        num_images: Length of the data set, for comparison with the number of images counted.
+        interrupted: Called before every batch, equally often on all ranks; true ends it here.
 
     Returns:
-        the figures; None if interrupted.
+        The figures; None if interrupted.
 
     Raises:
-        NonFiniteError: if the mean loss is not finite.
+        NonFiniteError: If the mean loss is not finite.
     """
     module.eval()
     sums = EvalSums()
@@ -277,7 +313,7 @@ def evaluate(
         if counted:
             batch = next(iterator)
         elif not isinstance(module, FSDPModule) or batch is None:
-            continue  # only sharded models need every rank's company in each forward pass
+            continue  # only sharded models need all ranks in each forward pass
         images, labels = (tensor.to(accelerator.device, non_blocking=True) for tensor in batch)
         with accelerator.autocast():
             logits = module(normalize(images))

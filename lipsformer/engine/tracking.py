@@ -1,56 +1,65 @@
-"""What a run tells: metrics.jsonl, which is the source of truth, trackers, and the console."""
+"""The records of a run: metrics.jsonl, which is the source of truth, trackers and the console."""
 
 import json
 import logging
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-logger = logging.getLogger(__name__)
+from lipsformer.engine.run_folder import METRICS, RunFolder
 
-METRICS = "metrics.jsonl"
+logger = logging.getLogger(__name__)
 
 
 class Tracking:
-    """Records of one run, written by the main process alone.
+    """Writes the records of one run, on the main process only.
 
     Args:
-        accelerator: with the trackers' names.
-        output_dir: of the run.
-        run_id: what trackers call this run, the same after a resume.
-        update: the update to continue after.
-        next_record: the earliest update of which a record may still come.
-        total_updates: of the run.
-        metrics_bytes: length of metrics.jsonl at that update; what was written later by a process
-            that died is cut off, because it will be written again.
+        accelerator: Accelerate's, with the names of the trackers.
+        folder: Folder of the run.
+        run_id: Name of the run for trackers, the same after a resume.
+        step: Number of steps made so far.
+        next_record: The earliest step of which a record may still come.
+        total_steps: Number of steps of the whole run.
+        metrics_bytes: Length of metrics.jsonl after `step` steps. What a process that died wrote
+            behind that is cut off, because it will be written again.
+
+    Example:
+        >>> import tempfile
+        >>> folder = RunFolder(tempfile.mkdtemp())
+        >>> tracking = Tracking(
+        ...     Accelerator(cpu=True), folder, run_id="a", step=0, next_record=1, total_steps=9,
+        ...     metrics_bytes=0,
+        ... )
+        >>> tracking.record("train", 1, 0.1, {"loss": 2.3})
+        >>> folder.metrics()
+        [{'kind': 'train', 'update': 1, 'epoch': 0.1, 'loss': 2.3}]
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        output_dir: Path,
+        folder: RunFolder,
         *,
         run_id: str,
-        update: int,
+        step: int,
         next_record: int,
-        total_updates: int,
+        total_steps: int,
         metrics_bytes: int,
     ):
         self.accelerator = accelerator
-        self.path = output_dir / METRICS
+        self.path = folder.path / METRICS
         self.is_main = accelerator.is_main_process
         if self.is_main:
             self.path.touch()
             if self.path.stat().st_size < metrics_bytes:
                 raise RuntimeError(
                     f"{self.path} has {self.path.stat().st_size} bytes, but had {metrics_bytes} "
-                    f"at update {update}: records are lost; restore it or start a new run"
+                    f"after update {step}: records are lost; restore the file or start a new run"
                 )
             os.truncate(self.path, metrics_bytes)
         accelerator.init_trackers(
@@ -58,57 +67,57 @@ class Tracking:
             init_kwargs={
                 # Both continue the curve where the checkpoint is, on the same axis.
                 "tensorboard": {"purge_step": next_record},
-                "wandb": {"id": run_id, "resume": "allow", "dir": str(output_dir)},
+                "wandb": {"id": run_id, "resume": "allow", "dir": str(folder.path)},
             },
         )
-        # Those that the trackers cut off although they stay, as averages over a window come later.
-        for record in read_metrics(self.path) if self.is_main else ():
+        # purge_step also removed records that are still valid: evaluations and monitor records
+        # newer than the pending training average. Send them again.
+        for record in folder.metrics() if self.is_main else ():
             if next_record <= record["update"]:
-                kind, step, _, *values = record.items()
-                self._show(kind[1], step[1], dict(values))
+                kind, at, _, *values = record.items()
+                self._send(kind[1], at[1], dict(values))
         terminal = self.is_main and sys.stderr.isatty()
         self._bar = tqdm(
-            total=total_updates, initial=update, unit="update", disable=not terminal, smoothing=0.1
+            total=total_steps, initial=step, unit="update", disable=not terminal, smoothing=0.1
         )
         self._redirect = logging_redirect_tqdm([logging.getLogger("lipsformer")])
         if terminal:
             self._redirect.__enter__()
         self._terminal = terminal
 
-    def record(self, kind: str, update: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Adds a record to metrics.jsonl and to the trackers.
+    def record(self, kind: str, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Add a record to metrics.jsonl and to the trackers.
 
         Args:
-            kind: "train", "raw" or "ema" for an evaluation of those weights, or what an instrument
-                calls its records.
-            update: number of updates made.
-            epoch: the same in passes over the data.
-            values: the figures.
+            kind: "train", "raw" or "ema" for an evaluation of those weights, or "monitor".
+            step: Number of steps made; metrics.jsonl calls it "update".
+            epoch: The same in passes over the data.
+            values: The figures.
         """
         if self.is_main:
-            line = json.dumps({"kind": kind, "update": update, "epoch": epoch, **values})
+            line = json.dumps({"kind": kind, "update": step, "epoch": epoch, **values})
             with self.path.open("a") as file:
                 file.write(line + "\n")
-        self._show(kind, update, values)
+        self._send(kind, step, values)
 
-    def _show(self, kind: str, update: int, values: Mapping[str, float]) -> None:
-        self.accelerator.log({f"{kind}/{name}": v for name, v in values.items()}, step=update)
+    def _send(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        self.accelerator.log({f"{kind}/{name}": v for name, v in values.items()}, step=step)
 
-    def say(self, text: str) -> None:
-        """A line for the reader."""
+    def log(self, text: str) -> None:
+        """Print a line, on the main process only."""
         if self.is_main:
             logger.info(text)
 
-    def progress(self, update: int, figures: str) -> None:
-        """Moves the bar on a terminal; elsewhere prints a line."""
+    def progress(self, step: int, figures: str) -> None:
+        """Move the bar on a terminal; print a line elsewhere."""
         if self._terminal:
             self._bar.set_postfix_str(figures, refresh=False)
-            self._bar.update(update - self._bar.n)
+            self._bar.update(step - self._bar.n)
         else:
-            self.say(f"update {update}/{self._bar.total}  {figures}")
+            self.log(f"update {step}/{self._bar.total}  {figures}")
 
     def size(self) -> int:
-        """Bytes of metrics.jsonl, all of them on the disk; 0 on other ranks."""
+        """Flush metrics.jsonl to the disk and return its length in bytes; 0 on other ranks."""
         if not self.is_main:
             return 0
         with self.path.open("a") as file:
@@ -116,15 +125,9 @@ class Tracking:
             return file.tell()
 
     def close(self) -> None:
-        """Ends the bar and the trackers."""
+        """Close the bar and the trackers."""
         self._bar.close()
         if self._terminal:
             self._redirect.__exit__(None, None, None)
         for tracker in self.accelerator.trackers:
             tracker.finish()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics.jsonl; a last line that was cut off by a kill is left out."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]

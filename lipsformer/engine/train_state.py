@@ -1,15 +1,18 @@
-"""The tensors of a run, taken out of its wrappers and put back.
+"""Everything that a training step reads and changes, and its way into a checkpoint and back.
 
-Weights, moments, EMA, and what the scaler and the instruments remember.
-Names are those of the plain model, and sharded tensors are gathered, so that a checkpoint does not
-know on how many devices or by which engine it was made.
+Names in a checkpoint are those of the plain model, and sharded tensors are gathered. A checkpoint
+therefore does not depend on the number of devices or on the way the model was distributed.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -18,101 +21,120 @@ from lipsformer.engine.checkpoint import (
     INSTRUMENTS,
     MODEL,
     OPTIMIZER,
-    CheckpointError,
+    check_fit,
     read_state,
 )
+from lipsformer.engine.instrument import Instrument
 from lipsformer.engine.optim import load_state, state_numbers, state_tensors
-from lipsformer.engine.steps import Learner
 
 
-def take(learner: Learner) -> dict[str, dict[str, Tensor]]:
-    """File name -> tensors on the CPU. Every rank must call it: gathering shards is collective."""
-    files = {
-        MODEL: _on_cpu(learner.module.state_dict()),
-        OPTIMIZER: _on_cpu(state_tensors(learner.module, learner.optimizer)),
-    }
-    if learner.ema is not None:
-        files[EMA] = _on_cpu(learner.ema.module.state_dict())
-    if learner.instruments:
-        states = {
-            f"{type(instrument).__name__}.{name}": tensor
-            for instrument in learner.instruments
-            for name, tensor in instrument.state().items()
+@dataclass
+class TrainState:
+    """The objects that a training step touches.
+
+    The EMA is timm's. It averages the tensors of `module` in place, in their order, so that neither
+    compilation nor DDP can hide a parameter from it. Its decay is a function of the number of
+    steps, so that only its weights need saving.
+
+    Attributes:
+        accelerator: Accelerate's, for device, precision and ranks.
+        model: The prepared model.
+        module: The model inside the wrappers of DDP and of the compiler.
+        optimizer: The prepared optimizer.
+        schedule: Step -> learning rate.
+        clip_grad: Largest 2-norm of the whole gradient; None for no limit.
+        seed: Seed of drop path and dropout.
+        ema: The moving average of the weights, if there is one.
+        instruments: They act in their order after each step, before the EMA reads the weights.
+
+    Example:
+        >>> from lipsformer.config import OptimConfig
+        >>> from lipsformer.engine.optim import make_optimizer
+        >>> accelerator, model = Accelerator(cpu=True), nn.Linear(3, 2)
+        >>> prepared, optimizer = accelerator.prepare(
+        ...     model, make_optimizer(model, OptimConfig(lr=0.1))
+        ... )
+        >>> state = TrainState(accelerator, prepared, model, optimizer, lambda step: 0.1, None, 0)
+        >>> list(state.state_dict()["model.safetensors"])
+        ['weight', 'bias']
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Callable[[int], float]
+    clip_grad: float | None
+    seed: int
+    ema: ModelEmaV3 | None = None
+    instruments: Sequence[Instrument] = ()
+
+    def weights(self) -> dict[str, nn.Module]:
+        """Return the modules to evaluate by kind of weights: "raw", and "ema" if there is one."""
+        kinds: dict[str, nn.Module] = {"raw": self.module}
+        if self.ema is not None:
+            kinds["ema"] = self.ema.module
+        return kinds
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return file name -> tensors on the CPU.
+
+        Every rank must call it, because gathering shards is a collective operation.
+        """
+        files = {
+            MODEL: _on_cpu(self.module.state_dict()),
+            OPTIMIZER: _on_cpu(state_tensors(self.module, self.optimizer)),
         }
-        files[INSTRUMENTS] = _on_cpu(states)
-    return files
+        if self.ema is not None:
+            files[EMA] = _on_cpu(self.ema.module.state_dict())
+        remembered = {
+            f"{type(instrument).__name__}.{name}": tensor
+            for instrument in self.instruments
+            for name, tensor in instrument.state_dict().items()
+        }
+        if remembered:
+            files[INSTRUMENTS] = _on_cpu(remembered)
+        return files
 
+    def load_checkpoint(self, folder: Path) -> None:
+        """Fill model, optimizer, EMA, gradient scaler and instruments from a checkpoint.
 
-def put_back(learner: Learner, folder: Path) -> None:
-    """Fills model, optimizer, EMA, scaler and instruments from a checkpoint.
+        An instrument that the checkpoint does not know starts anew, so that one that only watches
+        can be added to a run.
 
-    An instrument that the checkpoint does not know starts anew: one that only watches may be added
-    to a run.
+        Raises:
+            CheckpointError: If names or shapes are not those of this run.
+        """
+        _fill(self.module.state_dict(), folder / MODEL)
+        state = read_state(folder)
+        moments = load_file(folder / OPTIMIZER)
+        load_state(self.module, self.optimizer, moments, state["optimizer"])
+        if self.ema is not None:
+            _fill(self.ema.module.state_dict(), folder / EMA)
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        if (folder / INSTRUMENTS).exists():
+            remembered = load_file(folder / INSTRUMENTS)
+            for instrument in self.instruments:
+                prefix = f"{type(instrument).__name__}."
+                instrument.load_state_dict(
+                    {
+                        k.removeprefix(prefix): t
+                        for k, t in remembered.items()
+                        if k.startswith(prefix)
+                    }
+                )
 
-    Raises:
-        CheckpointError: if names or shapes are not those of this run.
-    """
-    _fill(learner.module.state_dict(), folder / MODEL)
-    state = read_state(folder)
-    moments = load_file(folder / OPTIMIZER)
-    load_state(learner.module, learner.optimizer, moments, state["optimizer"])
-    if learner.ema is not None:
-        _fill(learner.ema.module.state_dict(), folder / EMA)
-    if learner.accelerator.scaler is not None:
-        learner.accelerator.scaler.load_state_dict(state["scaler"])
-    if learner.instruments and (folder / INSTRUMENTS).exists():
-        states = load_file(folder / INSTRUMENTS)
-        for instrument in learner.instruments:
-            prefix = f"{type(instrument).__name__}."
-            own = {k.removeprefix(prefix): t for k, t in states.items() if k.startswith(prefix)}
-            instrument.load_state(own)
+    def numbers(self) -> dict[str, Any]:
+        """Return the state that is not tensors: of the gradient scaler and the optimizer.
 
-
-def numbers(learner: Learner) -> dict[str, Any]:
-    """Return what `put_back` needs besides tensors: of the gradient scaler and the optimizer.
-
-    The scaler is None unless the precision is fp16.
-    """
-    scaler = learner.accelerator.scaler
-    return {
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "optimizer": state_numbers(learner.module, learner.optimizer),
-    }
-
-
-def load_initial_weights(module: nn.Module, weights: dict[str, Tensor], origin: str) -> list[str]:
-    """Starts fine-tuning: takes over all weights but those of a head of another number of classes.
-
-    Returns:
-        the names of the head's parameters that were left as initialised.
-
-    Raises:
-        CheckpointError: if anything else is missing, unknown or of another shape.
-    """
-    own = module.state_dict()
-    heads = getattr(module, "pretrained_cfg", {}).get("classifier") or ()
-    heads = (heads,) if isinstance(heads, str) else tuple(heads)
-    fresh = [
-        name
-        for name in own
-        if name.startswith(tuple(f"{head}." for head in heads))
-        and name in weights
-        and weights[name].shape != own[name].shape
-    ]
-    kept = {name: tensor for name, tensor in weights.items() if name not in fresh}
-    _check({name: t for name, t in own.items() if name not in fresh}, kept, origin)
-    module.load_state_dict(kept, strict=False)
-    return fresh
-
-
-def load_weights(module: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
-    """Replaces all weights of a model.
-
-    Raises:
-        CheckpointError: if any name or shape differs.
-    """
-    _check(module.state_dict(), weights, origin)
-    module.load_state_dict(weights)
+        The scaler's is None unless the precision is fp16.
+        """
+        scaler = self.accelerator.scaler
+        return {
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "optimizer": state_numbers(self.module, self.optimizer),
+        }
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -128,7 +150,7 @@ def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def _fill(targets: dict[str, Tensor], file: Path) -> None:
     sources = load_file(file)
-    _check(targets, sources, str(file))
+    check_fit(targets, sources, str(file))
     for name, target in targets.items():
         source = sources[name]
         if isinstance(target, DTensor):
@@ -136,19 +158,3 @@ def _fill(targets: dict[str, Tensor], file: Path) -> None:
                 source.to(target.device), target.device_mesh, target.placements
             )
         target.copy_(source)
-
-
-def _check(targets: dict[str, Tensor], sources: dict[str, Tensor], origin: str) -> None:
-    missing = [name for name in targets if name not in sources]
-    unknown = [name for name in sources if name not in targets]
-    wrong = [
-        f"{name} {tuple(sources[name].shape)} for {tuple(target.shape)}"
-        for name, target in targets.items()
-        if name in sources and sources[name].shape != target.shape
-    ]
-    if missing or unknown or wrong:
-        raise CheckpointError(
-            f"{origin} does not fit the model: {len(missing)} tensors are missing "
-            f"{missing[:3]}, {len(unknown)} are unknown {unknown[:3]}, "
-            f"{len(wrong)} have another shape {wrong[:3]}"
-        )

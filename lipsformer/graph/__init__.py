@@ -1,4 +1,4 @@
-"""Deep graph networks of Lipschitz-continuous layers, on PyTorch Geometric."""
+"""Deep graph networks built of Lipschitz continuous layers, on PyTorch Geometric."""
 
 try:
     import torch_geometric as _  # noqa: F401
@@ -7,8 +7,10 @@ except ModuleNotFoundError:
         "lipsformer.graph needs PyTorch Geometric; install it with pip install 'lipsformer[graph]'"
     ) from None
 
-from .conv import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
-from .models import (
+from lipsformer.graph.cosine_conv import ScaledCosineConv
+from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.gat_conv import LipschitzGATConv
+from lipsformer.graph.models import (
     GCN,
     GGNN,
     DeepGAT,
@@ -19,7 +21,8 @@ from .models import (
     ResidualGCN,
     create_model,
 )
-from .norm import NeighborNorm
+from lipsformer.graph.norm import NeighborNorm
+from lipsformer.graph.transformer_conv import LipschitzTransformerConv
 
 __all__ = [
     "GCN",
@@ -34,5 +37,6 @@ __all__ = [
     "ResidualGAT",
     "ResidualGCN",
     "ScaledCosineConv",
+    "SortedEdges",
     "create_model",
 ]

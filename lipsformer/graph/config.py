@@ -1,16 +1,34 @@
-"""The schema of graph runs and sweeps; read with ``lipsformer._configfile.read_config``."""
+"""Define the configs of graph runs and sweeps, which `read_config` reads from YAML files."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lipsformer._configfile import require
 
-__all__ = ["DataConfig", "GraphConfig", "ModelConfig", "RunConfig", "SweepConfig", "TrainConfig"]
+__all__ = [
+    "GraphConfig",
+    "GraphDataConfig",
+    "GraphModelConfig",
+    "GraphRunConfig",
+    "GraphSweepConfig",
+    "GraphTrainConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Which network; `kwargs` are the keyword arguments of its class."""
+class GraphModelConfig:
+    """Choose the network.
+
+    Args:
+        name: Name that `create_model` knows.
+        hidden_channels: Width of the layers, or of each head in models with heads.
+        num_layers: Number of layers.
+        kwargs: Keyword arguments of the model's class.
+
+    Example:
+        >>> GraphModelConfig(name="deep_gat", num_layers=5, kwargs={"heads": 8}).hidden_channels
+        64
+    """
 
     name: str
     hidden_channels: int = 64
@@ -24,16 +42,31 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Which graph, and in which pieces it is trained.
+class GraphDataConfig:
+    """Choose the graph and how training divides it. Evaluation always sees the whole graph.
 
-    `root` defaults to the environment variable LIPSFORMER_DATA, else `datasets`, with the graphs in
-    its folder `graphs`. `split` is the number of the split where a data set has several.
-    `missing_rate` is the share of the nodes outside the training set whose features are set to
-    zero, drawn from `missing_seed`. `loader` trains on the whole graph at once, on sampled
-    neighbourhoods or on the parts of a random partition; evaluation always sees the whole graph.
-    `tree_depth`, `num_trees` and `tree_seed` belong to `name: trees`, where `batch_size` counts
-    trees.
+    Args:
+        name: Name that `data.graphs.load_graph` knows, or `trees` for Tree-NeighborsMatch.
+        root: Folder that holds the folder `graphs`; null for the environment variable
+            LIPSFORMER_DATA, or `datasets` if that is not set.
+        download: Whether to download a graph that is missing.
+        split: Number of the split, for data sets that have several.
+        normalize_features: Whether to divide the features of every node by their sum.
+        undirected: Whether to add the reverse of every edge.
+        missing_rate: Share of the nodes outside the training set whose features are set to zero.
+        missing_seed: Seed that draws these nodes.
+        loader: `full` trains on the whole graph, `neighbor` on sampled neighbourhoods, and
+            `partition` on the parts of a random partition.
+        batch_size: Number of seed nodes, or of trees, in a batch.
+        num_neighbors: Number of neighbours that `neighbor` samples per layer.
+        num_parts: Number of parts of `partition`.
+        tree_depth: Depth of the trees.
+        num_trees: Number of trees.
+        tree_seed: Seed that draws the trees.
+
+    Example:
+        >>> GraphDataConfig(name="cora", missing_rate=1.0).loader
+        'full'
     """
 
     name: str
@@ -64,14 +97,24 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Adam, once per seed.
+class GraphTrainConfig:
+    """Set up the training with Adam, which runs once per seed.
 
-    Training stops after `patience` epochs without a better validation accuracy or loss.
-    `plateau_patience` halves the learning rate after so many epochs without a better validation
-    loss; null keeps it. `clip_grad` bounds the 2-norm of the gradient. Every `profile_every` epochs
-    the gradient norms and the similarity of all layers are recorded, and plotted at the end; 0 for
-    never.
+    Args:
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        epochs: Largest number of epochs.
+        patience: Stop after this many epochs without a better validation accuracy or loss.
+        plateau_patience: Halve the learning rate after this many epochs without a better validation
+            loss; null keeps it constant.
+        clip_grad: Largest 2-norm of the gradient; null for no limit.
+        seeds: Seeds.
+        profile_every: Record the gradient norms and the similarity of all layers every so many
+            epochs, and plot them at the end; 0 for never.
+
+    Example:
+        >>> GraphTrainConfig(seeds=(0, 1, 2)).lr
+        0.005
     """
 
     lr: float = 0.005
@@ -102,11 +145,21 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Where a run writes and on what it runs.
+class GraphRunConfig:
+    """Choose the output folder and the device.
 
-    A folder with results of the same config is continued: finished seeds are kept, an unfinished
-    one goes on from its last checkpoint.
+    A run continues in a folder that holds results of the same config. It keeps finished seeds, and
+    continues an unfinished seed from its last checkpoint.
+
+    Args:
+        output_dir: Folder to write to.
+        device: Device to train on.
+        checkpoint_every: Number of epochs between checkpoints.
+        tensorboard: Whether to write TensorBoard logs.
+
+    Example:
+        >>> GraphRunConfig(output_dir="outputs/graph/cora").device
+        'cpu'
     """
 
     output_dir: str
@@ -122,28 +175,45 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """Everything that defines one graph run."""
+    """Define one graph run.
 
-    model: ModelConfig
-    data: DataConfig
-    train: TrainConfig = field(default_factory=TrainConfig)
-    run: RunConfig
+    Example:
+        >>> config = GraphConfig(
+        ...     model=GraphModelConfig(name="gcn"),
+        ...     data=GraphDataConfig(name="cora"),
+        ...     run=GraphRunConfig(output_dir="outputs/graph/cora"),
+        ... )
+        >>> config.train.epochs
+        1000
+    """
+
+    model: GraphModelConfig
+    data: GraphDataConfig
+    train: GraphTrainConfig = field(default_factory=GraphTrainConfig)
+    run: GraphRunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepConfig:
-    """A grid of graph runs.
+class GraphSweepConfig:
+    """Define a grid of graph runs.
 
     Args:
-        config: the run that all others vary, relative to the sweep's file.
-        overrides: `key=value` settings for all runs.
-        cases: named rows, each a text of `key=value` overrides separated by blanks.
-        grid: `key=value,value,...`; every case runs with every combination.
-        seeds: each run's seeds.
-        output_dir: where results, table and plot go.
-        num_workers: parallel processes, one thread each.
-        x: grid key on the plot's x axis; null for no plot.
-        log_x: logarithmic x axis.
+        config: Config file of the run that all others vary, relative to the file of the sweep.
+        overrides: `key=value` settings of all runs.
+        cases: Named rows; each is a text of `key=value` overrides that are separated by blanks.
+        grid: Entries `key=value,value,...`; every case runs with every combination.
+        seeds: Seeds of every run.
+        output_dir: Folder of the results, the table and the plot.
+        num_workers: Number of parallel processes with one thread each.
+        x: Key of the grid on the x axis of the plot; null for no plot.
+        log_x: Whether the x axis is logarithmic.
+
+    Example:
+        >>> sweep = GraphSweepConfig(
+        ...     config="cora_gat.yaml", grid=("model.num_layers=2,5",), output_dir="outputs/depth"
+        ... )
+        >>> sweep.num_workers
+        1
     """
 
     config: str

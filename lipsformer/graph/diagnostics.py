@@ -1,4 +1,4 @@
-"""What happens inside a deep graph network: sizes, similarity and gradients, layer by layer."""
+"""Measure what happens inside a deep graph network: sizes, similarity and gradients by layer."""
 
 import math
 
@@ -7,40 +7,47 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.utils import add_remaining_self_loops, degree, scatter
 
-from .conv import LipschitzGATConv
-from .models import GraphNet
+from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
+from lipsformer.graph.gat_conv import LipschitzGATConv
+from lipsformer.graph.models.stack import GraphNet
 
 __all__ = [
     "attention_statistics",
     "dirichlet_energy",
+    "distance_from_mean",
     "gat_attention_bound",
     "gradient_norms",
     "layer_profile",
     "mean_cosine",
-    "mu",
 ]
 
 
-def mu(x: Tensor) -> Tensor:
-    r"""Distance of the rows from their mean: :math:`|X - \frac{1}{N} 1 1^T X|_F`, X [N, C].
+def distance_from_mean(x: Tensor) -> Tensor:
+    r"""Return the distance of the rows of X [N, C] from their mean.
 
-    Of dLoss/dX it measures gradient oversmoothing (towards 0) and expansion (towards infinity); in
-    double precision, as the squares of either leave the range of single precision.
+    .. math:: \mu(X) = |X - \tfrac{1}{N} 1 1^T X|_F
+
+    For X = dLoss/dX it tends to 0 under gradient oversmoothing, and to infinity under gradient
+    expansion. It is computed in double precision, because the squares of both leave the range of
+    single precision.
 
     Reference:
-        Park and Kim 2024.
+        Park and Kim 2024, who call it mu.
     """
     x = x.double()
     return torch.linalg.matrix_norm(x - x.mean(dim=0))
 
 
 def mean_cosine(x: Tensor) -> Tensor:
-    """Mean cosine over all pairs of rows of X [N, C], a row with itself included; 1 is collapse."""
+    """Return the mean cosine over all pairs of rows of X [N, C]; 1 means that all rows agree.
+
+    Pairs of a row with itself count too.
+    """
     return F.normalize(x, dim=1).mean(dim=0).square().sum()
 
 
 def dirichlet_energy(x: Tensor, edge_index: Tensor) -> Tensor:
-    r"""Roughness of X [V, C] over the edges.
+    r"""Return how much X [V, C] differs across edges.
 
     .. math:: \frac12 \sum_{(j, i) \in E}
         \left|\frac{x_i}{\sqrt{1 + d_i}} - \frac{x_j}{\sqrt{1 + d_j}}\right|_2^2,
@@ -52,17 +59,17 @@ def dirichlet_energy(x: Tensor, edge_index: Tensor) -> Tensor:
 
 
 def attention_statistics(attn: Tensor, target: Tensor, num_nodes: int) -> tuple[float, float]:
-    """Mean entropy and largest score difference of attention weights.
+    """Return the mean entropy and the largest score difference of attention weights.
 
     Args:
-        attn: weights after the softmax, [E, H].
-        target: target of each edge, [E].
-        num_nodes: number of nodes.
+        attn: Weights after the softmax, [E, H].
+        target: Target of each edge, [E].
+        num_nodes: Number of nodes.
 
     Returns:
-        The entropy over that of uniform attention, averaged over nodes with at least two
-        neighbours and over heads (1 is uniform; NaN without such nodes), and the largest difference
-        of two scores of one neighbourhood, which the softmax keeps.
+        The entropy divided by that of uniform attention, averaged over heads and over the nodes
+        that have at least two neighbours (1 is uniform; NaN if there are no such nodes). The
+        largest difference of two scores in one neighbourhood, computed from the weights.
     """
     index = target.unsqueeze(-1).expand_as(attn)
     log_attn = attn.clamp_min(torch.finfo(attn.dtype).tiny).log()
@@ -79,20 +86,20 @@ def attention_statistics(attn: Tensor, target: Tensor, num_nodes: int) -> tuple[
 
 @torch.no_grad()
 def gat_attention_bound(conv: LipschitzGATConv, edge_index: Tensor, num_nodes: int) -> float:
-    r"""Proved Lipschitz constant, Frobenius norm, of the attention of a ``LipschitzGATConv``.
+    r"""Return a proved Lipschitz constant, in Frobenius norm, of a `LipschitzGATConv`'s attention.
 
-    Of the map h -> P(h) h of one head, before the projection's own norm: with S the largest sum
-    over targets of the largest weight that a node's edges can have, and D the largest number of
-    edges that leave a node,
+    It bounds the map h -> P(h) h of one head, without the norm of the projection. Let S be the
+    largest sum, over the targets of one node, of the largest weight that the edge can have. Let D
+    be the largest number of edges that leave one node. The constant is
 
     .. math:: \sqrt{S} + \frac{1}{c} (\sqrt{S + 1} + \sqrt{D + 1}), \quad
         S = \max_j \sum_{i: j \in N(i)} \min(1, e^{2/c} / |N(i)|)
 
-    The proof stands in docs/graph.md. Infinite without LipschitzNorm.
+    The proof is in docs/graph.md. The constant is infinite without LipschitzNorm.
 
     Args:
-        conv: The layer; c is its ``att_norm``.
-        edge_index: [2, E], without the self loops that the layer adds.
+        conv: The layer; c is its `att_norm`.
+        edge_index: [2, E]; the layer's own self loops are added if it adds them.
         num_nodes: Number of nodes.
     """
     if conv.score_norm is None or conv.released_code or not conv.scale_individually:
@@ -108,27 +115,28 @@ def gat_attention_bound(conv: LipschitzGATConv, edge_index: Tensor, num_nodes: i
 
 
 def layer_profile(
-    model: GraphNet, x: Tensor, edge_index: Tensor, y: Tensor, mask: Tensor
+    model: GraphNet, x: Tensor, edge_index: Tensor | SortedEdges, y: Tensor, mask: Tensor
 ) -> dict[str, list[float]]:
-    """Measure every layer of a model in evaluation mode; the model's gradients are cleared.
+    """Measure every layer of a model in evaluation mode, and clear the gradients of the model.
 
     Args:
         model: The network.
         x: Features, [V, F_in].
-        edge_index: [2, E].
+        edge_index: [2, E] or a `SortedEdges`.
         y: Labels, [V].
         mask: Nodes in the loss, [V].
 
     Returns:
-        Lists with one entry per state, the encoder's output first: ``mu``, ``gradient_mu`` (of
-        dLoss/dX), ``mean_cosine``, ``dirichlet_energy``; and with one entry per layer:
-        ``gradient_norm`` (of the layer's parameters together), and for GAT layers
-        ``attention_entropy``, ``score_spread``, ``attention_bound``.
+        Lists with one entry per state, beginning with the output of the encoder:
+        `distance_from_mean`, `gradient_distance_from_mean` (of dLoss/dX), `mean_cosine`,
+        `dirichlet_energy`. Lists with one entry per layer: `gradient_norm` (of all parameters of
+        the layer), and for GAT layers `attention_entropy`, `score_spread`, `attention_bound`.
     """
     was_training = model.training
     model.eval()
     model.zero_grad(set_to_none=True)
     logits, states = model.forward_intermediates(x, edge_index)
+    edge_index = plain_edges(edge_index)
     parameters = list(model.parameters())
     tracked = [state for state in states if state.requires_grad]
     loss = F.cross_entropy(logits[mask], y[mask])
@@ -138,8 +146,11 @@ def layer_profile(
         zip(map(id, parameters), gradients[len(tracked) :], strict=True)
     )
     profile: dict[str, list[float]] = {
-        "mu": [mu(state).item() for state in states],
-        "gradient_mu": [mu(by_state[id(s)]).item() if id(s) in by_state else 0.0 for s in states],
+        "distance_from_mean": [distance_from_mean(state).item() for state in states],
+        "gradient_distance_from_mean": [
+            distance_from_mean(by_state[id(state)]).item() if id(state) in by_state else 0.0
+            for state in states
+        ],
         "mean_cosine": [mean_cosine(state).item() for state in states],
         "dirichlet_energy": [dirichlet_energy(state, edge_index).item() for state in states],
         "gradient_norm": [_norm(layer, by_parameter) for layer in model.layers],
@@ -162,7 +173,7 @@ def layer_profile(
 
 
 def gradient_norms(model: GraphNet) -> list[float]:
-    """2-norm of each layer's gradient as the last backward pass left it, dropout included."""
+    """Return the 2-norm of the gradient of each layer that the last backward pass computed."""
     gradients = {id(p): p.grad for p in model.parameters()}
     return [_norm(layer, gradients) for layer in model.layers]
 

@@ -1,19 +1,20 @@
-"""Normalisations of node representations, and the names that models know them by."""
+"""Normalizations of node representations, and the names by which models choose them."""
 
 from torch import Tensor, nn
 from torch_geometric.nn import PairNorm
 from torch_geometric.utils import scatter
 
+from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
 from lipsformer.layers.center_norm import CenterNorm
 
-__all__ = ["NODE_NORMS", "NeighborNorm", "NodeNorm", "parse_norm"]
+__all__ = ["NODE_NORMS", "NeighborNorm", "NodeNorm", "check_score_norm", "parse_norm"]
 
 SCORE_NORM = "lipschitznorm"
 NODE_NORMS = ("pairnorm", "layernorm", "neighbornorm", "centernorm")
 
 
 class NeighborNorm(nn.Module):
-    r"""PairNorm over each neighbourhood instead of the whole graph.
+    r"""Apply PairNorm to each neighbourhood instead of the whole graph.
 
     .. math::
         x_i' = \frac{x_i - m_i}{\sqrt{\mathrm{mean}_{j \in N(i) \cup \{i\}} |x_j - m_i|_2^2
@@ -22,26 +23,34 @@ class NeighborNorm(nn.Module):
     A node without neighbours becomes zero.
 
     Shape:
-        x: [V, C]; edge_index: [2, E]; the output has the shape of x.
+        x: [V, C]. edge_index: [2, E] or a `SortedEdges`. The output has the shape of x.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import NeighborNorm
+        >>> x, edge_index = torch.tensor([[0.0], [2.0]]), torch.tensor([[0, 1], [1, 0]])
+        >>> NeighborNorm(eps=0.0)(x, edge_index).flatten()
+        tensor([-1.,  1.])
 
     Reference:
-        After Dasoulas et al. 2021, whose released NeighborNorm raises when called.
+        After Dasoulas et al. 2021, whose released NeighborNorm raises an error when called.
     """
 
     def __init__(self, eps: float = 1e-5) -> None:
-        """Take ``eps``, added to the mean square."""
+        """Store `eps`, which is added to the mean square."""
         super().__init__()
         self.eps = eps
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """Centre and scale every node by its neighbourhood."""
-        source, target = edge_index
+    def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
+        """Center and scale every node by its neighbourhood."""
+        source, target = plain_edges(edge_index)
         degree = x.new_ones(len(x)).index_add(0, target, x.new_ones(len(target))).unsqueeze(-1)
 
         def neighborhood_mean(values: Tensor) -> Tensor:
             return (values + scatter(values[source], target, dim_size=len(x))) / degree
 
-        # mean |x_j - m_i|^2 = mean |x_j|^2 - |m_i|^2; the graph's mean goes first, for precision
+        # mean |x_j - m_i|^2 = mean |x_j|^2 - |m_i|^2 loses precision far from the origin, so the
+        # mean of the graph is subtracted first
         x = x - x.mean(dim=0)
         mean = neighborhood_mean(x)
         spread = neighborhood_mean(x.square().sum(-1, keepdim=True))
@@ -50,17 +59,24 @@ class NeighborNorm(nn.Module):
 
 
 class NodeNorm(nn.Module):
-    """The normalisation of node representations called ``name``, or none.
+    """Apply the normalization of node representations called `name`, or none.
 
     Shape:
-        x: [V, C]; edge_index: [2, E]; the output has the shape of x.
+        x: [V, C]. edge_index: [2, E] or a `SortedEdges`. The output has the shape of x.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.norm import NodeNorm
+        >>> x, edge_index = torch.ones(2, 3), torch.tensor([[0, 1], [1, 0]])
+        >>> NodeNorm("centernorm", 3)(x, edge_index)[0].tolist()
+        [0.0, 0.0, 0.0]
     """
 
     def __init__(self, name: str, channels: int) -> None:
-        """Create it.
+        """Create the normalization.
 
         Args:
-            name: 'none' or one of ``NODE_NORMS``; 'layernorm' runs per node.
+            name: 'none' or one of `NODE_NORMS`; 'layernorm' runs per node.
             channels: Number of channels C.
         """
         super().__init__()
@@ -72,24 +88,24 @@ class NodeNorm(nn.Module):
             "centernorm": lambda: CenterNorm(channels),
         }[name]()
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """Normalise ``x``."""
+    def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
+        """Normalize `x`."""
         if isinstance(self.norm, NeighborNorm):
             return self.norm(x, edge_index)
         return self.norm(x)
 
 
 def parse_norm(norm: str) -> tuple[str | None, str]:
-    """Split a model's ``norm`` into that of the scores and that of the nodes.
+    """Split the `norm` of a model into that of the scores and that of the nodes.
 
     Args:
-        norm: 'none', 'lipschitznorm', one of ``NODE_NORMS``, or 'lipschitznorm+' and one of them.
+        norm: 'none', 'lipschitznorm', one of `NODE_NORMS`, or 'lipschitznorm+' and one of them.
 
     Returns:
-        ``score_norm`` for the convolutions and a name for ``NodeNorm``.
+        `score_norm` for the convolutions and a name for `NodeNorm`.
 
     Raises:
-        ValueError: If ``norm`` is none of these.
+        ValueError: If `norm` is none of these.
     """
     score, plus, node = norm.partition("+")
     if score != SCORE_NORM:
@@ -102,3 +118,11 @@ def parse_norm(norm: str) -> tuple[str | None, str]:
             f"or a pair such as {SCORE_NORM}+pairnorm"
         )
     return score or None, node
+
+
+def check_score_norm(score_norm: str | None, released_code: bool) -> None:
+    """Raise a `ValueError` unless `score_norm` is known and `released_code` has an effect."""
+    if score_norm not in (None, SCORE_NORM):
+        raise ValueError(f"score_norm={score_norm!r} is not known; choose {SCORE_NORM!r} or None")
+    if released_code and score_norm is None:
+        raise ValueError(f"released_code=True has no effect without score_norm={SCORE_NORM!r}")

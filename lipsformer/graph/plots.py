@@ -1,4 +1,4 @@
-"""Figures of graph studies: accuracy over depth, and profiles over layers and over training."""
+"""Draw the figures of graph studies: accuracy over depth, and profiles over layers and epochs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ def plot_sweep(
     log_x: bool = False,
     title: str = "",
 ) -> None:
-    """Plot accuracy over one setting, a line for every combination of the others.
+    """Plot accuracy over one setting, with one line for every combination of the others.
 
     Args:
-        rows: Summaries with a ``cell`` of settings, as ``scripts.graph_sweep`` writes them.
+        rows: Summaries with a `cell` of settings, as `scripts.graph_sweep` writes them.
         x: The setting on the x axis.
         path: PNG file to write.
-        metrics: One panel each: ``test_acc`` is at the best validation epoch.
+        metrics: Metrics with one panel each; `test_acc` is taken at the best validation epoch.
         log_x: Logarithmic x axis.
         title: Title of the figure.
     """
@@ -68,8 +68,8 @@ def plot_layers(
     """Plot measures over the layers, one panel per measure and one line per network.
 
     Args:
-        profiles: Results of ``layer_profile`` by name of the network.
-        keys: Measures, such as ``gradient_mu``.
+        profiles: Results of `layer_profile` by name of the network.
+        keys: Measures, such as `gradient_distance_from_mean`.
         path: PNG file to write.
         title: Title of the figure.
     """
@@ -77,7 +77,7 @@ def plot_layers(
     axes = figure.subplots(1, len(keys), squeeze=False)
     for axis, key in zip(axes[0], keys, strict=True):
         for index, (label, profile) in enumerate(profiles.items()):
-            style = ("-", "--", ":")[index % 3]  # lines that coincide stay visible
+            style = ("-", "--", ":")[index % 3]  # keeps lines visible that coincide
             axis.plot([_positive(value) for value in profile[key]], style, label=label)
         axis.set_yscale("log")
         axis.set_xlabel("layer")
@@ -88,10 +88,10 @@ def plot_layers(
 
 
 def plot_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> None:
-    """Plot the gradient norms of all layers over training, a line per layer.
+    """Plot the gradient norms of all layers over training, with one line per layer.
 
     Args:
-        records: Records of ``fit``; those with a ``profile`` count.
+        records: Records of `fit`; those without a `profile` are skipped.
         path: PNG file to write.
         title: Title of the figure.
     """
@@ -121,11 +121,11 @@ def plot_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: st
 def plot_epochs(
     runs: Mapping[str, Sequence[Mapping[str, Any]]], keys: Sequence[str], path: Path
 ) -> None:
-    """Plot values over training, a panel per value and a line per run.
+    """Plot values over training, with one panel per value and one line per run.
 
     Args:
-        runs: Records of ``fit`` by name of the run.
-        keys: Numbers of a record, such as ``gradient_norm`` (of all parameters) or ``test_acc``.
+        runs: Records of `fit` by name of the run.
+        keys: Numbers of a record, such as `gradient_norm` (of all parameters) or `test_acc`.
         path: PNG file to write.
     """
     figure = Figure(figsize=(5.2 * len(keys), 4.2))
@@ -144,7 +144,7 @@ def plot_epochs(
 
 
 def _positive(value: float) -> float:
-    """What a logarithmic axis can show; anything else leaves a gap."""
+    """Return NaN, which leaves a gap, if a logarithmic axis cannot show the value."""
     return value if value > 0 and math.isfinite(value) else math.nan
 
 

@@ -1,65 +1,83 @@
-"""Training of node classifiers: one seed at a time, early stopping, exact continuation."""
+"""Train node classifiers: one seed at a time, with early stopping and exact continuation."""
 
-import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric import seed_everything
+from torch_geometric.data import Data
 
-from .config import TrainConfig
-from .diagnostics import gradient_norms, layer_profile
-from .models import GraphNet
+from lipsformer.graph.config import GraphTrainConfig
+from lipsformer.graph.diagnostics import gradient_norms, layer_profile
+from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.models.stack import GraphNet
+from lipsformer.jsonl import append_jsonl, read_jsonl
 
-__all__ = ["NodeBatch", "evaluate", "fit", "read_lines"]
+__all__ = ["NodeBatch", "evaluate", "fit"]
+
+SPLITS: tuple[str, ...] = ("train", "val", "test")
 
 
-class NodeBatch(Protocol):
-    """The part of PyG's ``Data`` that training reads; ``Data`` itself leaves all types open."""
+@dataclass(frozen=True)
+class NodeBatch:
+    """One graph on the device on which it is used, with edges that are sorted only once.
+
+    Attributes:
+        x: Features, [V, F].
+        edges: The edges.
+        y: Labels, [V].
+        masks: The nodes of each split, [V] each.
+    """
 
     x: Tensor
-    edge_index: Tensor
+    edges: SortedEdges
     y: Tensor
-    train_mask: Tensor
-    val_mask: Tensor
-    test_mask: Tensor
+    masks: dict[str, Tensor]
 
-    def to(self, device: str, /) -> "NodeBatch":
-        """Move to ``device``."""
-        ...
-
-    def __getitem__(self, key: str, /) -> Tensor:
-        """Return the attribute ``key``."""
-        ...
+    @staticmethod
+    def of(data: Any, device: str) -> "NodeBatch":
+        """Move PyG's `Data` to a device."""
+        data = data.to(device)
+        masks = {split: data[f"{split}_mask"] for split in SPLITS}
+        return NodeBatch(data.x, SortedEdges(data.edge_index, len(data.x)), data.y, masks)
 
 
-SPLITS = ("train", "val", "test")
+Batches = Iterable[Data] | Iterable[NodeBatch]
+
+
+def _on_device(batches: Batches, device: str) -> Iterator[NodeBatch]:
+    for batch in batches:
+        yield batch if isinstance(batch, NodeBatch) else NodeBatch.of(batch, device)
 
 
 @torch.no_grad()
-def evaluate(model: GraphNet, batches: Iterable[NodeBatch], device: str) -> dict[str, float]:
-    """Accuracy of every split and the validation loss, over all batches together."""
+def evaluate(model: GraphNet, batches: Batches, device: str) -> dict[str, float]:
+    """Return the accuracy of every split and the validation loss over all batches together.
+
+    One forward pass per batch serves all splits.
+
+    Raises:
+        ValueError: If a split has no node.
+    """
     model.eval()
     correct = dict.fromkeys(SPLITS, 0)
     total = dict.fromkeys(SPLITS, 0)
     val_loss = 0.0
-    for batch in batches:
-        batch = batch.to(device)
-        logits = model(batch.x, batch.edge_index)
+    for batch in _on_device(batches, device):
+        logits = model(batch.x, batch.edges)
         hit = logits.argmax(dim=1) == batch.y
-        for split in SPLITS:
-            mask = batch[f"{split}_mask"]
+        for split, mask in batch.masks.items():
             correct[split] += int(hit[mask].sum())
             total[split] += int(mask.sum())
-        loss = F.cross_entropy(logits[batch.val_mask], batch.y[batch.val_mask], reduction="sum")
-        val_loss += float(loss)
+        mask = batch.masks["val"]
+        val_loss += float(F.cross_entropy(logits[mask], batch.y[mask], reduction="sum"))
     for split in SPLITS:
         if total[split] == 0:
             raise ValueError(f"the {split} split is empty; every split needs at least one node")
@@ -69,13 +87,17 @@ def evaluate(model: GraphNet, batches: Iterable[NodeBatch], device: str) -> dict
 
 @dataclass
 class _Best:
-    """The best epochs so far; ``epoch`` is that of the highest validation accuracy."""
+    """The best values so far.
+
+    `epoch`, `val_acc`, `val_loss` and `test_acc` belong to the epoch with the highest validation
+    accuracy; its validation loss decides between equal accuracies.
+    """
 
     epoch: int = -1
     val_acc: float = -1.0
     test_acc: float = 0.0
-    highest_train_acc: float = 0.0  # of any epoch
-    val_loss: float = math.inf  # of that epoch, which decides between equal accuracies
+    highest_train_acc: float = 0.0
+    val_loss: float = math.inf
     lowest_loss: float = math.inf
     last_gain: int = 0
 
@@ -90,11 +112,120 @@ class _Best:
             self.test_acc = record["test_acc"]
 
 
+class _Training:
+    """The training of one seed: everything that one epoch hands to the next."""
+
+    def __init__(self, model: GraphNet, settings: GraphTrainConfig, device: str) -> None:
+        self.model = model
+        self.settings = settings
+        self.device = device
+        self.optimizer = torch.optim.Adam(
+            model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
+        )
+        self.scheduler = None
+        if settings.plateau_patience is not None:
+            self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                self.optimizer, factor=0.5, patience=settings.plateau_patience
+            )
+        self.best = _Best()
+        self.record: dict[str, Any] = {}  # of the last epoch with a finite loss
+        self.epoch = 0
+        self.diverged = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training has diverged, used up its epochs or run out of patience."""
+        waited = self.epoch - self.best.last_gain
+        used_up = self.epoch >= self.settings.epochs or waited > self.settings.patience
+        return self.diverged or used_up
+
+    def run_epoch(self, train_batches: Batches, eval_batches: Batches) -> None:
+        """Train for one epoch, evaluate, and replace `record`, unless the loss is not finite."""
+        loss, gradient_norm = self._train(train_batches)
+        self.diverged = not (math.isfinite(loss) and math.isfinite(gradient_norm))
+        if not self.diverged:
+            record = {"epoch": self.epoch, "loss": loss, "gradient_norm": gradient_norm}
+            record["lr"] = self.optimizer.param_groups[0]["lr"]
+            record |= evaluate(self.model, eval_batches, self.device)
+            self.best.update(self.epoch, record)
+            if self.scheduler is not None:
+                self.scheduler.step(record["val_loss"])
+            every = self.settings.profile_every
+            if every and self.epoch % every == 0:
+                record["profile"] = self._profile(eval_batches)
+            self.record = record
+        self.epoch += 1
+
+    def _train(self, batches: Batches) -> tuple[float, float]:
+        """Return the loss and gradient norm of the last batch, or of the first not finite one."""
+        self.model.train()
+        clip = math.inf if self.settings.clip_grad is None else self.settings.clip_grad
+        loss, gradient_norm = math.nan, math.nan
+        for batch in _on_device(batches, self.device):
+            self.optimizer.zero_grad(set_to_none=True)
+            mask = batch.masks["train"]
+            if not mask.any():
+                continue
+            value = F.cross_entropy(self.model(batch.x, batch.edges)[mask], batch.y[mask])
+            value.backward()
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+            loss, gradient_norm = value.item(), norm.item()
+            if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+                break
+            self.optimizer.step()
+        return loss, gradient_norm
+
+    def _profile(self, batches: Batches) -> dict[str, list[float]]:
+        training_norms = gradient_norms(self.model)  # read now, because layer_profile clears them
+        batch = next(_on_device(batches, self.device))
+        profile = layer_profile(self.model, batch.x, batch.edges, batch.y, batch.masks["train"])
+        return {**profile, "training_gradient_norm": training_norms}
+
+    def save(self, path: Path) -> None:
+        """Write everything that an exact continuation needs, in one atomic step."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "rng": torch.get_rng_state(),
+            "best": asdict(self.best),
+            "record": self.record,
+            "epoch": self.epoch,
+        }
+        partial = path.with_suffix(".tmp")
+        torch.save(state, partial)
+        os.replace(partial, path)
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint that `save` wrote."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"].cpu())
+        self.best = _Best(**state["best"])
+        self.record, self.epoch = state["record"], state["epoch"]
+
+    def result(self) -> dict[str, Any]:
+        """Return the outcome; see `fit`."""
+        return {
+            "best_epoch": self.best.epoch,
+            "val_acc": max(0.0, self.best.val_acc),
+            "test_acc": self.best.test_acc,
+            "last_test_acc": self.record.get("test_acc", 0.0),
+            "highest_train_acc": self.best.highest_train_acc,
+            "last_loss": self.record.get("loss"),
+            "epochs": self.epoch,
+            "diverged": self.diverged,
+        }
+
+
 def fit(
     build_model: Callable[[], GraphNet],
-    train_batches: Iterable[NodeBatch],
-    eval_batches: Iterable[NodeBatch],
-    settings: TrainConfig,
+    train_batches: Batches,
+    eval_batches: Batches,
+    settings: GraphTrainConfig,
     seed: int,
     *,
     device: str = "cpu",
@@ -102,139 +233,62 @@ def fit(
     checkpoint_every: int = 100,
     on_epoch: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
-    """Train one model from one seed and report it.
+    """Train one model from one seed and return the outcome.
 
     Args:
-        build_model: Makes the model; called after the seed is set.
-        train_batches: Graphs of one epoch; the loss is over their ``train_mask``.
+        build_model: Function that creates the model; it is called after the seed is set.
+        train_batches: Graphs of one epoch; the loss covers the nodes of their `train_mask`. A list
+            of whole graphs is prepared only once, and a loader is iterated in every epoch.
         eval_batches: Graphs with the masks of all splits.
-        settings: Optimisation and stopping.
-        seed: Seed of everything random.
-        device: Where to train.
-        folder: Place for ``seed<seed>.jsonl``, one line per epoch, and the checkpoint; an
-            unfinished run there is continued as if it had not been interrupted. None for neither.
-        checkpoint_every: Epochs between checkpoints.
-        on_epoch: Called with every epoch's record.
+        settings: Settings of the optimizer and of early stopping.
+        seed: Seed of all random numbers.
+        device: Device to train on.
+        folder: Folder of `seed<seed>.jsonl`, which gets one line per epoch, and of the checkpoint.
+            An unfinished run in this folder is continued as if it had not been interrupted. None
+            writes nothing.
+        checkpoint_every: Number of epochs between checkpoints.
+        on_epoch: Function that is called with the record of every epoch.
 
     Returns:
-        Best epoch, its validation and test accuracy, the last epoch's test accuracy, the highest
-        training accuracy of any epoch, whether the loss stopped being finite (which ends the run),
-        and the time taken.
+        The best epoch with its validation and test accuracy, the test accuracy of the last epoch,
+        the highest training accuracy of any epoch, whether the loss stopped being finite (which
+        ends the run), and the seconds taken.
     """
     start = time.perf_counter()
     seed_everything(seed)
-    model = build_model().to(device)
-    optimizer = torch.optim.Adam(
-        model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
-    )
-    scheduler = None
-    if settings.plateau_patience is not None:
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-            optimizer, factor=0.5, patience=settings.plateau_patience
-        )
-    best, epoch, record, diverged = _Best(), 0, {}, False
+    training = _Training(build_model().to(device), settings, device)
     checkpoint = None if folder is None else folder / f"seed{seed}.pt"
-    if checkpoint is not None and checkpoint.exists():
-        state = torch.load(checkpoint, map_location=device, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        if scheduler is not None:
-            scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"].cpu())
-        best, record, epoch = _Best(**state["best"]), state["record"], state["epoch"]
     log = None if folder is None else folder / f"seed{seed}.jsonl"
+    if checkpoint is not None and checkpoint.exists():
+        training.load(checkpoint)
     if log is not None:
-        kept = [line for line in read_lines(log) if line["epoch"] < epoch]
-        log.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        _drop_records(log, training.epoch)
+    if isinstance(train_batches, list):
+        train_batches = list(_on_device(train_batches, device))
+    if isinstance(eval_batches, list):
+        eval_batches = list(_on_device(eval_batches, device))
 
-    while epoch < settings.epochs and epoch - best.last_gain <= settings.patience:
-        loss, gradient_norm = _train_epoch(model, train_batches, optimizer, settings, device)
-        diverged = not (math.isfinite(loss) and math.isfinite(gradient_norm))
-        if not diverged:
-            record = {"epoch": epoch, "loss": loss, "gradient_norm": gradient_norm}
-            record["lr"] = optimizer.param_groups[0]["lr"]
-            record |= evaluate(model, eval_batches, device)
-            best.update(epoch, record)
-            if scheduler is not None:
-                scheduler.step(record["val_loss"])
-            if settings.profile_every and epoch % settings.profile_every == 0:
-                training = gradient_norms(model)  # before the profile clears them
-                record["profile"] = _profile(model, eval_batches, device)
-                record["profile"]["training_gradient_norm"] = training
-            on_epoch(record)
-            if log is not None:
-                with log.open("a") as stream:
-                    stream.write(json.dumps(record) + "\n")
-        epoch += 1
-        if diverged:
+    while not training.finished:
+        training.run_epoch(train_batches, eval_batches)
+        if training.diverged:
             break
-        if checkpoint is not None and epoch % checkpoint_every == 0:
-            state = {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "scheduler": None if scheduler is None else scheduler.state_dict(),
-                "rng": torch.get_rng_state(),
-                "best": vars(best),
-                "record": record,
-                "epoch": epoch,
-            }
-            partial = checkpoint.with_suffix(".tmp")
-            torch.save(state, partial)
-            os.replace(partial, checkpoint)
+        on_epoch(training.record)
+        if log is not None:
+            append_jsonl(log, training.record)
+        if checkpoint is not None and training.epoch % checkpoint_every == 0:
+            training.save(checkpoint)
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     return {
         "seed": seed,
-        "best_epoch": best.epoch,
-        "val_acc": max(0.0, best.val_acc),
-        "test_acc": best.test_acc,
-        "last_test_acc": record.get("test_acc", 0.0),
-        "highest_train_acc": best.highest_train_acc,
-        "last_loss": record.get("loss"),
-        "epochs": epoch,
-        "diverged": diverged,
+        **training.result(),
         "seconds": round(time.perf_counter() - start, 1),
     }
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSON-lines file; a line cut off by an interruption ends it."""
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
-
-
-def _train_epoch(
-    model: GraphNet,
-    batches: Iterable[NodeBatch],
-    optimizer: torch.optim.Optimizer,
-    settings: TrainConfig,
-    device: str,
-) -> tuple[float, float]:
-    """One pass; returns the last batch's loss and gradient norm, or the first not finite one."""
-    model.train()
-    loss, gradient_norm = math.nan, math.nan
-    for batch in batches:
-        batch = batch.to(device)
-        optimizer.zero_grad(set_to_none=True)
-        mask = batch.train_mask
-        if not mask.any():
-            continue
-        value = F.cross_entropy(model(batch.x, batch.edge_index)[mask], batch.y[mask])
-        value.backward()
-        clip = math.inf if settings.clip_grad is None else settings.clip_grad
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        loss, gradient_norm = value.item(), norm.item()
-        if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
-            break
-        optimizer.step()
-    return loss, gradient_norm
-
-
-def _profile(model: GraphNet, batches: Iterable[NodeBatch], device: str) -> dict[str, list[float]]:
-    batch = next(iter(batches)).to(device)
-    return layer_profile(model, batch.x, batch.edge_index, batch.y, batch.train_mask)
+def _drop_records(log: Path, epoch: int) -> None:
+    """Remove the records from `epoch` on, which are computed again, and create the file."""
+    kept = [record for record in read_jsonl(log) if record["epoch"] < epoch]
+    log.write_text("")
+    for record in kept:
+        append_jsonl(log, record)

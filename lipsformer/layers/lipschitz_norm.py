@@ -10,9 +10,7 @@ Application to Graph Neural Networks", ICML 2021.
 """
 
 import math
-import typing
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,25 +43,6 @@ def dense_max(values: Tensor) -> Tensor:
     return values.amax(dim=-1, keepdim=True)
 
 
-class _SegmentMax(torch.autograd.Function):
-    """Keeps a mask of the maxima for the backward pass instead of all values."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, index: Tensor, num_segments: int) -> Tensor:
-        index = index.unsqueeze(-1).expand_as(values)
-        blank = values.new_zeros(num_segments, values.size(1))
-        largest = blank.scatter_reduce(0, index, values, "amax")
-        is_largest = values == largest.gather(0, index)
-        count = blank.scatter_add(0, index, is_largest.to(values.dtype))
-        ctx.save_for_backward(is_largest, count.clamp_min_(1), index)
-        return largest
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        is_largest, count, index = ctx.saved_tensors
-        return (grads[0] / count).gather(0, index) * is_largest, None, None
-
-
 def segment_max(values: Tensor, index: Tensor, num_segments: int) -> Tensor:
     """Maximum of non-negative values by segment; 0 for an empty one.
 
@@ -77,7 +56,10 @@ def segment_max(values: Tensor, index: Tensor, num_segments: int) -> Tensor:
     Returns:
         [N, H].
     """
-    return typing.cast(Tensor, _SegmentMax.apply(values, index, num_segments))
+    index = index.unsqueeze(-1).expand_as(values)
+    # -1 lies below all values, so that it never shares the derivative of a maximum
+    empty = values.new_full((num_segments, values.size(1)), -1)
+    return empty.scatter_reduce(0, index, values, "amax").clamp_min(0)
 
 
 def linear_scale(

@@ -153,3 +153,48 @@ def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
     clipped = (vectors * shrink) @ (vectors.mT @ rows)
     clipped = (clipped if wide else clipped.mT).reshape(weight.shape).to(weight.dtype)
     return torch.where(values[-1] > cap**2, clipped, weight.detach())
+
+
+def spectral_linear(in_features: int, out_features: int) -> nn.Linear:
+    """Return a linear layer with spectral initialization and zero bias.
+
+    Example:
+        >>> largest_singular_value(spectral_linear(8, 4).weight).round(decimals=4)
+        tensor(1.)
+    """
+    linear = nn.Linear(in_features, out_features)
+    spectral_init_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+class SpectralScale(nn.Module):
+    r"""Parametrize a weight so that its largest singular value is c at every step.
+
+    .. math:: W \leftarrow c\, W / \sigma_{max}(W)
+
+    Shape:
+        weight: [out, in]. The output has the same shape.
+
+    Example:
+        >>> from torch.nn.utils.parametrize import register_parametrization
+        >>> linear = register_parametrization(nn.Linear(8, 4), "weight", SpectralScale(0.5))
+        >>> largest_singular_value(linear.weight).round(decimals=4)
+        tensor(0.5000)
+
+    Reference:
+        Park and Kim 2024.
+    """
+
+    def __init__(self, bound: float) -> None:
+        """Store the largest singular value c > 0 that the weight shall have."""
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Scale the weight. The gradient of sigma is u v^T, with the singular vectors u and v."""
+        with torch.no_grad():
+            _, vectors = torch.linalg.eigh(weight.T @ weight)
+            right = vectors[:, -1]
+            left = F.normalize(weight @ right, dim=0)
+        return weight * (self.bound / (left @ weight @ right).clamp_min(1e-12))

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from scripts.reporting.runs import Points, RunLog
-from scripts.reporting.theme import COLOURS, LIGHT, RIGHT, SERIES, WRONG
+from scripts.reporting.theme import COLORS, LIGHT, RIGHT, SERIES, WRONG
 
 STYLE = {
     "font.size": 9.0,
@@ -53,13 +53,13 @@ NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its words.
+    """A figure with its title and its text.
 
     Attributes:
-        name: of its file.
-        title: above it.
-        text: what it shows, for those who do not see it.
-        figure: matplotlib's.
+        name: Name of its file.
+        title: The title above it.
+        text: A description for screen readers.
+        figure: The figure of matplotlib.
     """
 
     name: str
@@ -68,19 +68,19 @@ class Drawing:
     figure: Figure
 
     def svg(self) -> str:
-        """An SVG element that takes the page's colours and font."""
+        """Return an SVG element that uses the colors and the font of the page."""
         with _style({"svg.hashsalt": self.name}):
             text = self._saved(format="svg", metadata=NO_DATE).decode()
         text = text[text.index("<svg ") :]
         text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-        text = re.sub(r'<g id="[^"]*">', "<g>", text)  # the same in every figure
+        text = re.sub(r'<g id="[^"]*">', "<g>", text)  # the ids are the same in every figure
         text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
-        for name, (light, _) in COLOURS.items():
+        for name, (light, _) in COLORS.items():
             text = text.replace(light, f"var(--{name})")
         return re.sub(r"\s*\n\s*", "\n", text)
 
     def png(self) -> bytes:
-        """A picture on the light background."""
+        """Return a PNG on the light background."""
         with _style():
             return self._saved(format="png", dpi=150, facecolor=LIGHT["background"])
 
@@ -94,7 +94,7 @@ class Drawing:
 
 
 def training_curves(runs: Sequence[RunLog]) -> list[Drawing]:
-    """Loss, accuracy, gradient norm, learning rate, throughput and waiting for data."""
+    """Draw loss, accuracy, gradient norm, learning rate, throughput and waiting for data."""
     validation = ["raw", "ema"]
     norm, rate = "2-norm before clipping", "images per second"
     losses = [value for run in runs for _, value in run.points("train", "loss")]
@@ -118,7 +118,7 @@ def training_curves(runs: Sequence[RunLog]) -> list[Drawing]:
 
 
 def monitor_curves(runs: Sequence[RunLog]) -> list[Drawing]:
-    """Singular values, residual scales and update sizes, and the bound of the model."""
+    """Draw singular values, residual scales, update sizes and the bound of the model."""
     watched = [run for run in runs if run.monitor]
     drawings = []
     if watched:
@@ -136,15 +136,15 @@ def monitor_curves(runs: Sequence[RunLog]) -> list[Drawing]:
 
 
 def confusion_figure(run: RunLog, counts: np.ndarray, classes: Sequence[str]) -> Drawing:
-    """The confusion matrix; colours are shares of a class, numbers are images.
+    """Draw the confusion matrix; colors show shares of a class, numbers count images.
 
-    More than a hundred classes are joined in groups of neighbours, whose mistakes among each other
-    are then left out.
+    More than a hundred classes are joined in groups of neighbors. Mistakes inside a group are then
+    left out.
 
     Args:
-        run: whose it is.
-        counts: [K, K], rows are classes, columns predictions.
-        classes: names of the K classes.
+        run: The run.
+        counts: [K, K]; rows are classes, columns are predictions.
+        classes: Names of the K classes.
     """
     group = -(-len(counts) // 100)
     starts = np.arange(0, len(counts), group)
@@ -156,7 +156,7 @@ def confusion_figure(run: RunLog, counts: np.ndarray, classes: Sequence[str]) ->
     worst = max(shares[~right].max(initial=0.0), 1e-9)
     cells = np.empty((*joined.shape, 4))
     cells[..., :3] = np.where(right[..., None], to_rgb(RIGHT), to_rgb(WRONG))
-    # The root keeps single mistakes visible; text on the colours stays legible up to 0.75.
+    # The root keeps single mistakes visible; text on the colors stays legible up to 0.75.
     cells[..., 3] = 0.75 * np.where(right, shares, np.sqrt(shares / worst))
     with _style({"axes.grid": False}):
         figure = Figure(figsize=(4.6, 4.5), layout="constrained")
@@ -201,12 +201,12 @@ def _curves(
         if not any(series):
             continue
         word, style = STYLES[kind]
-        own_colour = SERIES[list(STYLES).index(kind)]
+        own_color = SERIES[list(STYLES).index(kind)]
         for run, points in zip(runs, series, strict=True):
-            _plot(axes, points, color=own_colour if runs[0].alone else _colour(run), **style)
+            _plot(axes, points, color=own_color if runs[0].alone else _color(run), **style)
         if len(kinds) > 1:
-            colour = own_colour if runs[0].alone else LIGHT["muted"]
-            handles.append(Line2D([], [], color=colour, label=word, **style))
+            color = own_color if runs[0].alone else LIGHT["muted"]
+            handles.append(Line2D([], [], color=color, label=word, **style))
         text += f" {word.capitalize()}: {_ends(runs, series)}"
     if floor is not None:
         axes.set_ylim(bottom=floor)
@@ -216,14 +216,14 @@ def _curves(
 
 
 def _over_time(runs: Sequence[RunLog], kind: str, what: str, *, log: bool = False) -> Drawing:
-    """Largest, median and smallest value over the layers; of several runs the largest alone."""
+    """Draw the largest, median and smallest value over layers; for several runs the largest."""
     figure, axes = _axes(what, log=log)
     handles = _run_handles(runs)
     tops = []
     for run in runs:
         rows = [(r["update"], [r[key] for key in _keys(run, kind)]) for r in run.monitor]
         tops.append([(update, max(values)) for update, values in rows])
-        _plot(axes, tops[-1], color=_colour(run))
+        _plot(axes, tops[-1], color=_color(run))
     if runs[0].alone:
         updates, values = zip(*rows, strict=True)
         low, high = [min(v) for v in values], [max(v) for v in values]
@@ -240,19 +240,19 @@ def _over_time(runs: Sequence[RunLog], kind: str, what: str, *, log: bool = Fals
 
 
 def _by_layer(runs: Sequence[RunLog], kind: str, what: str) -> Drawing:
-    """Values by depth: the last ones, and of a single run the first ones as well."""
+    """Draw the last values by depth; for a single run also the first ones."""
     figure, axes = _axes(what)
     handles = _run_handles(runs)
     if runs[0].alone:
         marks = [(LIGHT["muted"], runs[0].monitor[0]), (SERIES[0], runs[0].monitor[-1])]
-        for colour, record in marks:
+        for color, record in marks:
             label = f"update {record['update']}"
             values = [record[key] for key in _keys(runs[0], kind)]
-            handles += axes.plot(values, "o", color=colour, markersize=2.5, label=label)
+            handles += axes.plot(values, "o", color=color, markersize=2.5, label=label)
     else:
         for run in runs:
             values = [run.monitor[-1][key] for key in _keys(run, kind)]
-            axes.plot(values, "o", color=_colour(run), markersize=2.5)
+            axes.plot(values, "o", color=_color(run), markersize=2.5)
     keys = _keys(runs[0], kind)
     places = _groups([key.partition("/")[2] for key in keys])
     axes.set_xticks(list(places), list(places.values()), rotation=30, ha="right")
@@ -271,14 +271,14 @@ def _bound(runs: Sequence[RunLog]) -> Drawing:
     bounds = [run.bounds for run in runs]
     figure, axes = _axes("log10 of the bound")
     for run, points in zip(runs, bounds, strict=True):
-        _plot(axes, points, color=_colour(run), marker="o")
+        _plot(axes, points, color=_color(run), marker="o")
     _legend(figure, _run_handles(runs))
     text = "Line chart of the decimal logarithm of the proved Lipschitz bound of the model. "
     return Drawing("lipschitz_bound", "Global Lipschitz bound", text + _ends(runs, bounds), figure)
 
 
 def _groups(names: Sequence[str]) -> dict[int, str]:
-    """Position of the first layer of each numbered part -> the part, where there is room for it."""
+    """Return position of the first layer -> numbered part, for parts with room for a label."""
     found: dict[str, int] = {}
     for position, name in enumerate(names):
         part, _, rest = name.partition(".")
@@ -293,7 +293,7 @@ def _groups(names: Sequence[str]) -> dict[int, str]:
 
 
 def _keys(run: RunLog, kind: str) -> list[str]:
-    """The keys of a kind in order of depth, which is that of the gradient norms."""
+    """Return the keys of a kind in order of depth, which is the order of the gradient norms."""
     record = run.monitor[-1]
     modules = [key.partition("/")[2] for key in record if key.startswith("grad_norm/")]
     depth = {name: position for position, name in enumerate(modules)}
@@ -320,7 +320,7 @@ def _axes(label: str, *, log: bool = False) -> tuple[Figure, Axes]:
 
 
 def _log_ticks(axes: Axes) -> None:
-    """Plain numbers at powers of ten, and between them where there are few."""
+    """Label powers of ten with plain numbers, and values between them if there are few."""
     if axes.get_yscale() == "log":
         low, high = axes.get_ylim()
         axes.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 300 * low else (1, 2, 5)))
@@ -334,14 +334,14 @@ def _plot(axes: Axes, points: Points, **style) -> None:
     axes.plot([x for x, _ in points], [y for _, y in points], **style)
 
 
-def _colour(run: RunLog) -> str:
+def _color(run: RunLog) -> str:
     return SERIES[run.position]
 
 
 def _run_handles(runs: Sequence[RunLog]) -> list[Line2D]:
     if runs[0].alone:
         return []
-    return [Line2D([], [], color=_colour(run), label=run.name) for run in runs]
+    return [Line2D([], [], color=_color(run), label=run.name) for run in runs]
 
 
 def _legend(figure: Figure, handles: list[Line2D]) -> None:

@@ -1,4 +1,4 @@
-"""The report as one HTML page, or as Markdown with pictures beside it."""
+"""The report as one HTML page, or as Markdown with separate pictures."""
 
 import platform
 import re
@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from lipsformer.engine.run_folder import REPLAY
 from scripts.reporting import figures
 from scripts.reporting.figures import Drawing
-from scripts.reporting.pictures import Picture
+from scripts.reporting.pictures import InlineImage
 from scripts.reporting.runs import RunLog
-from scripts.reporting.theme import COLOURS
+from scripts.reporting.theme import COLORS
 from scripts.reporting.validation import Validation, validate
 
 Rows = list[tuple[str, list[Any]]]
@@ -33,7 +34,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class Report:
-    """All that the pages show."""
+    """Everything that the pages show."""
 
     runs: Sequence[RunLog]
     validations: list[Validation | str]
@@ -43,16 +44,16 @@ class Report:
     seconds: float
 
     def html(self) -> str:
-        """A page that asks for nothing else."""
-        return self._render("page.html.jinja", escaped=True, inline=_inline, colours=COLOURS)
+        """Return a page that loads nothing from elsewhere."""
+        return self._render("page.html.jinja", escaped=True, inline=_inline, colors=COLORS)
 
     def markdown(self, folder: Path) -> None:
-        """Writes report.md into the folder, and its pictures into `images/` there."""
+        """Write report.md into the folder, and its pictures into `images/` there."""
         images = folder / "images"
         images.mkdir(parents=True, exist_ok=True)
         names = iter(range(10**9))
 
-        def saved(item: Drawing | Picture) -> str:
+        def saved(item: Drawing | InlineImage) -> str:
             if isinstance(item, Drawing):
                 name, content = f"{item.name}.png", item.png()
             else:
@@ -93,16 +94,17 @@ class Report:
         )
 
 
-def make_report(runs: Sequence[RunLog], images: int) -> Report:
-    """Looks at the data and draws.
+def make_report(runs: Sequence[RunLog], images: int, weights: str = "best") -> Report:
+    """Evaluate the models and draw the figures.
 
     Args:
-        runs: up to six, the number of colours.
-        images: largest number of validation images to look at, per run; 0 for none.
+        runs: Up to six runs, which is the number of colors.
+        images: Largest number of validation images to evaluate, per run; 0 for none.
+        weights: Which weights to evaluate, "best" or "last".
     """
     started = time.perf_counter()
-    skipped = "no validation images were asked for"
-    validations = [validate(run, images) if images else skipped for run in runs]
+    skipped = "the report was made with --images 0"
+    validations = [validate(run, images, weights) if images else skipped for run in runs]
     confusions = [
         None
         if isinstance(found, str)
@@ -120,7 +122,7 @@ def make_report(runs: Sequence[RunLog], images: int) -> Report:
 
 
 class Tile(NamedTuple):
-    """A figure that stands out."""
+    """A figure that the page shows in large type."""
 
     name: str
     value: str
@@ -129,7 +131,7 @@ class Tile(NamedTuple):
 
 
 def _tiles(runs: Sequence[RunLog]) -> list[Tile]:
-    """The best accuracy of each run; of a single run loss, speed and time as well."""
+    """Return the best accuracy of each run; for a single run also loss, speed and time."""
     tiles = []
     for run in runs:
         name = "best accuracy" if len(runs) == 1 else run.name
@@ -188,13 +190,13 @@ def _outcome(runs: Sequence[RunLog]) -> Rows:
 def _state(run: RunLog) -> str:
     if run.summary is not None:
         return "finished"
-    if (run.folder / "replay.json").exists():
+    if (run.folder / REPLAY).exists():
         return "ended by a loss or gradient that was not finite"
     return "not finished"
 
 
 def _settings(runs: Sequence[RunLog]) -> dict[str, Rows]:
-    """Section of the config -> its settings."""
+    """Return section of the config -> its settings."""
     sections = [asdict(run.config) for run in runs]
     return {
         name: [(key, [own[name][key] for own in sections]) for key in section]
@@ -243,7 +245,7 @@ def _duration(seconds: float) -> str:
 
 
 def _figure(value: Any) -> str:
-    """A value as it is read: four digits of a measured number, a dash for none."""
+    """Format a value: four digits of a measured number, a dash for none."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -256,15 +258,15 @@ def _figure(value: Any) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """A dotted name that may go on in the next line before a word."""
+    """Allow a line break after each dot of a name that a word follows."""
     return Markup(".<wbr>").join(re.split(r"\.(?=[a-z])", name))
 
 
 def _inline(svg: str, text: str) -> Markup:
-    """The SVG as one picture with its words, which screen readers then take instead."""
+    """Mark the SVG as one picture with a text for screen readers."""
     return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{escape(text)}" ', 1))
 
 
 def _cell(text: str) -> str:
-    """Text that stays within a cell of a Markdown table."""
+    """Escape a text for a cell of a Markdown table."""
     return str(text).replace("|", "\\|").replace("\n", " ")

@@ -1,4 +1,4 @@
-"""Small pictures for the page: enlarged, encoded, with their words."""
+"""Small pictures for the page: enlarged, encoded, with a description."""
 
 import base64
 import io
@@ -8,17 +8,17 @@ import numpy as np
 from matplotlib import colormaps
 from PIL import Image
 
-SIDE = 128  # pixels that the shorter side of a small image is enlarged to, at least
+SIDE = 128  # smallest number of pixels of the shorter side; smaller images are enlarged
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An encoded picture: PNG where pixels were enlarged, else JPEG.
+class InlineImage:
+    """An encoded picture: PNG if pixels were enlarged, JPEG otherwise.
 
     Attributes:
-        content: of its file.
+        content: The bytes of its file.
         extension: "png" or "jpg".
-        text: what it shows, for those who do not see it.
+        text: A description for screen readers.
     """
 
     content: bytes
@@ -26,8 +26,8 @@ class Picture:
     text: str
 
     @classmethod
-    def of(cls, array: np.ndarray, text: str) -> "Picture":
-        """The picture of uint8 [H, W, 3]; of a small one every pixel is repeated."""
+    def of(cls, array: np.ndarray, text: str) -> "InlineImage":
+        """Encode uint8 [H, W, 3]; every pixel of a small image is repeated."""
         factor = -(-SIDE // min(array.shape[:2]))
         buffer = io.BytesIO()
         if factor == 1:
@@ -39,13 +39,13 @@ class Picture:
 
     @property
     def uri(self) -> str:
-        """As it stands in the page."""
+        """The picture as a data URI."""
         kind = {"png": "png", "jpg": "jpeg"}[self.extension]
         return f"data:image/{kind};base64,{base64.b64encode(self.content).decode()}"
 
 
 def overlaid(array: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Plasma colours of tokens over the image in grey, which shows through where they are low.
+    """Draw plasma colors of tokens over the gray image, which shows through low values.
 
     Args:
         array: uint8 [H, W, 3].
@@ -55,6 +55,6 @@ def overlaid(array: np.ndarray, shares: np.ndarray) -> np.ndarray:
     grey = np.asarray(Image.fromarray(array).convert("L"), dtype=np.float64)[..., None]
     tokens = Image.fromarray(shares.astype(np.float32))
     tiles = np.asarray(tokens.resize((width, height), Image.Resampling.NEAREST))
-    colours = 255 * colormaps["plasma"](tiles)[..., :3]
+    colors = 255 * colormaps["plasma"](tiles)[..., :3]
     cover = 0.35 + 0.45 * tiles[..., None]
-    return (cover * colours + (1 - cover) * grey).round().astype(np.uint8)
+    return (cover * colors + (1 - cover) * grey).round().astype(np.uint8)

@@ -1,6 +1,5 @@
-"""What the folder of a run of `train.py` tells, read once."""
+"""The records of a run of `train.py`, read once."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lipsformer._configfile import ConfigError, read_config
+from lipsformer._configfile import ConfigError
 from lipsformer.config import Config
-from lipsformer.engine.tracking import METRICS, read_metrics
-from lipsformer.engine.trainer import CONFIG
+from lipsformer.engine.run_folder import CONFIG, METRICS, RunFolder
 
 Points = list[tuple[int, float]]
 
@@ -21,14 +19,14 @@ class RunLog:
     """The records of one run.
 
     Attributes:
-        name: what the report calls it.
-        position: among the runs of the report, which is its colour.
-        alone: whether there are no others.
-        folder: where it lies.
-        config: as it was resolved.
-        starts: one entry of environment.json for each start of the process.
-        records: of metrics.jsonl.
-        summary: of a run that has ended, else None.
+        name: Its name in the report.
+        position: Its position among the runs of the report, which decides its color.
+        alone: Whether it is the only run.
+        folder: Its folder.
+        config: Its resolved config.
+        starts: One entry of environment.json for each start of the process.
+        records: The records of metrics.jsonl.
+        summary: The summary of a run that has ended; None for others.
     """
 
     name: str
@@ -41,7 +39,7 @@ class RunLog:
     summary: dict[str, Any] | None
 
     def points(self, kind: str, key: str) -> Points:
-        """(updates made, value) of the records of a kind that hold the key."""
+        """Return (updates made, value) of the records of a kind that hold the key."""
         return [(r["update"], r[key]) for r in self.records if r["kind"] == kind and key in r]
 
     @cached_property
@@ -60,23 +58,24 @@ class RunLog:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The records of evaluations; those of the EMA weights where there are any."""
+        """The records of evaluations, of the EMA weights if the run averages."""
         kind = "ema" if self.config.train.ema_decay else "raw"
         return [r for r in self.records if r["kind"] == kind]
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The first evaluation with the highest top-1."""
-        return max(self.evaluations, key=lambda r: r["top1"], default=None)
+        """The first evaluation with the highest top-1, of raw or EMA weights."""
+        evaluations = [r for r in self.records if r["kind"] in ("raw", "ema")]
+        return max(evaluations, key=lambda r: r["top1"], default=None)
 
     def median(self, key: str) -> float | None:
-        """Median over the training records that hold the key."""
+        """Return the median over the training records that hold the key."""
         values = [value for _, value in self.points("train", key)]
         return statistics.median(values) if values else None
 
     @property
     def training_seconds(self) -> float:
-        """Time spent in training updates, evaluation and saving left out."""
+        """Seconds spent in training updates, without evaluation and saving."""
         seconds, before = 0.0, 0
         for update, per_update in self.points("train", "seconds_per_update"):
             seconds += (update - before) * per_update
@@ -85,42 +84,40 @@ class RunLog:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunLog]:
-    """The runs in the folders, with names that tell them apart.
+    """Read the runs in the folders; give them names that differ.
 
     Raises:
-        ConfigError: if one of them is not the folder of a run, or a file of it is damaged.
+        ConfigError: If a folder is not that of a run, or one of its files is damaged.
     """
     names = _short_names(folders)
     alone = len(folders) == 1
     return [_read(f, names[i], position=i, alone=alone) for i, f in enumerate(folders)]
 
 
-def _read(folder: Path, name: str, *, position: int, alone: bool) -> RunLog:
+def _read(path: Path, name: str, *, position: int, alone: bool) -> RunLog:
+    folder = RunFolder(path)
     for file in (CONFIG, METRICS):
-        if not (folder / file).is_file():
-            raise ConfigError(f"{folder} has no {file}: name the folder of a run of train.py")
+        if not (path / file).is_file():
+            raise ConfigError(f"{path} has no {file}: name the folder of a run of train.py")
     try:
-        records = read_metrics(folder / METRICS)
-        starts = json.loads((folder / "environment.json").read_text())
-        summary = folder / "summary.json"
         return RunLog(
             name=name,
             position=position,
             alone=alone,
-            folder=folder,
-            config=read_config(Config, folder / CONFIG),
-            starts=starts,
-            records=records,
-            summary=json.loads(summary.read_text()) if summary.exists() else None,
+            folder=path,
+            config=folder.config(),
+            starts=folder.environment(),
+            records=folder.metrics(),
+            summary=folder.summary(),
         )
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{folder} cannot be read as a run: {error}") from None
+        raise ConfigError(f"{path} cannot be read as a run: {error}") from None
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names with as many of their parents as are needed to differ."""
+    """Return the names of the folders with as many of their parents as they need to differ."""
     paths = [folder.resolve() for folder in folders]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]

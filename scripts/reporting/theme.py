@@ -1,10 +1,10 @@
-"""One set of colours for figures and page, in a light and a dark form.
+"""One set of colors for figures and page, in a light and a dark form.
 
-Figures are drawn in the light form. In the page, every colour of theirs becomes a CSS variable.
+Figures are drawn in the light form. In the page, each of their colors becomes a CSS variable.
 """
 
-# name: (light, dark); text colours have a contrast of at least 4.5 to the background
-COLOURS = {
+# name: (light, dark); text colors have a contrast of at least 4.5 to the background
+COLORS = {
     "background": ("#fdfdfc", "#15181c"),
     "panel": ("#f3f4f5", "#1e2227"),
     "text": ("#1c2127", "#e4e8ec"),
@@ -17,7 +17,7 @@ COLOURS = {
     "series-5": ("#b3205f", "#ff83b2"),
     "series-6": ("#0d7280", "#48cbdc"),
 }
-LIGHT = {name: light for name, (light, _) in COLOURS.items()}
-SERIES = [LIGHT[name] for name in COLOURS if name.startswith("series-")]
-# Cells of the confusion matrix, over either background: right ones and mistakes.
+LIGHT = {name: light for name, (light, _) in COLORS.items()}
+SERIES = [LIGHT[name] for name in COLORS if name.startswith("series-")]
+# Cells of the confusion matrix on both backgrounds: right predictions and mistakes.
 RIGHT, WRONG = "#2f80ed", "#e5533d"

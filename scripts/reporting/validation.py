@@ -1,6 +1,6 @@
-"""What the best weights of a run make of its validation images, and where they look."""
+"""Predictions of a run's model for its validation images, and its attention."""
 
-import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,24 +10,19 @@ import torch
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
-from data import DataError, Normalize, build_eval_dataset
+from data import DataError, Normalize, build_eval_dataset, collate
 from data.dataset import ImageDataset
 from data.loader import EvalBatches
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.errors import confusion_matrix, most_confused_pairs, worst_mistakes
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import (
-    CHECKPOINTS,
-    EMA,
-    MODEL,
-    CheckpointError,
-    CheckpointFolder,
-    locate,
-)
-from scripts.measure_lipschitz import load_model
-from scripts.reporting.pictures import Picture, overlaid
+from lipsformer.engine.checkpoint import CheckpointError
+from lipsformer.engine.run_folder import RunFolder, load_model
+from scripts.reporting.pictures import InlineImage, overlaid
 from scripts.reporting.runs import RunLog
+
+logger = logging.getLogger("lipsformer.report")
 
 MISTAKES = 12
 PAIRS = 12
@@ -38,7 +33,7 @@ ATTENTION_IMAGES = 4
 class Mistake:
     """One image of high loss."""
 
-    picture: Picture
+    picture: InlineImage
     label: str
     predicted: str
     confidence: float
@@ -52,24 +47,24 @@ class AttentionColumn:
     name: str
     low: float
     high: float
-    pictures: list[Picture]
+    pictures: list[InlineImage]
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What a model makes of validation images.
+    """Predictions for validation images.
 
     Attributes:
-        weights: the file that the model was read from.
-        num_images: how many were looked at, evenly spaced over the data set.
-        total_images: how many there are.
-        top1: percent of those looked at.
-        classes: names.
-        counts: the confusion matrix, [K, K].
+        weights: The file of the weights.
+        num_images: Number of evaluated images, evenly spaced over the data set.
+        total_images: Length of the data set.
+        top1: Percent of the evaluated images.
+        classes: Names of the classes.
+        counts: The confusion matrix, [K, K].
         pairs: (class, predicted class, images, share of the class).
-        mistakes: wrong ones first, each part by its loss.
-        samples: the images of the attention maps.
-        attention: one column per stage; or the reason why there are none.
+        mistakes: Images of high loss; wrongly classified ones come first.
+        samples: The images of the attention maps.
+        attention: One column per stage, or the reason why there are none.
     """
 
     weights: Path
@@ -80,28 +75,29 @@ class Validation:
     counts: np.ndarray
     pairs: list[tuple[str, str, int, float]]
     mistakes: list[Mistake]
-    samples: list[Picture]
+    samples: list[InlineImage]
     attention: list[AttentionColumn] | str
 
 
-def validate(run: RunLog, limit: int) -> Validation | str:
-    """Runs the model over validation images; the reason, where weights or data are not there.
+def validate(run: RunLog, limit: int, which: str = "best") -> Validation | str:
+    """Evaluate the model of a run; return the reason if weights or data are missing.
 
     Args:
-        run: whose weights and data.
-        limit: largest number of images.
+        run: The run.
+        limit: Largest number of images.
+        which: Which weights, "best" or "last".
     """
     try:
-        return _validate(run, limit)
+        return _validate(run, limit, which)
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         return str(error)
 
 
-def _validate(run: RunLog, limit: int) -> Validation:
-    weights = best_weights(run)
-    card = json.loads((weights.parent / "config.json").read_text())
-    dataset = build_eval_dataset(run.config.data, classes=card["label_names"])
-    model = load_model(str(weights)).eval().to(device())
+def _validate(run: RunLog, limit: int, which: str) -> Validation:
+    weights = RunFolder(run.folder).weights(which)
+    logger.info("%s", weights)
+    dataset = build_eval_dataset(run.config.data, classes=weights.classes())
+    model = load_model(weights).eval().to(device())
     chosen = range(0, len(dataset), -(-len(dataset) // limit))
     logits, labels = predict(model, dataset, chosen, run.config)
     predicted, probabilities = logits.argmax(-1), logits.softmax(-1)
@@ -113,7 +109,7 @@ def _validate(run: RunLog, limit: int) -> Validation:
         label, guess = int(labels[index]), int(predicted[index])
         text = f"class {classes[label]}, predicted {classes[guess]}"
         return Mistake(
-            picture=Picture.of(pixels(dataset, chosen[index]), text),
+            picture=InlineImage.of(pixels(dataset, chosen[index]), text),
             label=classes[label],
             predicted=classes[guess],
             confidence=float(probabilities[index, guess]),
@@ -122,7 +118,7 @@ def _validate(run: RunLog, limit: int) -> Validation:
 
     samples = chosen[:: -(-len(chosen) // ATTENTION_IMAGES)]
     return Validation(
-        weights=weights,
+        weights=weights.file,
         num_images=len(chosen),
         total_images=len(dataset),
         top1=100 * float(predicted.eq(labels).double().mean()),
@@ -134,7 +130,7 @@ def _validate(run: RunLog, limit: int) -> Validation:
         ],
         mistakes=[mistake(i) for i in worst_mistakes(logits, labels, MISTAKES).tolist()],
         samples=[
-            Picture.of(pixels(dataset, i), f"sample of class {classes[dataset.labels[i]]}")
+            InlineImage.of(pixels(dataset, i), f"sample of class {classes[dataset.labels[i]]}")
             for i in samples
         ],
         attention=attention_columns(model, dataset, samples, run.config),
@@ -142,7 +138,7 @@ def _validate(run: RunLog, limit: int) -> Validation:
 
 
 def readable(classes: Sequence[str]) -> list[str]:
-    """Names of classes; for WordNet numbers of ImageNet their words, with the number if shared."""
+    """Return the names of classes; replace WordNet numbers of ImageNet by words."""
     imagenet = ImageNetInfo()
     if not set(classes) <= set(imagenet.label_names()):
         return list(classes)
@@ -153,22 +149,8 @@ def readable(classes: Sequence[str]) -> list[str]:
     ]
 
 
-def best_weights(run: RunLog) -> Path:
-    """The file of the best weights; of a run that has not ended, of its newest checkpoint.
-
-    Raises:
-        CheckpointError: if there is none, or it is damaged.
-    """
-    if run.summary is None:
-        folder = locate(run.folder)
-        return folder / (EMA if (folder / EMA).exists() else MODEL)
-    best = run.summary["best"]
-    folder = CheckpointFolder(run.folder / CHECKPOINTS, keep=1).path_of(best["update"])
-    return locate(folder) / {"raw": MODEL, "ema": EMA}[best["weights"]]
-
-
 def device() -> torch.device:
-    """The accelerator if there is one."""
+    """Return the accelerator if there is one, or the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found or torch.device("cpu")
 
@@ -177,8 +159,8 @@ def device() -> torch.device:
 def predict(
     model: nn.Module, dataset: ImageDataset, chosen: range, config: Config
 ) -> tuple[Tensor, Tensor]:
-    """Logits [N, K] and labels [N] of the chosen images, in float32 on the CPU."""
-    normalize = Normalize(config.data)
+    """Return logits [N, K] and labels [N] of the chosen images, in float32 on the CPU."""
+    normalize = Normalize(config.data.mean, config.data.std)
     batches = EvalBatches(dataset, config.train.eval_batch_size, chosen, config.data.num_workers)
     pairs = [(model(normalize(i.to(device()))).float().cpu(), labels) for i, labels in batches]
     logits, labels = zip(*pairs, strict=True)
@@ -188,11 +170,12 @@ def predict(
 def attention_columns(
     model: nn.Module, dataset: ImageDataset, samples: range, config: Config
 ) -> list[AttentionColumn] | str:
-    """Maps of the last attention of each stage, heads averaged; or why there are none."""
+    """Return head averages of the last attention of each stage; or why there are none."""
     arrays = [pixels(dataset, index) for index in samples]
-    images = torch.stack([torch.from_numpy(array).permute(2, 0, 1) for array in arrays])
+    images, _ = collate([dataset[index] for index in samples])
+    normalize = Normalize(config.data.mean, config.data.std)
     try:
-        maps = attention_maps(model, Normalize(config.data)(images.to(device())))
+        maps = attention_maps(model, normalize(images.to(device())))
     except TypeError as error:
         return str(error)
     columns = []
@@ -201,7 +184,7 @@ def attention_columns(
         low, high = float(received.min()), float(received.max())
         shares = (received - low) / max(high - low, 1e-9)
         pictures = [
-            Picture.of(overlaid(array, share), f"attention in {name}")
+            InlineImage.of(overlaid(array, share), f"attention in {name}")
             for array, share in zip(arrays, shares, strict=True)
         ]
         columns.append(AttentionColumn(name.removesuffix(".attn"), low, high, pictures))
@@ -209,9 +192,9 @@ def attention_columns(
 
 
 def last_of_each_size(maps: dict[str, Tensor]) -> list[str]:
-    """Names of the deepest modules for each extent of the map; single tokens are left out.
+    """Return the names of the deepest module for each size of map; single tokens are left out.
 
-    Where all maps have one extent, as in a ViT, the first, a middle and the last module.
+    If all maps have the same size, as in a ViT, return the first, a middle and the last module.
     """
     last = {tuple(received.shape[2:]): name for name, received in maps.items()}
     if len(last) == 1 and len(maps) > 2:
@@ -221,5 +204,5 @@ def last_of_each_size(maps: dict[str, Tensor]) -> list[str]:
 
 
 def pixels(dataset: ImageDataset, index: int) -> np.ndarray:
-    """The image as the model gets it before normalisation, uint8 [H, W, 3]."""
-    return np.ascontiguousarray(dataset[index][0].permute(1, 2, 0).numpy())
+    """Return the image as the model gets it before normalization, uint8 [H, W, 3]."""
+    return dataset[index][0].numpy()

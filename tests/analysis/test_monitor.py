@@ -188,7 +188,7 @@ def test_converted_models_are_watched_and_capped(name):
     probe = torch.randn(2, 3, small["img_size"], small["img_size"])
     monitor = Monitor(model, lambda _, values: records.append(values), probe=probe)
     monitor.before_step(0)
-    SpectralCap(model, residual_scale=0.25).enforce()
+    SpectralCap(model, residual_scale=0.25).before_eval()
     monitor.after_step(0)
     scales = {k: v for k, v in records[0].items() if k.startswith("residual_scale/")}
     assert len(scales) == 4 and set(scales.values()) == {0.25}
@@ -241,7 +241,7 @@ def test_soft_cap_takes_back_a_share_and_enforce_the_rest():
         model.head.fc.weight.mul_(3.0)
     SpectralCap(model, 1.0, mode="soft", strength=0.25).after_step(0)
     assert svd_sigma(model.head.fc.weight) == pytest.approx(3.0 - 0.25 * 2.0, rel=1e-3)
-    SpectralCap(model, 1.0, mode="soft", strength=0.25).enforce()
+    SpectralCap(model, 1.0, mode="soft", strength=0.25).before_eval()
     for name, weight in matrices_of(model).items():
         assert svd_sigma(weight) <= 1.0 + 1e-5, name
 
@@ -318,7 +318,7 @@ def test_sharded_weights_are_measured_and_capped_whole():
             optimizer.step()
             for instrument in (limit, cap, monitor):
                 instrument.after_step(0)
-            cap.enforce()
+            cap.before_eval()
             domain = Domain(size=(8, 8), radius=3.0)
             records[0]["bound"] = gathered_bound(model, domain).log10
             assert isinstance(model.head.fc.weight, nn.Parameter)

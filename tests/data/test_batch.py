@@ -5,10 +5,9 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 
 from data import Normalize, TrainBatchTransform
-from data.rng import kept, seed_all
-from lipsformer.config import AugmentConfig, DataConfig
+from data.rng import preserve_rng, seed_all
 
-DATA = DataConfig(source="digits", mean=(0.1, 0.5, 0.7), std=(0.2, 0.3, 0.5))
+MEAN, STD = (0.1, 0.5, 0.7), (0.2, 0.3, 0.5)
 AT = {"update": 3, "micro_step": 1, "rank": 2}
 
 
@@ -19,18 +18,18 @@ def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def normalized(images: torch.Tensor) -> torch.Tensor:
-    mean = torch.tensor(DATA.mean, dtype=torch.float64).view(3, 1, 1)
-    std = torch.tensor(DATA.std, dtype=torch.float64).view(3, 1, 1)
+    mean = torch.tensor(MEAN, dtype=torch.float64).view(3, 1, 1)
+    std = torch.tensor(STD, dtype=torch.float64).view(3, 1, 1)
     return ((images.double() / 255 - mean) / std).float()
 
 
-def transform(seed: int = 0, **augment) -> TrainBatchTransform:
-    return TrainBatchTransform(DATA, AugmentConfig(**augment), num_classes=7, seed=seed)
+def transform(seed: int = 0, **recipe) -> TrainBatchTransform:
+    return TrainBatchTransform(Normalize(MEAN, STD), num_classes=7, seed=seed, **recipe)
 
 
 def test_normalize_is_its_formula():
     images, _ = batch(5)
-    torch.testing.assert_close(Normalize(DATA)(images), normalized(images))
+    torch.testing.assert_close(Normalize(MEAN, STD)(images), normalized(images))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -69,7 +68,7 @@ def test_erasing_and_mixing_equal_timms_on_the_same_seed():
     output, targets = transform(
         reprob=0.6, remode="pixel", mixup=0.8, cutmix=1.0, label_smoothing=0.1
     )(images, labels, **AT)
-    with kept():
+    with preserve_rng():
         seed_all("batch", 0, 3, 1, 2)
         expected = RandomErasing(0.6, mode="pixel", device="cpu")(normalized(images))
         mix = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=7)

@@ -19,11 +19,11 @@ from timm.models._hub import save_config_for_hf
 from torch import Tensor, nn
 
 import eval as evaluation
-from data import DataError
-from data.evalsets import ALEXNET_ERROR, STANDARD, STANDARD_WORDS, corruption_summary, find_sets
+from data import DataError, build_eval_sets
+from data.evalsets import ALEXNET_ERROR, STANDARD, STANDARD_WORDS, corruption_summary
 from lipsformer.config import DataConfig
+from lipsformer.engine.build import timm_config
 from tests.data.trees import write_tree
-from train import model_card
 
 SIZE = 32
 KNOWN = 307  # classes of the model: some of ImageNet's, in an order of their own
@@ -64,7 +64,7 @@ def checkpoint(
     tmp_path_factory: pytest.TempPathFactory, model: nn.Module, wnids: list[str]
 ) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    (folder / "config.json").write_text(model_card(model, wnids))
+    (folder / "config.json").write_text(timm_config(model, wnids))
     save_file(model.state_dict(), folder / "model.safetensors")
     return folder
 
@@ -272,7 +272,7 @@ def test_class_names_may_be_the_words_of_the_index(tmp_path, names):
     words[517] = "crane2"  # as the Hub's ImageNet-1K has it
     classes = {"wnids": STANDARD, "words": words}[names][::-1]
     data = DataConfig(source="folder", img_size=16)
-    (found,) = find_sets([f"sketch={tmp_path / 's'}"], data, classes, 1000)
+    (found,) = build_eval_sets([f"sketch={tmp_path / 's'}"], data, classes, 1000)
     assert found.dataset.labels.tolist() == [999 - 2, 999 - 134, 999 - 517]
 
 
@@ -285,7 +285,7 @@ def test_class_names_may_be_the_words_of_the_index(tmp_path, names):
         ("sketch=S", STANDARD[1:], r"1 unknown class\(es\) n01440764"),
         ("sketch=S", None, r"no class names and 7 outputs"),
         ("v2=S", STANDARD, r"S/n01440764: the class folders of V2 are named 0 to 999"),
-        ("real=S", STANDARD, r"000.png is not named as ImageNet's validation images"),
+        ("real=S", STANDARD, r"000.png has not the name of a validation image"),
         (
             "a=S",
             STANDARD,
@@ -300,7 +300,7 @@ def test_mistakes_are_one_clear_error(tmp_path, monkeypatch, entries, classes, m
     write_tree(tmp_path / "S", dict.fromkeys(STANDARD[:3], 1))
     data = DataConfig(source="folder", root=str(tmp_path), img_size=16)
     with pytest.raises(DataError, match=message) as caught:
-        find_sets(entries.split(), data, classes, 7)
+        build_eval_sets(entries.split(), data, classes, 7)
     assert "\n" not in str(caught.value)
 
 
@@ -310,7 +310,7 @@ def test_v2s_numbers_are_the_standard_index_on_real_photos(datasets, tmp_path):
     for number, (wnid, _) in json.loads((sample / "imagenet_class_index.json").read_text()).items():
         (tmp_path / number).symlink_to(sample / "val" / wnid, target_is_directory=True)
     data = DataConfig(source="folder", img_size=16)
-    (found,) = find_sets([f"v2={tmp_path}"], data, None, 1000)
-    numbers = [Path(found.dataset.source.file(index)).parent.name for index in range(1000)]
+    (found,) = build_eval_sets([f"v2={tmp_path}"], data, None, 1000)
+    numbers = [Path(found.dataset.source.source.file(index)).parent.name for index in range(1000)]
     assert found.dataset.labels.tolist() == [int(number) for number in numbers]
     assert numbers != sorted(numbers, key=int)

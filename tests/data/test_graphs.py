@@ -75,7 +75,7 @@ def test_absent_unknown_and_broken_graphs_raise_one_clear_error(tmp_path, monkey
 
 @pytest.mark.data
 def test_a_split_that_is_not_there_raises(datasets):
-    with pytest.raises(DataError, match=r"data.split=10 is not there; texas has 10"):
+    with pytest.raises(DataError, match=r"data.split=10 is not possible: texas has 10 splits"):
         load_graph("texas", datasets / "graphs", split=10)
 
 

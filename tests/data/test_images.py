@@ -92,11 +92,9 @@ import resource
 from data.images import read_picture
 from data.errors import UnreadableImageError
 from data.transforms import EvalTransform, TrainTransform
-from lipsformer.config import AugmentConfig, DataConfig
 from tests.data.test_images import manifest
 from pathlib import Path
-data = DataConfig(source="folder")
-transforms = EvalTransform(data), TrainTransform(data, AugmentConfig())
+transforms = EvalTransform(224), TrainTransform(224)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for folder in ("imagenet-1k-odd", "corrupt"):
     for path in manifest(Path({str(datasets)!r}) / folder):

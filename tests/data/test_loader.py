@@ -37,7 +37,7 @@ class Keys(Dataset):
 
     def __getitem__(self, key):
         epoch, index = key if isinstance(key, tuple) else (-1, key)
-        return torch.tensor([epoch, index]).view(2, 1, 1), index
+        return torch.tensor([epoch, index]).view(1, 1, 2), index
 
     def __getitems__(self, keys):
         return [self[key] for key in keys]
@@ -179,7 +179,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index(photos):
             images = [i for update in loader.epoch(epoch, start_update) for i in update[0][0][0]]
             assert len(images) == len(order)
             for index, image in zip(order.tolist(), images, strict=True):
-                assert torch.equal(image, expected[epoch, index])
+                assert torch.equal(image, expected[epoch, index].permute(2, 0, 1))
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tolist() == states[1]  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), states[2])

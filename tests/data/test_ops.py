@@ -6,7 +6,7 @@ from PIL import Image
 from timm.data import auto_augment as timms
 
 from data.ops import ON_ARRAYS
-from data.rng import kept, seed_all
+from data.rng import preserve_rng, seed_all
 from tests.data.photos import photo
 
 HPARAMS = {
@@ -27,7 +27,7 @@ def differences(name: str, image: Image.Image, **hparams) -> np.ndarray:
     array_op.aug_fn = ON_ARRAYS[timm_op.aug_fn]
     found = []
     for seed in range(20):
-        with kept():
+        with preserve_rng():
             seed_all(seed)
             expected = np.asarray(timm_op(image)).astype(int)
             seed_all(seed)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import data
-from data.rng import derive_seed, kept, permutation, seed_all
+from data.rng import derive_seed, permutation, preserve_rng, seed_all
 
 
 def draw() -> list[float]:
@@ -23,10 +23,10 @@ def test_the_package_is_this_repositorys():
 def test_equal_keys_draw_equal_numbers_and_different_keys_different_ones():
     draws = {}
     for key in [("a", 1, 23), ("a", 12, 3), ("b", 1, 23)]:
-        with kept():
+        with preserve_rng():
             seed_all(*key)
             draws[key] = draw()
-        with kept():
+        with preserve_rng():
             seed_all(*key)
             assert draw() == draws[key]
     assert len({tuple(values) for values in draws.values()}) == 3
@@ -36,7 +36,7 @@ def test_global_states_are_left_as_found_even_after_an_error():
     random.seed(5), np.random.seed(5), torch.manual_seed(5)  # noqa: NPY002
     expected = draw()
     random.seed(5), np.random.seed(5), torch.manual_seed(5)  # noqa: NPY002
-    with contextlib.suppress(ZeroDivisionError), kept():
+    with contextlib.suppress(ZeroDivisionError), preserve_rng():
         seed_all("key", 7)
         draw()
         raise ZeroDivisionError

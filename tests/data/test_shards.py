@@ -115,7 +115,7 @@ def test_interrupted_making_goes_on_with_equal_bytes(made, tmp_path, capsys):
         ShardSource(half)
     arguments = [str(folder / "train"), str(half), "--images-per-shard"]
     assert main([*arguments, "4"]) == 2
-    assert "is not empty and not a part of this" in capsys.readouterr().err
+    assert "is not empty and its files do not belong to" in capsys.readouterr().err
     assert main([*arguments, "5"]) == 0
     assert (half / "shard-00001.tar").stat().st_mtime_ns == kept
     for file in (shards / "train").iterdir():
@@ -143,7 +143,7 @@ def test_damage_is_found(made, tmp_path, capsys):
     content[700] ^= 1
     (copy / "shard-00002.tar").write_bytes(content)
     assert main(["--verify", str(copy)]) == 1
-    assert capsys.readouterr().out == "all shards are sound\ndamaged: shard-00002.tar\n"
+    assert capsys.readouterr().out == "all shards are intact\ndamaged: shard-00002.tar\n"
     source = ShardSource(copy)
     with open(copy / "shard-00002.tar", "r+b") as file:
         file.truncate(1000)

@@ -1,5 +1,6 @@
 """A damaged or unfinished checkpoint is named and passed over; a failed save costs nothing."""
 
+import json
 import logging
 import resource
 import subprocess
@@ -16,18 +17,20 @@ from lipsformer.engine.checkpoint import (
     CheckpointError,
     CheckpointFolder,
     find_fault,
-    locate,
     read_weights,
     strip_wrappers,
 )
+from lipsformer.engine.run_folder import find_weights
+
+STATE = {"updates_per_epoch": 5, "history": [], "best": None}
 
 
-def save(folder: CheckpointFolder, update: int, best: int | None = None, size: int = 1000) -> Path:
+def save(folder: CheckpointFolder, step: int, best: int | None = None, size: int = 1000) -> Path:
     return folder.save(
-        update,
-        tensors={MODEL: {"w": torch.full((size,), float(update))}},
-        texts={"state.json": f'{{"update": {update}}}'},
-        best_update=best,
+        step,
+        tensors={MODEL: {"w": torch.full((size,), float(step))}},
+        texts={"state.json": json.dumps({"update": step, **STATE})},
+        best_step=best,
     )
 
 
@@ -168,15 +171,18 @@ def test_weights_that_need_unpickling_are_refused(tmp_path: Path) -> None:
         read_weights(tmp_path / "w.pth")
 
 
-def test_locate_understands_run_checkpoint_and_file(tmp_path: Path) -> None:
+def test_weights_of_run_checkpoint_and_file(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     with pytest.raises(CheckpointError, match="neither a run"):
-        locate(tmp_path)
+        find_weights(tmp_path)
     save(folder, 5)
     newest = save(folder, 10)
-    assert locate(tmp_path) == newest
-    assert locate(newest) == newest
-    assert locate(newest / MODEL) == newest / MODEL
+    for path in (tmp_path, newest, newest / MODEL):
+        found = find_weights(path)
+        assert (found.file, found.kind, found.step, found.epoch) == (newest / MODEL, "raw", 10, 2)
+        assert (
+            str(found) == f"weights     {newest / MODEL} (update 10, epoch 2, raw, not evaluated)"
+        )
     flip_a_bit(newest)
     with pytest.raises(CheckpointError, match="is damaged"):
-        locate(newest)
+        find_weights(newest)

@@ -98,7 +98,7 @@ def test_another_number_of_processes_needs_the_option(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = write_config(tmp_path, {**PLAIN, "train": {**PLAIN["train"], "epochs": 2}}, folder)
     arguments = ["--config", str(config)]
-    event = Event("lipsformer.engine.steps", "Learner.update", 18)
+    event = Event("lipsformer.engine.steps", "train_step", 18)
     launch(arguments, tmp_path / "log", event=event)
     assert launch(arguments, tmp_path / "refused", world_size=2) == [2, 2]
     message = (tmp_path / "refused.0").read_text()

@@ -28,7 +28,7 @@ DATA = DIGITS["data"]
 # between two checkpoints; and in the evaluation after the first epoch
 KILLS = [
     Event("torch.optim", "AdamW.step", 8),
-    Event("lipsformer.engine.metrics", "EvalSums.add", 1),
+    Event("lipsformer.engine.steps", "EvalSums.add", 1),
 ]
 
 

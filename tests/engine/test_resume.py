@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lipsformer.engine.distributed import EXIT_STOPPED
@@ -15,11 +17,11 @@ from tests.runs import DIGITS, outcome, write_config
 CHECKPOINT = "lipsformer.engine.checkpoint"
 # What a run of 28 updates with a checkpoint every third and after each epoch does, and how often.
 MOMENTS = {
-    ("lipsformer.engine.steps", "Learner.update"): 28,
+    ("lipsformer.engine.steps", "train_step"): 28,
     ("torch.optim", "AdamW.step"): 28,
-    ("lipsformer.engine.metrics", "EvalSums.add"): 8,
+    ("lipsformer.engine.steps", "EvalSums.add"): 8,
     ("lipsformer.engine.tracking", "Tracking.record"): 12,
-    ("lipsformer.engine.train_state", "take"): 11,
+    ("lipsformer.engine.train_state", "TrainState.state_dict"): 11,
     (CHECKPOINT, "save_file"): 33,
     (CHECKPOINT, "_fingerprint"): 66,
     (CHECKPOINT, "_flush"): 90,
@@ -65,12 +67,12 @@ def same(found: dict, expected: dict) -> None:
 
 def test_killed_in_every_phase(tmp_path: Path) -> None:
     events = [
-        Event("lipsformer.engine.steps", "Learner.update", 2),  # before the first checkpoint
+        Event("lipsformer.engine.steps", "train_step", 2),  # before the first checkpoint
         Event("torch.optim", "AdamW.step", 5),  # in an update, between two checkpoints
         Event(CHECKPOINT, "save_file", 2),  # in a save: some files written
         Event(CHECKPOINT, "_flush", 8),  # all but the rename
         Event(CHECKPOINT, "CheckpointFolder._prune", 1),  # renamed, the old ones still there
-        Event("lipsformer.engine.metrics", "EvalSums.add", 1),  # in an evaluation
+        Event("lipsformer.engine.steps", "EvalSums.add", 1),  # in an evaluation
         Event("lipsformer.engine.tracking", "Tracking.record", 5),  # between two records
     ]
     same(killed(tmp_path / "b", 0, 1, events), reference(tmp_path / "a", 0, 1))
@@ -88,7 +90,7 @@ def test_killed_in_every_phase(tmp_path: Path) -> None:
 def test_killed_with_two_processes_and_workers(tmp_path: Path) -> None:
     events = [
         Event("torch.optim", "AdamW.step", 5),
-        Event("lipsformer.engine.train_state", "take", 2),
+        Event("lipsformer.engine.train_state", "TrainState.state_dict", 2),
     ]
     same(killed(tmp_path / "b", 2, 2, events), reference(tmp_path / "a", 2, 2))
 
@@ -127,13 +129,28 @@ def test_stopped_by_a_signal_and_started_again(tmp_path: Path) -> None:
     config = write_config(tmp_path, DIGITS, tmp_path / "out")
     arguments = ["--config", str(config), *settings(0, 1)]
     for number, signal_number in enumerate((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)):
-        event = Event("lipsformer.engine.steps", "Learner.update", 5)
+        event = Event("lipsformer.engine.steps", "train_step", 5)
         codes = launch(arguments, tmp_path / "log", event=event, signal_number=signal_number)
         assert codes == [EXIT_STOPPED]
         newest = max((tmp_path / "out" / "checkpoints").iterdir())
         assert json.loads((newest / "state.json").read_text())["update"] == 5 * (number + 1)
-    event = Event("lipsformer.engine.metrics", "EvalSums.add", 2)  # in the last evaluation
+    event = Event("lipsformer.engine.steps", "EvalSums.add", 2)  # in the last evaluation
     codes = launch(arguments, tmp_path / "log", event=event, signal_number=signal.SIGTERM)
     assert codes == [EXIT_STOPPED]
     assert launch(arguments, tmp_path / "log") == [0]
     same(outcome(tmp_path / "out"), reference(tmp_path / "a", 0, 1))
+
+
+def test_a_fine_tuned_run_continues_without_the_weights_that_it_began_with(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    shutil.copytree(Path(__file__).with_name("before_rebuild"), weights)
+    settings = yaml.safe_load((weights / "config.yaml").read_text())
+    settings["model"]["checkpoint"] = str(weights)
+    settings["train"] |= {"epochs": 1, "global_batch_size": 288}
+    config = write_config(tmp_path, settings, tmp_path / "out")
+    event = Event("lipsformer.engine.steps", "train_step", 2)
+    arguments, log = ["--config", str(config)], tmp_path / "log"
+    assert launch(arguments, log, event=event, signal_number=signal.SIGTERM) == [EXIT_STOPPED]
+    assert f"weights     {weights}/checkpoints/" in (tmp_path / "log.0").read_text()
+    shutil.rmtree(weights)
+    assert launch(arguments, log) == [0], (tmp_path / "log.0").read_text()

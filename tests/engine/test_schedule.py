@@ -23,5 +23,5 @@ from lipsformer.engine.schedule import CosineSchedule
     ],
 )
 def test_lr_table(warmup: int, update: int, expected: float) -> None:
-    schedule = CosineSchedule(peak=0.8, final=0.2, total_updates=8, warmup_updates=warmup)
+    schedule = CosineSchedule(peak=0.8, final=0.2, total_steps=8, warmup_steps=warmup)
     assert schedule(update) == pytest.approx(expected, rel=1e-12)

@@ -14,4 +14,4 @@ def test_the_main_thread_hears_and_another_one_leaves_the_handlers_alone():
         beside = threads.submit(StopRequest).result()
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     signal.raise_signal(signal.SIGUSR1)
-    assert (heard.agreed(), beside.agreed()) == (signal.SIGUSR1, 0)
+    assert (heard.stop_signal(), beside.stop_signal()) == (signal.SIGUSR1, 0)

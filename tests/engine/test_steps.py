@@ -1,4 +1,4 @@
-"""One update equals its definition in float64, however the samples are dealt; evaluation counts."""
+"""One step equals its definition in float64, however the samples are dealt; evaluation counts."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lipsformer.config import OptimConfig
-from lipsformer.engine.metrics import NonFiniteError, Window
+from lipsformer.engine.metrics import NonFiniteError, StepMetrics
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
-from lipsformer.engine.steps import Learner, Stopwatch, evaluate, train_epoch
+from lipsformer.engine.steps import Stopwatch, evaluate, train_epoch, train_step
+from lipsformer.engine.train_state import TrainState
 
 CLASSES = 7
 OPTIM = OptimConfig(lr=0.05, weight_decay=0.1, clip_grad=0.3)
@@ -24,20 +25,20 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 2 * 5, 11), nn.GELU(), nn.Linear(11, CLASSES))
 
 
-def make_learner(
+def make_state(
     model: nn.Module, ema_decay: float | None = None, compiled: bool = False
-) -> Learner:
+) -> TrainState:
     accelerator = Accelerator()
     ema = None if ema_decay is None else ModelEmaV3(model, ema_decay)
     if compiled:
         model.compile(backend="eager")
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, OPTIM))
-    return Learner(
+    return TrainState(
         accelerator=accelerator,
         model=prepared,
         module=accelerator.unwrap_model(prepared),
         optimizer=optimizer,
-        schedule=CosineSchedule(peak=OPTIM.lr, final=0.0, total_updates=10),
+        schedule=CosineSchedule(peak=OPTIM.lr, final=0.0, total_steps=10),
         clip_grad=OPTIM.clip_grad,
         seed=0,
         ema=ema,
@@ -70,10 +71,10 @@ def reference_gradient(samples: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Te
 def test_gradient_is_the_mean_over_the_update_however_it_is_dealt(sizes: list[int]) -> None:
     samples = make_samples(sum(sizes))
     expected, norm = reference_gradient(samples)
-    learner = make_learner(make_model())
+    state = make_state(make_model())
     seen = []
-    learner.optimizer.step = lambda: seen.extend(p.grad.clone() for p in learner.model.parameters())
-    loss_sum, grad_norm = learner.update(split(samples, sizes), sum(sizes), 0, transform)
+    state.optimizer.step = lambda: seen.extend(p.grad.clone() for p in state.model.parameters())
+    loss_sum, grad_norm = train_step(state, split(samples, sizes), sum(sizes), 0, transform)
     torch.testing.assert_close(grad_norm.double(), norm, rtol=1e-6, atol=1e-6)
     assert norm > OPTIM.clip_grad, "clipping must act in this test"
     for gradient, reference in zip(seen, expected, strict=True):
@@ -89,21 +90,21 @@ def test_accumulated_training_equals_whole_batches_with_a_short_last_group() -> 
     groups = split(samples, [8, 8, 3])
     weights = []
     for parts in ([[8], [8], [3]], [[4, 4], [2, 3, 3], [2, 1]]):
-        learner = make_learner(make_model())
-        window = Window(learner.accelerator, max_nonfinite=0)
+        state = make_state(make_model())
+        metrics = StepMetrics(state.accelerator, max_nonfinite=0)
         updates = [(split(g, p), len(g[0])) for g, p in zip(groups, parts, strict=True)]
         made = train_epoch(
-            learner,
+            state,
             updates,
-            first_update=0,
+            first_step=0,
             transform=transform,
-            window=window,
+            metrics=metrics,
             stopwatch=Stopwatch(),
-            after_update=lambda _: False,
+            after_step=lambda _: False,
         )
         assert made == 3
-        assert [s.num_samples for s in window.read()] == [8, 8, 3]
-        weights.append([p.detach().clone() for p in learner.module.parameters()])
+        assert [s.num_samples for s in metrics.read()] == [8, 8, 3]
+        weights.append([p.detach().clone() for p in state.module.parameters()])
     for whole, accumulated in zip(*weights, strict=True):
         torch.testing.assert_close(accumulated, whole, rtol=1e-6, atol=1e-6)
 
@@ -114,10 +115,10 @@ def test_drop_path_and_dropout_depend_on_update_and_micro_step_alone() -> None:
     for noise in (0, 17):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(30, CLASSES))
-        learner = make_learner(model)
+        state = make_state(model)
         torch.manual_seed(noise)  # a state that an interrupted run would not have
         first = [
-            learner.update(split(samples, [3, 3]), 6, update, transform)[0] for update in (0, 1)
+            train_step(state, split(samples, [3, 3]), 6, update, transform)[0] for update in (0, 1)
         ]
         losses.append(torch.stack(first))
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
@@ -125,40 +126,40 @@ def test_drop_path_and_dropout_depend_on_update_and_micro_step_alone() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_ema_is_the_running_average_of_the_weights_after_each_update(compiled: bool) -> None:
-    learner = make_learner(make_model(), ema_decay=0.8, compiled=compiled)
+    state = make_state(make_model(), ema_decay=0.8, compiled=compiled)
     samples = make_samples(5)
     average = None
     for update in range(4):
-        learner.update([samples], 5, update, transform)
-        weight = learner.module[1].weight.detach().double()
+        train_step(state, [samples], 5, update, transform)
+        weight = state.module[1].weight.detach().double()
         average = weight if average is None else 0.8 * average + 0.2 * weight
-    assert learner.ema is not None
-    torch.testing.assert_close(learner.ema.module[1].weight.double(), average, rtol=1e-6, atol=1e-7)
+    assert state.ema is not None
+    torch.testing.assert_close(state.ema.module[1].weight.double(), average, rtol=1e-6, atol=1e-7)
 
 
 def test_nonfinite_update_changes_nothing_and_stops_the_run() -> None:
-    learner = make_learner(make_model())
-    window = Window(learner.accelerator, max_nonfinite=1)
+    state = make_state(make_model())
+    metrics = StepMetrics(state.accelerator, max_nonfinite=1)
     images, labels = make_samples(5)
     broken = images.clone()
     broken[2, 1, 1, 3] = float("nan")
     for update, batch in enumerate([images, broken, images]):
-        before = [p.detach().clone() for p in learner.module.parameters()]
-        loss, norm = learner.update([(batch, labels)], 5, update, transform)
-        window.add(update, 0.05, 5, loss, norm)
+        before = [p.detach().clone() for p in state.module.parameters()]
+        loss, norm = train_step(state, [(batch, labels)], 5, update, transform)
+        metrics.add(update, 0.05, 5, loss, norm)
         unchanged = [
-            torch.equal(a, b) for a, b in zip(before, learner.module.parameters(), strict=True)
+            torch.equal(a, b) for a, b in zip(before, state.module.parameters(), strict=True)
         ]
         assert all(unchanged) if update == 1 else not any(unchanged)
-    steps = {float(s["step"]) for s in learner.optimizer.state.values()}
+    steps = {float(s["step"]) for s in state.optimizer.state.values()}
     assert steps == {2.0}, "a skipped step must not count"
-    assert [s.finite for s in window.read()] == [True, False, True]
+    assert [s.finite for s in metrics.read()] == [True, False, True]
 
     for update in (3, 4):
-        loss, norm = learner.update([(broken, labels)], 5, update, transform)
-        window.add(update, 0.05, 5, loss, norm)
+        loss, norm = train_step(state, [(broken, labels)], 5, update, transform)
+        metrics.add(update, 0.05, 5, loss, norm)
     with pytest.raises(NonFiniteError, match=r"updates 3 to 4 \(lr 0.05.*last finite update 2: lr"):
-        window.read()
+        metrics.read()
 
 
 class Batches:

@@ -8,11 +8,11 @@ from lipsformer.graph import LipschitzGATConv, create_model
 from lipsformer.graph.diagnostics import (
     attention_statistics,
     dirichlet_energy,
+    distance_from_mean,
     gat_attention_bound,
     gradient_norms,
     layer_profile,
     mean_cosine,
-    mu,
 )
 
 NODES = 7
@@ -25,13 +25,15 @@ def graph():
     return x, to_undirected(torch.randint(NODES, (2, 9)))
 
 
-def test_mu_is_the_part_beside_the_mean(graph):
+def test_distance_from_mean_is_orthogonal_to_the_mean(graph):
     x, _ = graph
     mean = torch.full((NODES, NODES), 1 / NODES, dtype=torch.double) @ x
-    torch.testing.assert_close(x.norm() ** 2, mean.norm() ** 2 + mu(x) ** 2)
-    assert mu(torch.ones(NODES, 3)) == 0
+    torch.testing.assert_close(x.norm() ** 2, mean.norm() ** 2 + distance_from_mean(x) ** 2)
+    assert distance_from_mean(torch.ones(NODES, 3)) == 0
     for scale in (1e-30, 1e30):  # whose squares are 0 and infinite in single precision
-        assert mu(x.float() * scale).item() == pytest.approx(mu(x).item() * scale, rel=1e-5)
+        assert distance_from_mean(x.float() * scale).item() == pytest.approx(
+            distance_from_mean(x).item() * scale, rel=1e-5
+        )
 
 
 def test_mean_cosine_equals_the_mean_over_pairs(graph):
@@ -93,10 +95,12 @@ def test_layer_profile_gradients_equal_autograd(graph):
     for layer in model.layers:
         out = layer(out, edge_index)
     torch.nn.functional.cross_entropy(model.head(out)[mask], y[mask]).backward()
-    assert profile["gradient_mu"][0] == pytest.approx(mu(state.grad).item())
+    assert profile["gradient_distance_from_mean"][0] == pytest.approx(
+        distance_from_mean(state.grad).item()
+    )
     for layer, norm in zip(model.layers, profile["gradient_norm"], strict=True):
         expected = torch.cat([p.grad.flatten() for p in layer.parameters()]).norm().item()
         assert norm == pytest.approx(expected)
     assert gradient_norms(model) == pytest.approx(profile["gradient_norm"])
-    assert profile["mu"][0] == pytest.approx(mu(state).item())
+    assert profile["distance_from_mean"][0] == pytest.approx(distance_from_mean(state).item())
     assert all(spread <= 2 / 4 for spread in profile["score_spread"])  # |scores| <= 1 / att_norm

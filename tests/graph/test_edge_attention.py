@@ -1,21 +1,26 @@
 import copy
-import gc
 import importlib
 import math
 import os
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
 from torch_geometric.nn import MessagePassing
 
-from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
-from lipsformer.graph import conv as conv_module
+from lipsformer.graph import (
+    DeepGAT,
+    LipschitzGATConv,
+    LipschitzTransformerConv,
+    ScaledCosineConv,
+    cosine_conv,
+    gat_conv,
+    transformer_conv,
+)
 from lipsformer.graph.edge_attention import cpu
-from lipsformer.graph.edge_attention.csr import edge_csr
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
+from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
 from lipsformer.layers.lipschitz_norm import segment_max
 from tests.conftest import ROOT
 from tests.graph.edges import (
@@ -42,7 +47,7 @@ def test_value_and_gradient_equal_a_loop(monkeypatch, edges_per_pass, size, slop
     edge_index, inputs = random_edges(), random_inputs(size)
     keep = torch.rand(HEADS, EDGES) >= dropout if dropout else None
     out = edge_attention(
-        edge_csr(edge_index, SOURCES, TARGETS),
+        SortedEdges(edge_index, SOURCES, TARGETS).csr,
         *inputs,
         negative_slope=slope,
         dropout=dropout,
@@ -67,7 +72,7 @@ def test_second_derivative_equals_that_of_a_loop():
     weights = [torch.randn_like(x) for x in inputs]
     results = []
     for out in (
-        edge_attention(edge_csr(edge_index, SOURCES, TARGETS), *inputs, negative_slope=0.2),
+        edge_attention(SortedEdges(edge_index, SOURCES, TARGETS).csr, *inputs, negative_slope=0.2),
         looped_attention(edge_index, *inputs, 0.2),
     ):
         grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
@@ -79,8 +84,8 @@ def test_second_derivative_equals_that_of_a_loop():
 def test_neighbor_max_equals_segment_max_with_equal_maxima():
     edge_index = random_edges()
     values = torch.randint(3, (SOURCES, HEADS)).double().requires_grad_()
-    graph = edge_csr(edge_index, SOURCES, TARGETS)
-    out = neighbor_max(values, graph)
+    csr = SortedEdges(edge_index, SOURCES, TARGETS).csr
+    out = neighbor_max(values, csr)
     expected = segment_max(values[edge_index[0]], edge_index[1], TARGETS)
     assert torch.equal(out, expected)
     weight = torch.randn_like(out)
@@ -106,7 +111,8 @@ def fused_calls(monkeypatch):
         calls.append(1)
         return edge_attention(*args, **kwargs)
 
-    monkeypatch.setattr(conv_module, "edge_attention", counted)
+    for module in (gat_conv, transformer_conv, cosine_conv):
+        monkeypatch.setattr(module, "edge_attention", counted)
     return calls
 
 
@@ -162,7 +168,7 @@ def test_other_types_equal_the_messages(layer, dtype, autocast):
 def test_dropout_scales_what_it_keeps():
     degree, rate = 1999, 0.3
     star = torch.stack([torch.arange(degree), torch.zeros(degree, dtype=torch.long)])
-    graph = edge_csr(star, degree, 1)
+    graph = SortedEdges(star, degree, 1).csr
     query, key = torch.zeros(1, 2, 1), torch.zeros(degree, 2, 1)
     value = torch.eye(degree).unsqueeze(1).expand(-1, 2, -1)  # the output shows each weight
     weights = edge_attention(graph, query, key, value, dropout=rate)[0]
@@ -199,11 +205,33 @@ def test_nothing_is_kept_per_edge_but_the_dropout_mask():
 
 
 class TestSortedEdges:
-    def test_sorted_once_while_nothing_changes(self):
-        edge_index = random_edges()
-        graph = edge_csr(edge_index, SOURCES, TARGETS)
-        assert edge_csr(edge_index, SOURCES, TARGETS) is graph
-        assert edge_csr(edge_index, SOURCES, SOURCES) is not graph
+    def test_a_model_sorts_once_for_all_layers_and_not_at_all_if_edges_are_sorted(
+        self, monkeypatch
+    ):
+        sorts = []
+        build = EdgeCSR.build
+        counted = lambda *args: sorts.append(1) or build(*args)  # noqa: E731
+        monkeypatch.setattr(EdgeCSR, "build", staticmethod(counted))
+        model = DeepGAT(FEATURES, CHANNELS, 3, num_layers=5, heads=HEADS).eval()
+        x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
+        expected = model(x, edge_index)
+        assert len(sorts) == 1
+        edges = SortedEdges(edge_index, SOURCES)
+        assert torch.equal(model(x, edges), expected) and torch.equal(model(x, edges), expected)
+        assert len(sorts) == 2
+
+    @pytest.mark.parametrize("layer", CONVS)
+    def test_sorted_edges_equal_plain_ones_in_either_way_of_computing(self, layer):
+        conv = layer(FEATURES, CHANNELS, HEADS)
+        x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
+        for own in (conv, message_by_message(conv)):
+            assert torch.equal(own(x, SortedEdges(edge_index, SOURCES)), own(x, edge_index))
+
+    def test_edges_sorted_for_another_graph_raise(self):
+        conv = LipschitzGATConv(FEATURES, CHANNELS)
+        message = "sorted for 13 sources and 7 targets, but the inputs have 13 and 13 rows"
+        with pytest.raises(ValueError, match=message):
+            conv(torch.randn(SOURCES, FEATURES), SortedEdges(random_edges(), SOURCES, TARGETS))
 
     def test_change_in_place_is_seen_even_behind_torchs_back(self):
         edge_index = random_edges()
@@ -215,13 +243,6 @@ class TestSortedEdges:
         torch.testing.assert_close(after, message_by_message(conv)(x, edge_index))
         assert not torch.allclose(after, before)
 
-    def test_forgotten_with_the_edges(self):
-        edge_index = random_edges()
-        graph = weakref.ref(edge_csr(edge_index, SOURCES, TARGETS))
-        del edge_index
-        gc.collect()
-        assert graph() is None
-
     @pytest.mark.parametrize(("row", "name"), [(0, "source"), (1, "target")])
     def test_index_out_of_range_raises(self, row, name):
         edge_index = random_edges()
@@ -229,7 +250,7 @@ class TestSortedEdges:
         edge_index[row, 4] = 0
         message = f"holds {name}s 0..{SOURCES}, but there are {SOURCES} {name} nodes"
         with pytest.raises(IndexError, match=message):
-            edge_csr(edge_index, SOURCES, SOURCES)
+            _ = SortedEdges(edge_index, SOURCES).csr
 
 
 class TestWhatNeedsTheMessagesGetsThem:
@@ -250,6 +271,34 @@ class TestWhatNeedsTheMessagesGetsThem:
         assert isinstance(conv, MessagePassing)
         conv(torch.randn(SOURCES, FEATURES), random_edges())
         assert not fused_calls
+
+    def test_every_reason_is_named(self):
+        x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
+
+        class Overridden(LipschitzGATConv):
+            def message(self, x_j, alpha):
+                return super().message(x_j, alpha)
+
+        def reason(conv, edges=edge_index, target=x, **kwargs):
+            return why_messages(conv, LipschitzGATConv, edges, x, target, **kwargs)
+
+        def make(kind=LipschitzGATConv, **kwargs):
+            return kind(FEATURES, CHANNELS, **kwargs)
+
+        assert reason(make()) is None
+        assert reason(make(Overridden)) == "Overridden overrides message"
+        assert reason(message_by_message(make())) == "a hook watches message"
+        assert reason(make(aggr="max")) == "the messages are not summed"
+        assert "from target to source" in reason(make(flow="target_to_source"))
+        assert "every attention weight is dropped" in reason(make(dropout=1.0))
+        assert "released_code" in reason(make(released_code=True))
+        assert "not a dense tensor" in reason(make(), torch.eye(SOURCES).to_sparse())
+        assert "int64" in reason(make(), edge_index.int())
+        assert reason(make(), edge_index[:, :0]) == "there are 0 edges"
+        assert "no representations" in reason(make(), target=None)
+        assert "size=(2, 3)" in reason(make(), size=(2, 3))
+        assert "edge features" in reason(make(), edge_features=True)
+        assert "weights are returned" in reason(make(), attention_weights=True)
 
     def test_forward_mode(self):
         conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS, score_norm=None).double()

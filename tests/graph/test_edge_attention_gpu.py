@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
-from lipsformer.graph.edge_attention.csr import edge_csr
+from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.layers.lipschitz_norm import segment_max
 from tests.graph.edges import (
     CHANNELS,
@@ -46,7 +46,7 @@ def test_value_and_gradient_equal_a_loop(dtype, size, slope, dropout):
     weight = torch.randn_like(expected)
     expected_grads = torch.autograd.grad(expected, exact, weight)
 
-    graph = edge_csr(edge_index.to(DEVICE), SOURCES, TARGETS)
+    graph = SortedEdges(edge_index.to(DEVICE), SOURCES, TARGETS).csr
     arguments = [graph, *(x.detach() for x in inputs)]
     settings = [slope, 1 / (1 - dropout), None if keep is None else keep.to(DEVICE)]
     out, *residuals = kernels.forward(*arguments, *settings)
@@ -65,7 +65,7 @@ def test_value_and_gradient_equal_a_loop(dtype, size, slope, dropout):
 def test_single_precision_scores_of_half_precision_values():
     query, key, value = (x.detach() for x in random_inputs(1.0, torch.float, DEVICE))
     value = value.bfloat16()
-    graph = edge_csr(random_edges().to(DEVICE), SOURCES, TARGETS)
+    graph = SortedEdges(random_edges().to(DEVICE), SOURCES, TARGETS).csr
     out, *residuals = kernels.forward(graph, query, key, value, 0.2, 1.0, None)
     same = kernels.forward(graph, query, key, value.float(), 0.2, 1.0, None)[0]
     torch.testing.assert_close(out, same)
@@ -79,7 +79,7 @@ def test_maximum_shares_its_gradient_among_equals():
     expected = segment_max(values[edge_index[0]], edge_index[1], TARGETS)
     weight = torch.randn_like(expected)
     (expected_grad,) = torch.autograd.grad(expected, values, weight)
-    graph = edge_csr(edge_index.to(DEVICE), SOURCES, TARGETS)
+    graph = SortedEdges(edge_index.to(DEVICE), SOURCES, TARGETS).csr
     values = values.detach().to(DEVICE)
     largest = kernels.max_forward(graph, values)
     grad = kernels.max_backward(graph, values, largest, weight.to(DEVICE))

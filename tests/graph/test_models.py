@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lipsformer.graph import ResidualGCN, create_model
-from lipsformer.graph.models import SpectralScale, default_bound
+from lipsformer.graph.models import default_bound
+from lipsformer.layers.spectral import SpectralScale
 
 NAMES = [
     "gcn",
@@ -49,6 +50,16 @@ def test_gradient_checkpointing_changes_nothing(graph, name):
     plain = gradients(make(name).train(), *graph)
     saved = gradients(make(name, grad_checkpointing=True).train(), *graph)
     torch.testing.assert_close(saved, plain)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_loads_its_own_state(graph, name):
+    model, other = make(name).eval(), make(name).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(*graph), model(*graph))
 
 
 @pytest.mark.parametrize("name", NAMES)

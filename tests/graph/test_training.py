@@ -9,13 +9,13 @@ from torch_geometric.data import Data
 
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.graph import create_model
-from lipsformer.graph.config import GraphConfig, SweepConfig, TrainConfig
+from lipsformer.graph.config import GraphConfig, GraphSweepConfig, GraphTrainConfig
 from lipsformer.graph.training import evaluate, fit
 from scripts import graph_sweep, train_graph
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs" / "graph").glob("*.yaml"))
-SETTINGS = TrainConfig(lr=0.01, epochs=12, patience=12, seeds=(0, 1))
+SETTINGS = GraphTrainConfig(lr=0.01, epochs=12, patience=12, seeds=(0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_trees_are_trained_on_their_training_share_only(tmp_path):
 
 
 def test_cells_are_the_product_of_cases_and_grid():
-    config = SweepConfig(
+    config = GraphSweepConfig(
         config="x.yaml",
         cases={"a": "model.name=gcn", "b": "model.name=ggnn data.name=actor"},
         grid=("model.num_layers=2,5", "train.lr=0.1"),
@@ -243,7 +243,7 @@ def test_every_config_loads_and_its_models_can_be_built(path):
     if "model:" in path.read_text():
         jobs = [read_config(GraphConfig, path)]
     else:
-        sweep = read_config(SweepConfig, path)
+        sweep = read_config(GraphSweepConfig, path)
         base = path.parent / sweep.config
         jobs = [
             read_config(GraphConfig, base, settings) for _, settings in graph_sweep.cells(sweep)
@@ -256,4 +256,4 @@ def test_every_config_loads_and_its_models_can_be_built(path):
 
 def test_a_wrong_axis_raises():
     with pytest.raises(ConfigError, match=r"x='model.name' is not possible: must be a key of grid"):
-        SweepConfig(config="x", output_dir="y", grid=("a.b=1",), x="model.name")
+        GraphSweepConfig(config="x", output_dir="y", grid=("a.b=1",), x="model.name")

@@ -3,7 +3,8 @@ import warnings
 import pytest
 
 from data import build_eval_dataset
-from data.check import check_file, image_files
+from data.check import check_file
+from data.sources import image_files
 from lipsformer.config import DataConfig
 from scripts.check_data import main
 from tests.data.photos import encoded, photo
@@ -81,6 +82,6 @@ def test_real_odd_and_broken_files_are_told_apart(datasets, name):
         assert by_name["webp_named.JPEG"].misnamed
         assert not by_name["good.JPEG"].misnamed
     else:
-        turned = {n for n, f in by_name.items() if f.turned}
+        turned = {n for n, f in by_name.items() if f.rotated}
         expected = {f"exif_orientation_{i}.JPEG" for i in range(2, 9)}
         assert turned == expected | {"n02951585_can_opener.JPEG", "hopper_orientation_6.jpg"}

@@ -30,13 +30,14 @@ import lipsformer  # noqa: F401  (registers the models)
 from data import UnreadableImageError
 from data.images import EncodedPicture
 from lipsformer.config import DataConfig
+from lipsformer.engine.build import timm_config
+from lipsformer.engine.run_folder import find_weights
 from scripts import demo
-from scripts.demo_model import DemoModel
+from scripts._demo_model import DemoModel
 from scripts.reporting.pictures import overlaid
 from tests.browser import Browser
 from tests.conftest import ROOT
 from tests.data.test_images import REFUSED, manifest
-from train import model_card
 
 SIZE = 24
 CLASSES = ["a <b>bold</b> class", "b", "c", "d", "e", "f", "g"]
@@ -88,8 +89,8 @@ def encoded(image, format="PNG", **settings):
 def test_prediction_of_a_checkpoint_is_timms(tmp_path):
     expected_model = network()
     save_file(expected_model.state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(model_card(expected_model, CLASSES))
-    model = DemoModel.of_checkpoint(str(tmp_path))
+    (tmp_path / "config.json").write_text(timm_config(expected_model, CLASSES))
+    model = DemoModel.from_weights(find_weights(tmp_path))
     assert (model.name, model.classes) == ("lipsformer_swin_nano", CLASSES)
     transform = create_transform(**resolve_model_data_config(expected_model))
     expected = expected_model(transform(photo())[None]).softmax(-1)[0]
@@ -289,7 +290,7 @@ def serving(folder: Path):
     pytest.importorskip("gradio")
     model = network()
     save_file(model.state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text(model_card(model, CLASSES))
+    (folder / "config.json").write_text(timm_config(model, CLASSES))
     temporary, log = folder / "temporary", folder / "log"
     temporary.mkdir()
     with log.open("w") as errors:
@@ -301,6 +302,7 @@ def serving(folder: Path):
             text=True,
         )
     try:
+        assert process.stdout.readline().startswith("weights     ")
         line = process.stdout.readline()
         assert line.startswith("open http://127.0.0.1:"), log.read_text()
         yield Server(line.split()[1], temporary)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import lipsformer  # noqa: F401  (registers the models)
+from lipsformer.engine.run_folder import load_model
 from scripts.export_model import main
-from scripts.measure_lipschitz import load_model
 from tests.launch import launch
 from tests.runs import DIGITS, write_config
 
@@ -132,6 +132,6 @@ def test_an_unevaluated_checkpoint_is_refused(run, tmp_path, capsys):
     assert main([str(last), str(tmp_path / "b"), "--formats", "hf"]) == 0
     images = torch.randn(2, 3, 16, 16)
     model = timm.create_model(f"local-dir:{tmp_path / 'b'}", pretrained=True).eval()
-    assert torch.equal(model(images), load_model(str(last / "ema.safetensors")).eval()(images))
+    assert torch.equal(model(images), load_model(last).eval()(images))
     assert main([str(tmp_path), str(tmp_path / "c")]) == 2
     assert "neither a run, nor a checkpoint" in capsys.readouterr().err

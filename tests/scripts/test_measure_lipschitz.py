@@ -5,8 +5,11 @@ import pytest
 import timm
 import torch
 
+from data import Normalize, build_eval_dataset, collate
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
-from scripts.measure_lipschitz import load_model, main
+from lipsformer.config import DataConfig
+from lipsformer.engine.run_folder import load_model
+from scripts.measure_lipschitz import load_images, main
 
 
 def test_record_table_and_plot_of_a_model(tmp_path, capsys):
@@ -43,6 +46,16 @@ def test_weights_of_a_checkpoint_are_the_ones_measured(tmp_path):
     domain = image_domain((32, 32), (0.5,), (0.5,))
     loaded = load_model(str(tmp_path))
     assert lipschitz_bound(loaded, domain).log10 == lipschitz_bound(model, domain).log10
+
+
+def test_images_are_prepared_as_the_model_says():
+    model = timm.create_model("lipsformer_swin_nano", pretrained_cfg_overlay={"crop_pct": 0.5})
+    found = load_images(model, ["source=digits"], 3)
+    known = {key: model.pretrained_cfg[key] for key in ("mean", "std", "interpolation")}
+    data = DataConfig(source="digits", img_size=32, crop_pct=0.5, **known)
+    images = build_eval_dataset(data, classes=None)
+    pixels, _ = collate([images[i * (len(images) // 3)] for i in range(3)])
+    assert torch.equal(found, Normalize(data.mean, data.std)(pixels))
 
 
 @pytest.mark.parametrize(

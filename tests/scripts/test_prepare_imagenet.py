@@ -96,7 +96,7 @@ def test_archives_become_folders_in_the_standard_order(folder, capsys):
     (folder / "train" / WNIDS[3] / f"{WNIDS[3]}_1.JPEG").rename(folder / "elsewhere.JPEG")
     (folder / "train" / WNIDS[3]).rmdir()
     assert prepare_imagenet.main([str(folder)]) == 2
-    assert f"1 class folders too many or few, as {WNIDS[3]}" in capsys.readouterr().err
+    assert f"1 unexpected or missing classes, such as {WNIDS[3]}" in capsys.readouterr().err
 
 
 def test_missing_and_damaged_archives_are_one_line(folder, capsys):

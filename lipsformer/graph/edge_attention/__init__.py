@@ -1,1 +1,1 @@
-"""Attention over edges sorted by target: the operator, its CPU and its Triton form."""
+"""Attention over edges sorted by target: the operator and its kernels for CPU and CUDA."""

@@ -1,38 +1,39 @@
-"""CPU form of ``edge_attention``: a few heads per pass, on sparse kernels that PyTorch brings.
+"""Compute `edge_attention` on the CPU with PyTorch's own sparse kernels, a few heads per pass.
 
-Sums over a node's edges are embedding bags, dot products of an edge's two ends a sampled matrix
-product: neither stores a message. The heads of a pass are copies of the graph side by side.
+Sums over the edges of a node are embedding bags. The dot products of the two ends of every edge are
+a sampled matrix product. Neither stores a message. Each head of a pass works on its own copy of the
+graph.
 
-Shapes: as in ``edge_attention``.
+Shapes: as in `edge_attention`.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .csr import EdgeCSR
+from lipsformer.graph.edge_attention.csr import EdgeCSR
 
 __all__ = ["backward", "forward", "max_backward", "max_forward"]
 
-# heads share a pass while it has at most this many edges: few calls for small graphs, arrays that
-# stay in the cache for large ones
+# Heads share a pass while it has at most this many edges. Small graphs then need few calls, and the
+# arrays of large graphs stay in the cache.
 _EDGES_PER_PASS = 2**20
 
 
-def _heads_per_pass(graph: EdgeCSR, num_heads: int) -> int:
-    count = max(1, min(num_heads, _EDGES_PER_PASS // graph.num_edges))
+def _heads_per_pass(csr: EdgeCSR, num_heads: int) -> int:
+    count = max(1, min(num_heads, _EDGES_PER_PASS // csr.num_edges))
     while num_heads % count:
         count -= 1
     return count
 
 
 def _by_pass(x: Tensor, count: int) -> Tensor:
-    """[N, H, C] -> [H / count, count * N, C]: in every pass one head after the other."""
+    """[N, H, C] -> [H / count, count * N, C]: the heads of a pass lie one after the other."""
     return x.transpose(0, 1).contiguous().view(-1, count * len(x), x.size(-1))
 
 
 def _from_passes(x: Tensor, num_heads: int) -> Tensor:
-    """Inverse of ``_by_pass``."""
+    """Undo `_by_pass`."""
     return x.view(num_heads, -1, x.size(-1)).transpose(0, 1)
 
 
@@ -42,24 +43,24 @@ def _weighted_sum(weight: Tensor, x: Tensor, index: Tensor, ptr: Tensor) -> Tens
     )
 
 
-def _edge_sum(graph: EdgeCSR, values: Tensor) -> Tensor:
-    ones = values.new_ones(graph.num_targets, 1)
-    return _weighted_sum(values, ones, graph.row, graph.ptr).squeeze(1)
+def _edge_sum(csr: EdgeCSR, values: Tensor) -> Tensor:
+    ones = values.new_ones(csr.num_targets, 1)
+    return _weighted_sum(values, ones, csr.row, csr.ptr).squeeze(1)
 
 
-def _edge_dot(graph: EdgeCSR, target: Tensor, source: Tensor) -> Tensor:
-    """Dot product of both ends of every edge, [E]; rows padded to what the kernel is fast for."""
-    if graph.num_edges > graph.num_targets * graph.num_sources:
-        # so many edges are doubles that a sparse matrix cannot hold them
-        return (target.index_select(0, graph.row) * source.index_select(0, graph.col)).sum(1)
-    pad = (0, -target.size(1) % 8)
-    out = graph.adjacency(target.new_zeros(graph.num_edges))
+def _edge_dot(csr: EdgeCSR, target: Tensor, source: Tensor) -> Tensor:
+    """Return the dot product of the two ends of every edge, [E]."""
+    if csr.num_edges > csr.num_targets * csr.num_sources:
+        # there must be duplicate edges, and so many that the sparse kernel refuses them
+        return (target.index_select(0, csr.row) * source.index_select(0, csr.col)).sum(1)
+    pad = (0, -target.size(1) % 8)  # the kernel is fast for multiples of 8 channels
+    out = csr.adjacency(target.new_zeros(csr.num_edges))
     torch.sparse.sampled_addmm(out, F.pad(target, pad), F.pad(source, pad).T, beta=0, out=out)
     return out.values()
 
 
 def forward(
-    graph: EdgeCSR,
+    csr: EdgeCSR,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -67,34 +68,34 @@ def forward(
     keep_scale: float,
     keep: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and what the backward pass needs: the softmax's log-normaliser."""
+    """Return the output, and the log-normalizer of the softmax for the backward pass."""
     num_heads = value.size(1)
-    count = _heads_per_pass(graph, num_heads)
-    graph = graph.copies(count)
+    count = _heads_per_pass(csr, num_heads)
+    csr = csr.copies(count)
     query, key, value = (_by_pass(x, count) for x in (query, key, value))
-    out = value.new_empty(len(value), graph.num_targets, value.size(-1))
-    log_sum = value.new_empty(len(value), graph.num_targets)
+    out = value.new_empty(len(value), csr.num_targets, value.size(-1))
+    log_sum = value.new_empty(len(value), csr.num_targets)
     for i in range(len(value)):
-        weight = F.leaky_relu_(_edge_dot(graph, query[i], key[i]), negative_slope)
+        weight = F.leaky_relu_(_edge_dot(csr, query[i], key[i]), negative_slope)
         least, largest = weight.aminmax()
-        if -30 < least and largest < 30:  # exponentials and their sums stay far from both ends
+        if -30 < least and largest < 30:  # neither exponentials nor their sums can overflow
             shift = None
         else:
-            shift = torch.segment_reduce(weight, "max", offsets=graph.ptr.long())
-            weight -= shift.index_select(0, graph.row)
-        total = _edge_sum(graph, weight.exp_())
+            shift = torch.segment_reduce(weight, "max", offsets=csr.ptr.long())
+            weight -= shift.index_select(0, csr.row)
+        total = _edge_sum(csr, weight.exp_())
         log_sum[i] = total.log() if shift is None else total.log() + shift
         if keep is not None:
             weight *= keep.view(len(value), -1)[i]
         # a target without edges has total 0
         scale = keep_scale / total.clamp_min_(torch.finfo(total.dtype).tiny)
-        sums = _weighted_sum(weight, value[i], graph.col, graph.ptr)
+        sums = _weighted_sum(weight, value[i], csr.col, csr.ptr)
         torch.mul(sums, scale.unsqueeze(1), out=out[i])
     return _from_passes(out, num_heads), log_sum
 
 
 def backward(
-    graph: EdgeCSR,
+    csr: EdgeCSR,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -106,49 +107,49 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value."""
     num_heads = value.size(1)
-    count = _heads_per_pass(graph, num_heads)
-    graph = graph.copies(count)
+    count = _heads_per_pass(csr, num_heads)
+    csr = csr.copies(count)
     query, key, value, grad = (_by_pass(x, count) for x in (query, key, value, grad))
     grads = [torch.empty_like(x) for x in (query, key, value)]
     for i, (q, k, v, g) in enumerate(zip(query, key, value, grad, strict=True)):
-        score = _edge_dot(graph, q, k)
+        score = _edge_dot(csr, q, k)
         attn = F.leaky_relu(score, negative_slope)
-        attn = attn.sub_(log_sum[i].index_select(0, graph.row)).exp_()
-        grad_attn = _edge_dot(graph, g, v)
+        attn = attn.sub_(log_sum[i].index_select(0, csr.row)).exp_()
+        grad_attn = _edge_dot(csr, g, v)
         dropped = attn
         if keep is not None:
             factor = keep.view(len(value), -1)[i] * keep_scale
             dropped, grad_attn = attn * factor, grad_attn.mul_(factor)
-        by_source = dropped.index_select(0, graph.perm)
-        grads[2][i] = _weighted_sum(by_source, g, graph.row_t, graph.ptr_t)
+        by_source = dropped.index_select(0, csr.perm)
+        grads[2][i] = _weighted_sum(by_source, g, csr.row_t, csr.ptr_t)
         # through the softmax, then through LeakyReLU
         grad_attn *= attn
-        total = _edge_sum(graph, grad_attn)
-        grad_attn -= attn.mul_(total.index_select(0, graph.row))
+        total = _edge_sum(csr, grad_attn)
+        grad_attn -= attn.mul_(total.index_select(0, csr.row))
         grad_score = torch.ops.aten.leaky_relu_backward(grad_attn, score, negative_slope, False)
-        grads[0][i] = _weighted_sum(grad_score, k, graph.col, graph.ptr)
-        by_source = grad_score.index_select(0, graph.perm)
-        grads[1][i] = _weighted_sum(by_source, q, graph.row_t, graph.ptr_t)
+        grads[0][i] = _weighted_sum(grad_score, k, csr.col, csr.ptr)
+        by_source = grad_score.index_select(0, csr.perm)
+        grads[1][i] = _weighted_sum(by_source, q, csr.row_t, csr.ptr_t)
     return tuple(_from_passes(x, num_heads) for x in grads)
 
 
-def max_forward(graph: EdgeCSR, values: Tensor) -> Tensor:
+def max_forward(csr: EdgeCSR, values: Tensor) -> Tensor:
     """Return the maxima, [T, H]."""
-    ones = values.new_ones(graph.num_edges)
-    return torch.sparse.mm(graph.adjacency(ones), values, "amax")
+    ones = values.new_ones(csr.num_edges)
+    return torch.sparse.mm(csr.adjacency(ones), values, "amax")
 
 
-def max_backward(graph: EdgeCSR, values: Tensor, largest: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of the values: each edge that has the maximum gets an even share."""
+def max_backward(csr: EdgeCSR, values: Tensor, largest: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the values: edges that hold the maximum share it evenly."""
     num_heads = values.size(1)
-    count = _heads_per_pass(graph, num_heads)
-    graph = graph.copies(count)
+    count = _heads_per_pass(csr, num_heads)
+    csr = csr.copies(count)
     out = []
     passes = (_by_pass(x.unsqueeze(-1), count).squeeze(-1) for x in (values, largest, grad))
     for own, maximum, g in zip(*passes, strict=True):
-        equal = own.index_select(0, graph.col) == maximum.index_select(0, graph.row)
+        equal = own.index_select(0, csr.col) == maximum.index_select(0, csr.row)
         edges = equal.nonzero().squeeze(1)
-        row, col = (index.index_select(0, edges) for index in (graph.row, graph.col))
+        row, col = (index.index_select(0, edges) for index in (csr.row, csr.col))
         share = g / torch.bincount(row, minlength=len(g)).clamp_min_(1)
         out.append(torch.zeros_like(own).index_add(0, col, share.index_select(0, row)))
     return _from_passes(torch.stack(out).unsqueeze(-1), num_heads).squeeze(-1)

@@ -1,36 +1,114 @@
-"""Edges in compressed row order: what a fused pass over neighbourhoods reads.
+"""The edges of a graph in the order in which the fused pass reads them.
 
-Shapes: E edges, sorted by target and, transposed, by source.
+Shapes: E edges, S source nodes, T target nodes.
 """
 
+import functools
 import warnings
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-__all__ = ["EdgeCSR", "edge_csr"]
+__all__ = ["EdgeCSR", "SortedEdges", "plain_edges"]
 
-with warnings.catch_warnings():  # the notice, once per process, that CSR tensors are in beta
-    warnings.simplefilter("ignore")
-    torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
+
+class SortedEdges:
+    """The edges of one batch, sorted once for all layers of a network.
+
+    The models of `lipsformer.graph` build this object in every forward pass. Build it yourself to
+    sort only once when several passes see the same graph. The edges are sorted when the first layer
+    needs them. Do not change `edge_index` in place afterwards.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import LipschitzGATConv, SortedEdges
+        >>> edges = SortedEdges(torch.tensor([[0, 1, 2], [1, 2, 0]]), num_sources=3)
+        >>> first, second = LipschitzGATConv(4, 2), LipschitzGATConv(2, 2)
+        >>> second(first(torch.randn(3, 4), edges), edges).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(
+        self, edge_index: Tensor, num_sources: int, num_targets: int | None = None
+    ) -> None:
+        """Store the edges without sorting them.
+
+        Args:
+            edge_index: Sources and targets, [2, E]. Other forms, such as sparse adjacency matrices,
+                are stored for layers that run message by message.
+            num_sources: Number of source nodes.
+            num_targets: Number of target nodes; None if sources and targets are the same nodes.
+        """
+        self.edge_index = edge_index
+        self.num_sources = num_sources
+        self.num_targets = num_sources if num_targets is None else num_targets
+
+    @staticmethod
+    def of(edge_index: "Tensor | SortedEdges", num_sources: int, num_targets: int) -> "SortedEdges":
+        """Return `edge_index` itself if it is a `SortedEdges`, and a new object otherwise.
+
+        Raises:
+            ValueError: If `edge_index` was sorted for other numbers of nodes.
+        """
+        if not isinstance(edge_index, SortedEdges):
+            return SortedEdges(edge_index, num_sources, num_targets)
+        own = edge_index.num_sources, edge_index.num_targets
+        if own != (num_sources, num_targets):
+            raise ValueError(
+                f"the edges were sorted for {own[0]} sources and {own[1]} targets, but the inputs "
+                f"have {num_sources} and {num_targets} rows"
+            )
+        return edge_index
+
+    @cached_property
+    def csr(self) -> "EdgeCSR":
+        """The edges as given."""
+        self._check_range()
+        return self._build(self.edge_index)
+
+    @cached_property
+    def csr_with_self_loops(self) -> "EdgeCSR":
+        """The edges with exactly one self loop per node, as PyG's `GATConv` adds them."""
+        self._check_range()
+        edge_index, _ = remove_self_loops(self.edge_index)
+        num_loops = min(self.num_sources, self.num_targets)
+        edge_index, _ = add_self_loops(edge_index, num_nodes=num_loops)
+        return self._build(edge_index)
+
+    def _build(self, edge_index: Tensor) -> "EdgeCSR":
+        source, target = edge_index
+        return EdgeCSR.build(source, target, self.num_sources, self.num_targets)
+
+    def _check_range(self) -> None:
+        limits = (self.num_sources, self.num_targets)
+        for name, index, limit in zip(("source", "target"), self.edge_index, limits, strict=True):
+            if len(index) and not 0 <= index.min() <= index.max() < limit:
+                raise IndexError(
+                    f"edge_index holds {name}s {int(index.min())}..{int(index.max())}, but there "
+                    f"are {limit} {name} nodes: indices must lie in 0..{limit - 1}"
+                )
+
+
+def plain_edges(edge_index: Tensor | SortedEdges) -> Tensor:
+    """Return the `edge_index` that a `SortedEdges` was built from, or the argument itself."""
+    return edge_index.edge_index if isinstance(edge_index, SortedEdges) else edge_index
 
 
 @dataclass(frozen=True, eq=False)
 class EdgeCSR:
-    """A graph's edges by target, and their order by source; all indices int32.
+    """Edges sorted by target, and the permutation that sorts them by source; all indices int32.
 
     Attributes:
         num_sources: Number of source nodes S.
         num_targets: Number of target nodes T.
-        ptr: The edges of target i are ``ptr[i]:ptr[i + 1]``, [T + 1].
+        ptr: The edges of target i are `ptr[i]:ptr[i + 1]`, [T + 1].
         col: Source of each edge, [E].
         row: Target of each edge, ascending, [E].
-        ptr_t: As ``ptr``, for the edges sorted by source, [S + 1].
+        ptr_t: Like `ptr`, for the edges sorted by source, [S + 1].
         row_t: Target of each edge, edges sorted by source, [E].
         perm: Position by target of each edge sorted by source, [E].
     """
@@ -52,11 +130,11 @@ class EdgeCSR:
 
     @staticmethod
     def build(source: Tensor, target: Tensor, num_sources: int, num_targets: int) -> "EdgeCSR":
-        """Sort edges, both [E] int64; edges of one target keep their order."""
+        """Sort edges given as two [E] int64 tensors; edges of one target keep their order."""
         row, order = target.sort(stable=True)
         source = source[order]
         col, perm = source.sort(stable=True)
-        to_ptr = torch._convert_indices_from_coo_to_csr
+        to_ptr: Any = torch._convert_indices_from_coo_to_csr
         return EdgeCSR(
             num_sources,
             num_targets,
@@ -69,12 +147,16 @@ class EdgeCSR:
         )
 
     def adjacency(self, values: Tensor) -> Tensor:
-        """Sparse matrix with a value per edge, [T, S]."""
+        """Return the sparse [T, S] matrix that holds one value per edge."""
+        _silence_beta_notice()
         size = (self.num_targets, self.num_sources)
         return torch.sparse_csr_tensor(self.ptr, self.col, values, size, check_invariants=False)
 
     def copies(self, count: int) -> "EdgeCSR":
-        """The graph ``count`` times side by side, as one: heads in one pass. Kept for reuse."""
+        """Return `count` disjoint copies of the graph as one graph, and keep it for reuse.
+
+        With one copy per head, one pass over the copies computes all heads.
+        """
         if count == 1:
             return self
         if count not in self._copies:
@@ -99,44 +181,9 @@ class EdgeCSR:
         return self._copies[count]
 
 
-# per edge_index, as long as it lives: a copy of its content and the graphs sorted from it
-_SORTED: MutableMapping[Tensor, tuple[Tensor, dict[Any, EdgeCSR]]] = WeakTensorKeyDictionary()
-
-
-def edge_csr(
-    edge_index: Tensor, num_sources: int, num_targets: int, num_self_loops: int | None = None
-) -> EdgeCSR:
-    """Sort the edges of a graph; remembered for as long as ``edge_index`` lives.
-
-    The content of ``edge_index`` is compared with that sorted before, so that a change in place, by
-    whatever means, is seen.
-
-    Args:
-        edge_index: Sources and targets, [2, E] int64.
-        num_sources: Number of source nodes.
-        num_targets: Number of target nodes.
-        num_self_loops: Replace the self loops by those of this many first nodes; None leaves the
-            edges as they are.
-
-    Raises:
-        IndexError: If an index is negative or not below its number of nodes.
-    """
-    content, graphs = _SORTED.setdefault(edge_index, (edge_index.new_empty(0), {}))
-    if not torch.equal(content, edge_index):
-        graphs = {}
-        _SORTED[edge_index] = (edge_index.clone(), graphs)
-    key = (num_sources, num_targets, num_self_loops)
-    if key not in graphs:
-        for name, index, limit in zip(
-            ("source", "target"), edge_index, (num_sources, num_targets), strict=True
-        ):
-            if len(index) and not 0 <= index.min() <= index.max() < limit:
-                raise IndexError(
-                    f"edge_index holds {name}s {int(index.min())}..{int(index.max())}, but there "
-                    f"are {limit} {name} nodes: indices must lie in 0..{limit - 1}"
-                )
-        edges = edge_index
-        if num_self_loops is not None:
-            edges, _ = add_self_loops(remove_self_loops(edges)[0], num_nodes=num_self_loops)
-        graphs[key] = EdgeCSR.build(edges[0], edges[1], num_sources, num_targets)
-    return graphs[key]
+@functools.cache
+def _silence_beta_notice() -> None:
+    """Let PyTorch warn, silently, that CSR tensors are in beta; it warns once per process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)

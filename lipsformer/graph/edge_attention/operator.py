@@ -1,13 +1,14 @@
-r"""Attention over edges in one pass, without a message per edge and channel.
+r"""Attention over edges in one pass, without storing a message per edge and channel.
 
 .. math::
     z_{ij} = q_i \cdot k_j, \quad p_i = \mathrm{softmax}_{j \in N(i)}(\mathrm{LeakyReLU}(z_{ij})),
     \quad o_i = \sum_{j \in N(i)} m_{ij}\, p_{ij} v_j
 
-per head, m the dropout mask. A dot-product score is this with slope 1; a GAT's additive score
-:math:`c_i\,\mathrm{LeakyReLU}(s_j + t_i)`, c_i > 0, is :math:`q_i = (c_i, c_i t_i)`,
-:math:`k_j = (s_j, 1)`. Nothing of size E x channels is ever stored, and of size E x heads only the
-mask: the backward pass computes the weights again from the softmax's normaliser.
+per head, where m is the dropout mask. A dot-product score has slope 1. The additive score of a GAT,
+:math:`c_i\,\mathrm{LeakyReLU}(s_j + t_i)` with c_i > 0, has the query :math:`q_i = (c_i, c_i t_i)`
+and the key :math:`k_j = (s_j, 1)`. No tensor of E x channels is ever stored, and the only tensor of
+E x heads that is kept is the mask: the backward pass computes the weights again from the
+log-normalizer of the softmax.
 
 Shapes: S sources, T targets, E edges, H heads, D channels of queries and keys, C of values.
 """
@@ -21,59 +22,100 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import MessagePassing, SumAggregation
 
+from lipsformer.graph.edge_attention import cpu
+from lipsformer.graph.edge_attention.csr import EdgeCSR
 from lipsformer.layers.lipschitz_norm import segment_max
 
-from . import cpu as edge_attention_cpu
-from .csr import EdgeCSR
+__all__ = ["edge_attention", "neighbor_max", "reference_edge_attention", "why_messages"]
 
-__all__ = ["edge_attention", "fusable", "neighbor_max", "reference_edge_attention"]
-
+_MAX_EDGES = 2**31 - 2**24  # positions are int32, and self loops are added
 _STEPS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 _DEVICES = ("cpu", "cuda") if find_spec("triton") else ("cpu",)
 
 
-def fusable(
+def why_messages(
     conv: Any,
     kind: type[MessagePassing],
     edge_index: Tensor,
     source: Tensor,
     target: Tensor | None,
+    *,
     size: tuple[int, int] | None = None,
-) -> bool:
-    """Whether a fused pass gives what ``conv`` would give message by message.
+    edge_features: bool = False,
+    attention_weights: bool = False,
+) -> str | None:
+    """Return why a layer has to compute message by message, or None if one fused pass will do.
 
-    Not so when its messages are hooked, explained, overridden in a subclass of ``kind`` or not
-    summed, when the graph is anything but a plain ``edge_index`` between known nodes, and under
-    ``torch.func`` and ``torch.compile``, which need to see every step.
+    Args:
+        conv: The layer.
+        kind: The class that defines the layer's messages. Subclasses may override them.
+        edge_index: The edges.
+        source: Representations of the source nodes.
+        target: Representations of the target nodes.
+        size: The numbers of source and target nodes that the caller asked for.
+        edge_features: Whether the call has edge features.
+        attention_weights: Whether the call returns the attention weights.
     """
     return (
-        type(edge_index) is Tensor
-        and edge_index.layout is torch.strided
-        and edge_index.dtype is torch.int64
-        and edge_index.dim() == 2
-        and len(edge_index) == 2
-        and 0 < edge_index.size(1) < 2**31 - 2**24  # positions are int32, self loops included
-        and target is not None
-        and (size is None or tuple(size) == (len(source), len(target)))
-        and source.device.type in _DEVICES
-        and conv.dropout < 1
-        and conv.flow == "source_to_target"
-        and isinstance(conv.aggr_module, SumAggregation)
-        and not conv.explain
-        and conv.decomposed_layers == 1
-        and all(getattr(type(conv), step, None) is getattr(kind, step, None) for step in _STEPS[1:])
-        and not any(
-            getattr(conv, f"_{step}_forward{when}_hooks")
-            for step in _STEPS
-            for when in ("", "_pre")
-        )
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+        _unsupported_context(source)
+        or _unsupported_layer(conv, kind)
+        or _unsupported_edges(edge_index, source, target, size)
+        or ("edge features enter the scores" if edge_features else None)
+        or ("the attention weights are returned" if attention_weights else None)
     )
 
 
+def _unsupported_context(x: Tensor) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile needs plain operators"
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func needs plain operators"
+    if x.device.type not in _DEVICES:
+        return f"there is no kernel for {x.device.type}"
+    return None
+
+
+def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
+    for step in _STEPS:
+        if getattr(conv, f"_{step}_forward_hooks") or getattr(conv, f"_{step}_forward_pre_hooks"):
+            return f"a hook watches {step}"
+        # PyG replaces `propagate` in every class by generated code, so it is not compared
+        overridden = getattr(type(conv), step, None) is not getattr(kind, step, None)
+        if step != "propagate" and overridden:
+            return f"{type(conv).__name__} overrides {step}"
+    if conv.explain:
+        return "an explainer watches the messages"
+    if not isinstance(conv.aggr_module, SumAggregation):
+        return "the messages are not summed"
+    if conv.flow != "source_to_target":
+        return "messages flow from target to source"
+    if conv.decomposed_layers != 1:
+        return "the layer is decomposed"
+    if conv.dropout >= 1:
+        return "every attention weight is dropped"
+    if getattr(conv, "released_code", False):
+        return "released_code computes the maxima per edge"
+    return None
+
+
+def _unsupported_edges(
+    edge_index: Tensor, source: Tensor, target: Tensor | None, size: tuple[int, int] | None
+) -> str | None:
+    if type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
+        return "the edges are not a dense tensor"
+    if edge_index.dtype is not torch.int64 or edge_index.dim() != 2 or len(edge_index) != 2:
+        return "the edges are not [2, E] in int64"
+    if not 0 < edge_index.size(1) < _MAX_EDGES:
+        return f"there are {edge_index.size(1)} edges"
+    if target is None:
+        return "the targets have no representations"
+    if size is not None and tuple(size) != (len(source), len(target)):
+        return f"size={size} is not the number of inputs"
+    return None
+
+
 def edge_attention(
-    graph: EdgeCSR,
+    csr: EdgeCSR,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -86,14 +128,14 @@ def edge_attention(
     """Attend from every target to its sources.
 
     Args:
-        graph: At least one edge.
-        query: [T, H, D], scaled.
+        csr: The sorted edges; there must be at least one.
+        query: [T, H, D], already multiplied by the scale of the scores.
         key: [S, H, D].
         value: [S, H, C].
-        negative_slope: Slope of the scores' LeakyReLU; 1 for none.
+        negative_slope: Slope of the LeakyReLU on the scores; 1 for none.
         dropout: Probability in [0, 1) of dropping an attention weight in training.
-        training: Whether to drop any.
-        keep: Boolean mask of the weights that stay, [H, E], edges by target; None draws it.
+        training: Whether to apply dropout.
+        keep: Boolean mask of the weights to keep, [H, E] with edges by target; None draws one.
 
     Returns:
         [T, H, C]; zero for targets without an edge.
@@ -101,18 +143,18 @@ def edge_attention(
     if not training or dropout == 0:
         dropout, keep = 0.0, None
     elif keep is None:
-        draws = (torch.rand_like(graph.col, dtype=torch.float) for _ in range(query.size(1)))
+        draws = (torch.rand_like(csr.col, dtype=torch.float) for _ in range(query.size(1)))
         keep = torch.stack([draw >= dropout for draw in draws])
     dtype = torch.promote_types(query.dtype, value.dtype)
     if value.device.type == "cpu":
         exact = torch.promote_types(dtype, torch.float)
         query, key, value = query.to(exact), key.to(exact), value.to(exact)
-    out = _EdgeAttention.apply(query, key, value, graph, negative_slope, 1 / (1 - dropout), keep)
+    out = _EdgeAttention.apply(query, key, value, csr, negative_slope, 1 / (1 - dropout), keep)
     return cast(Tensor, out).to(dtype)
 
 
 def reference_edge_attention(
-    graph: EdgeCSR,
+    csr: EdgeCSR,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -120,26 +162,26 @@ def reference_edge_attention(
     keep_scale: float,
     keep: Tensor | None,
 ) -> Tensor:
-    """What ``edge_attention`` computes, from messages; differentiable any number of times."""
-    row, col = graph.row.long(), graph.col.long()
+    """Compute `edge_attention` from messages; it can be differentiated any number of times."""
+    row, col = csr.row.long(), csr.col.long()
     scores = F.leaky_relu((query[row] * key[col]).sum(-1), negative_slope)
     index = row[:, None].expand_as(scores)
-    largest = scores.detach().new_zeros(graph.num_targets, scores.size(1))
+    largest = scores.detach().new_zeros(csr.num_targets, scores.size(1))
     largest = largest.scatter_reduce(0, index, scores.detach(), "amax", include_self=False)
     weight = (scores - largest[row]).exp()
     attn = weight / torch.zeros_like(largest).index_add(0, row, weight)[row]
     if keep is not None:
         attn = attn * keep.T * keep_scale
-    out = value.new_zeros(graph.num_targets, *value.shape[1:])
+    out = value.new_zeros(csr.num_targets, *value.shape[1:])
     return out.index_add(0, row, attn.unsqueeze(-1) * value[col])
 
 
 def _backend(x: Tensor) -> ModuleType:
     if x.is_cuda:
-        from . import triton as edge_attention_triton
+        from lipsformer.graph.edge_attention import triton  # needs the package triton
 
-        return edge_attention_triton
-    return edge_attention_cpu
+        return triton
+    return cpu
 
 
 class _EdgeAttention(torch.autograd.Function):
@@ -149,12 +191,12 @@ class _EdgeAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        graph: EdgeCSR,
+        csr: EdgeCSR,
         *settings: Any,
     ) -> Tensor:
-        out, *residuals = _backend(value).forward(graph, query, key, value, *settings)
+        out, *residuals = _backend(value).forward(csr, query, key, value, *settings)
         *ctx.settings, keep = settings
-        ctx.graph = graph
+        ctx.csr = csr
         ctx.save_for_backward(query, key, value, keep, *residuals)
         return out
 
@@ -163,34 +205,35 @@ class _EdgeAttention(torch.autograd.Function):
         query, key, value, keep, *residuals = ctx.saved_tensors
         inputs, settings = (query, key, value), (*ctx.settings, keep)
         if torch.is_grad_enabled():  # create_graph=True
-            out = reference_edge_attention(ctx.graph, query, key, value, *ctx.settings, keep=keep)
+            out = reference_edge_attention(ctx.csr, query, key, value, *ctx.settings, keep=keep)
             own = torch.autograd.grad(out, inputs, *grads, create_graph=True)
         else:
-            own = _backend(value).backward(ctx.graph, *inputs, *grads, *settings, *residuals)
+            own = _backend(value).backward(ctx.csr, *inputs, *grads, *settings, *residuals)
         return *own, None, *(None for _ in settings)
 
 
 class _NeighborMax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, graph: EdgeCSR) -> Tensor:
-        ctx.graph = graph
-        largest = _backend(values).max_forward(graph, values)
+    def forward(ctx: Any, values: Tensor, csr: EdgeCSR) -> Tensor:
+        ctx.csr = csr
+        largest = _backend(values).max_forward(csr, values)
         ctx.save_for_backward(values, largest)
         return largest
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         values, largest = ctx.saved_tensors
-        graph: EdgeCSR = ctx.graph
+        csr: EdgeCSR = ctx.csr
         if torch.is_grad_enabled():
-            out = segment_max(values[graph.col], graph.row.long(), graph.num_targets)
+            out = segment_max(values[csr.col], csr.row.long(), csr.num_targets)
             return *torch.autograd.grad(out, values, *grads, create_graph=True), None
-        return _backend(values).max_backward(graph, values, largest, *grads), None
+        return _backend(values).max_backward(csr, values, largest, *grads), None
 
 
-def neighbor_max(values: Tensor, graph: EdgeCSR) -> Tensor:
-    """Largest value among a target's sources, [S, H] -> [T, H]; ``segment_max`` without its edges.
+def neighbor_max(values: Tensor, csr: EdgeCSR) -> Tensor:
+    """Return the largest value among the sources of each target, [S, H] -> [T, H].
 
-    Values are non-negative; a target without edges gets 0. Equal maxima share the derivative.
+    It equals `segment_max` of the values at the edges, but stores nothing per edge. The values must
+    not be negative. A target without edges gets 0. Equal maxima share the derivative evenly.
     """
-    return cast(Tensor, _NeighborMax.apply(values, graph))
+    return cast(Tensor, _NeighborMax.apply(values, csr))

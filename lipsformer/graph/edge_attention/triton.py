@@ -1,10 +1,10 @@
-"""CUDA kernels of ``edge_attention``: a program per node and head walks the node's edges.
+"""Compute `edge_attention` with CUDA kernels: one program per node and head visits its edges.
 
-Forward and gradient of the queries by target, gradients of keys and values by source. Sums are kept
-in single precision or better. A node's edges are walked by one warp, so that a few nodes with very
-many edges take the time of the whole.
+The forward pass and the gradient of the queries go by target, the gradients of keys and values by
+source. Sums are kept in single precision or better. One warp visits all edges of a node, so a few
+nodes with very many edges can determine the total time.
 
-Shapes: as in ``edge_attention``; all tensors contiguous.
+Shapes: as in `edge_attention`; all tensors are contiguous.
 """
 # pyright: reportArgumentType=false, reportMissingImports=false, reportOperatorIssue=false
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .csr import EdgeCSR
+from lipsformer.graph.edge_attention.csr import EdgeCSR
 
 __all__ = ["LAUNCH", "backward", "forward", "max_backward", "max_forward"]
 
@@ -24,7 +24,7 @@ LAUNCH: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": True}
 
 @triton.jit
 def _rows(x, node, head, H: tl.constexpr, W: tl.constexpr, columns, valid, ACC: tl.constexpr):
-    """Rows [nodes, BLOCK] of x [N, H, W] for one head; zero where not valid."""
+    """Load the rows [nodes, BLOCK] of x [N, H, W] for one head, with zeros where not valid."""
     at = x + (node[:, None] * H + head) * W + columns[None, :]
     return tl.load(at, mask=valid[:, None] & (columns < W)[None, :], other=0.0).to(ACC)
 
@@ -113,7 +113,7 @@ def _backward_by_target(
     q = tl.load(query + row * D + d, mask=d < D, other=0.0).to(ACC)
     g = tl.load(grad + row * C + c, mask=c < C, other=0.0).to(ACC)
     o = tl.load(out + row * C + c, mask=c < C, other=0.0).to(ACC)
-    own_delta = tl.sum(g * o, 0)  # mean of the weights' gradients
+    own_delta = tl.sum(g * o, 0)  # weighted mean of the gradients of the attention weights
     own_log_sum = tl.load(log_sum + row)
     sums = tl.zeros((BLOCK_D,), ACC)
     stop = tl.load(ptr + target + 1)
@@ -224,7 +224,7 @@ def _max_share(
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Divide a target's gradient by the number of its edges that have the maximum."""
+    """Divide the gradient of a target by the number of its edges that hold the maximum."""
     target = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     at = target * H + h
@@ -285,7 +285,7 @@ def _settings(query: Tensor, value: Tensor, keep: Tensor | None) -> dict[str, An
 
 
 def forward(
-    graph: EdgeCSR,
+    csr: EdgeCSR,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -293,22 +293,22 @@ def forward(
     keep_scale: float,
     keep: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, unrounded, and what the backward pass needs: it and the log-normaliser."""
+    """Return the unrounded output, then the same output and the log-normalizer for `backward`."""
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     dtype = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
-    out = value.new_empty(graph.num_targets, *value.shape[1:], dtype=dtype)
+    out = value.new_empty(csr.num_targets, *value.shape[1:], dtype=dtype)
     log_sum = out.new_empty(out.shape[:2])
     with torch.cuda.device_of(value):
         _forward[(log_sum.numel(),)](
-            graph.ptr,
-            graph.col,
+            csr.ptr,
+            csr.col,
             query,
             key,
             value,
             keep,
             out,
             log_sum,
-            graph.num_edges,
+            csr.num_edges,
             SLOPE=negative_slope,
             KEEP_SCALE=keep_scale,
             **_settings(query, value, keep),
@@ -317,7 +317,7 @@ def forward(
 
 
 def backward(
-    graph: EdgeCSR,
+    csr: EdgeCSR,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -336,8 +336,8 @@ def backward(
     settings = _settings(query, value, keep)
     with torch.cuda.device_of(value):
         _backward_by_target[(log_sum.numel(),)](
-            graph.ptr,
-            graph.col,
+            csr.ptr,
+            csr.col,
             query,
             key,
             value,
@@ -347,15 +347,15 @@ def backward(
             grad,
             grad_query,
             delta,
-            graph.num_edges,
+            csr.num_edges,
             SLOPE=negative_slope,
             KEEP_SCALE=keep_scale,
             **settings,
         )
-        _backward_by_source[(graph.num_sources * value.size(1),)](
-            graph.ptr_t,
-            graph.row_t,
-            graph.perm,
+        _backward_by_source[(csr.num_sources * value.size(1),)](
+            csr.ptr_t,
+            csr.row_t,
+            csr.perm,
             query,
             key,
             value,
@@ -365,7 +365,7 @@ def backward(
             grad,
             grad_key,
             grad_value,
-            graph.num_edges,
+            csr.num_edges,
             SLOPE=negative_slope,
             KEEP_SCALE=keep_scale,
             **settings,
@@ -378,27 +378,23 @@ def _max_settings(values: Tensor) -> dict[str, Any]:
     return {"H": heads, "BLOCK_E": 16, "BLOCK_H": triton.next_power_of_2(heads), **LAUNCH}
 
 
-def max_forward(graph: EdgeCSR, values: Tensor) -> Tensor:
+def max_forward(csr: EdgeCSR, values: Tensor) -> Tensor:
     """Return the maxima, [T, H]."""
     values = values.contiguous()
-    largest = values.new_empty(graph.num_targets, values.size(1))
+    largest = values.new_empty(csr.num_targets, values.size(1))
     with torch.cuda.device_of(values):
-        _max_forward[(graph.num_targets,)](
-            graph.ptr, graph.col, values, largest, **_max_settings(values)
-        )
+        _max_forward[(csr.num_targets,)](csr.ptr, csr.col, values, largest, **_max_settings(values))
     return largest
 
 
-def max_backward(graph: EdgeCSR, values: Tensor, largest: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of the values: each edge that has the maximum gets an even share."""
+def max_backward(csr: EdgeCSR, values: Tensor, largest: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the values: edges that hold the maximum share it evenly."""
     values, grad = values.contiguous(), grad.contiguous()
     share, grad_values = torch.empty_like(grad), torch.empty_like(values)
     settings = _max_settings(values)
     with torch.cuda.device_of(values):
-        _max_share[(graph.num_targets,)](
-            graph.ptr, graph.col, values, largest, grad, share, **settings
-        )
-        _max_backward[(graph.num_sources,)](
-            graph.ptr_t, graph.row_t, values, largest, share, grad_values, **settings
+        _max_share[(csr.num_targets,)](csr.ptr, csr.col, values, largest, grad, share, **settings)
+        _max_backward[(csr.num_sources,)](
+            csr.ptr_t, csr.row_t, values, largest, share, grad_values, **settings
         )
     return grad_values

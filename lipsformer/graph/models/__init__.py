@@ -1,19 +1,20 @@
 """Deep networks for node classification: a stack of layers between two linear maps.
 
-Every model keeps its layers in ``layers``, each called as ``layer(x, edge_index)``, so that the
+Every model keeps its layers in `layers`, and each is called as `layer(x, edges)`, so that the
 diagnostics can look at any of them.
 """
 
-from .attention import DeepGAT, DeepGraphTransformer
-from .baselines import GCN, GGNN
-from .create import create_model
-from .lips import LipsGAT, LipsGraphTransformer
-from .residual import ResidualGAT, ResidualGCN, SpectralScale, default_bound
-from .stack import GraphNet
+from lipsformer.graph.models.attention import DeepGAT, DeepGraphTransformer
+from lipsformer.graph.models.baselines import GCN, GGNN
+from lipsformer.graph.models.create import create_model
+from lipsformer.graph.models.lips import LipsGAT, LipsGraphTransformer
+from lipsformer.graph.models.residual import ResidualGAT, ResidualGCN, default_bound
+from lipsformer.graph.models.stack import ConvLayer, GraphNet
 
 __all__ = [
     "GCN",
     "GGNN",
+    "ConvLayer",
     "DeepGAT",
     "DeepGraphTransformer",
     "GraphNet",
@@ -21,7 +22,6 @@ __all__ = [
     "LipsGraphTransformer",
     "ResidualGAT",
     "ResidualGCN",
-    "SpectralScale",
     "create_model",
     "default_bound",
 ]

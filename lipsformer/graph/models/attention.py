@@ -1,22 +1,29 @@
-"""Graph attention networks of any depth, with a choice of normalisations."""
+"""Deep networks of graph attention with a choice of normalizations."""
 
 from torch import nn
 
-from lipsformer.graph.conv import LipschitzGATConv, LipschitzTransformerConv
+from lipsformer.graph.gat_conv import LipschitzGATConv
+from lipsformer.graph.models.stack import ConvLayer, GraphNet
 from lipsformer.graph.norm import NodeNorm, parse_norm
-
-from .stack import ConvLayer, GraphNet
+from lipsformer.graph.transformer_conv import LipschitzTransformerConv
 
 __all__ = ["DeepGAT", "DeepGraphTransformer"]
 
 
 class DeepGAT(GraphNet):
-    """Graph attention network of any depth, with a choice of normalisations.
+    """Stack graph attention to any depth, with a choice of normalizations.
 
-    With ``linear_ends`` a linear map to ``encoder_channels``, ``num_layers`` layers of dropout,
-    attention with concatenated heads and ELU (none after the last), and a linear head; node
-    normalisations follow the ELU. Without, the first and the last attention layer map features and
-    logits themselves, as in the original GAT.
+    A linear map leads from the features to `encoder_channels`. Then follow `num_layers` layers of
+    dropout, attention with concatenated heads, ELU and a node normalization (the last layer has
+    neither ELU nor normalization), and a linear head. With `linear_ends=False` the first attention
+    layer reads the features and the last one returns the logits, as in the original GAT.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import DeepGAT
+        >>> model = DeepGAT(16, 8, 3, num_layers=5, heads=4, norm="lipschitznorm")
+        >>> model(torch.randn(3, 16), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 3])
 
     Reference:
         Veličković et al. 2018 (GAT); Dasoulas et al. 2021 for the deep form.
@@ -49,18 +56,18 @@ class DeepGAT(GraphNet):
             out_channels: Number of classes.
             num_layers: Number of attention layers.
             heads: Number of heads.
-            norm: See ``parse_norm``.
+            norm: Normalization of scores and nodes; see `parse_norm`.
             dropout: Dropout probability before every convolution.
             attn_dropout: Dropout probability of the attention weights.
-            linear_ends: Linear maps before and after the attention layers.
-            encoder_channels: Channels after the first linear map; None for those of the layers,
-                ``heads * hidden_channels``. The authors' have ``hidden_channels``, which is a
-                bottleneck where heads are narrow.
-            residual: Add a linear map of each layer's input to its output, as in ``GATConv``.
-            att_norm: See ``LipschitzGATConv``; LipschitzNorm keeps the scores within 1 / att_norm.
-            scale_individually: See ``LipschitzGATConv``.
-            released_code: See ``LipschitzGATConv``.
-            grad_checkpointing: See ``GraphNet``.
+            linear_ends: Whether linear maps come before and after the attention layers.
+            encoder_channels: Channels after the first linear map; None for the width of the layers,
+                `heads * hidden_channels`. The authors use `hidden_channels`, which is a bottleneck
+                if heads are narrow.
+            residual: Add a linear map of the input of each layer to its output, as in `GATConv`.
+            att_norm: LipschitzNorm keeps the scores within 1 / att_norm; see `LipschitzGATConv`.
+            scale_individually: See `LipschitzGATConv`.
+            released_code: See `LipschitzGATConv`.
+            grad_checkpointing: See `GraphNet`.
         """
         score_norm, node_norm = parse_norm(norm)
         width = heads * hidden_channels
@@ -89,7 +96,16 @@ class DeepGAT(GraphNet):
 
 
 class DeepGraphTransformer(GraphNet):
-    """Graph Transformer of any depth: dropout, attention with skip, normalisation, ELU.
+    """Stack Graph Transformer layers to any depth.
+
+    Each layer applies dropout, attention with a skip connection, a node normalization and ELU.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import DeepGraphTransformer
+        >>> model = DeepGraphTransformer(16, 8, 3, num_layers=5, heads=4, norm="lipschitznorm")
+        >>> model(torch.randn(3, 16), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 3])
 
     Reference:
         Shi et al. 2021 (TransformerConv); Dasoulas et al. 2021 for the deep form.
@@ -119,13 +135,13 @@ class DeepGraphTransformer(GraphNet):
             out_channels: Number of classes.
             num_layers: Number of attention layers.
             heads: Number of heads.
-            norm: See ``parse_norm``.
+            norm: Normalization of scores and nodes; see `parse_norm`.
             dropout: Dropout probability before every convolution.
             attn_dropout: Dropout probability of the attention weights.
-            beta: Gate the skip connection.
-            encoder_channels: See ``DeepGAT``.
-            released_code: See ``LipschitzTransformerConv``.
-            grad_checkpointing: See ``GraphNet``.
+            beta: Whether a learned gate weighs the skip connection against the attention.
+            encoder_channels: See `DeepGAT`.
+            released_code: See `LipschitzTransformerConv`.
+            grad_checkpointing: See `GraphNet`.
         """
         score_norm, node_norm = parse_norm(norm)
         width = heads * hidden_channels

@@ -1,21 +1,29 @@
-"""Networks to compare with: GCN and the gated graph network."""
+"""Baselines: GCN and the gated graph network."""
 
 from torch import nn
 from torch_geometric.nn import GatedGraphConv, GCNConv
 
+from lipsformer.graph.models.stack import ConvLayer, GraphNet
 from lipsformer.graph.norm import NodeNorm, parse_norm
-
-from .stack import ConvLayer, GraphNet
 
 __all__ = ["GCN", "GGNN"]
 
 
 class GCN(GraphNet):
-    """Graph convolutional network: dropout, convolution, ReLU and a node normalisation.
+    """Stack layers of dropout, graph convolution, ReLU and a node normalization.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import GCN
+        >>> model = GCN(16, 8, 3, num_layers=2)
+        >>> model(torch.randn(3, 16), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 3])
 
     Reference:
         Kipf and Welling 2017.
     """
+
+    takes_sorted_edges = False
 
     def __init__(
         self,
@@ -34,13 +42,13 @@ class GCN(GraphNet):
             in_channels: Number of features.
             hidden_channels: Width of the layers.
             out_channels: Number of classes.
-            num_layers: Number of convolutions, the one to the logits included.
-            norm: 'none' or one of ``NODE_NORMS``; there are no scores to normalise.
+            num_layers: Number of convolutions, including the last one, which returns the logits.
+            norm: 'none' or one of `NODE_NORMS`; a GCN has no scores to normalize.
             dropout: Dropout probability before every convolution.
-            grad_checkpointing: See ``GraphNet``.
+            grad_checkpointing: See `GraphNet`.
 
         Raises:
-            ValueError: If ``norm`` is unknown or normalises scores.
+            ValueError: If `norm` is unknown or normalizes scores.
         """
         score_norm, node_norm = parse_norm(norm)
         if score_norm is not None:
@@ -57,11 +65,20 @@ class GCN(GraphNet):
 
 
 class GGNN(GraphNet):
-    """Gated graph network: linear map, ``num_layers`` gated propagations with one GRU, linear head.
+    """Propagate `num_layers` times with one GRU between two linear maps.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import GGNN
+        >>> model = GGNN(16, 8, 3, num_layers=2)
+        >>> model(torch.randn(3, 16), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 3])
 
     Reference:
-        Li et al. 2016.
+        Li et al. 2016 (gated graph networks).
     """
+
+    takes_sorted_edges = False
 
     def __init__(
         self,

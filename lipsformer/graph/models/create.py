@@ -1,14 +1,14 @@
-"""Models by name."""
+"""Create models by name."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .attention import DeepGAT, DeepGraphTransformer
-from .baselines import GCN, GGNN
-from .lips import LipsGAT, LipsGraphTransformer
-from .residual import ResidualGAT, ResidualGCN
-from .stack import GraphNet
+from lipsformer.graph.models.attention import DeepGAT, DeepGraphTransformer
+from lipsformer.graph.models.baselines import GCN, GGNN
+from lipsformer.graph.models.lips import LipsGAT, LipsGraphTransformer
+from lipsformer.graph.models.residual import ResidualGAT, ResidualGCN
+from lipsformer.graph.models.stack import GraphNet
 
 __all__ = ["create_model"]
 
@@ -32,27 +32,42 @@ def create_model(
     num_layers: int,
     **kwargs: Any,
 ) -> GraphNet:
-    """Build the model called ``name``.
+    """Build the model called `name`.
 
     Args:
         name: gcn, ggnn, deep_gat, deep_graph_transformer, residual_gcn, residual_gat, lips_gat or
             lips_graph_transformer.
         in_channels: Number of features.
-        hidden_channels: Width of the layers, per head where there are heads.
+        hidden_channels: Width of the layers, or of each head in models with heads.
         out_channels: Number of classes.
         num_layers: Number of layers, >= 1.
         **kwargs: Keyword arguments of the model's class.
 
+    Example:
+        >>> from lipsformer.graph import create_model
+        >>> type(create_model("deep_gat", 16, 8, 3, num_layers=5, norm="lipschitznorm")).__name__
+        'DeepGAT'
+
     Raises:
-        ValueError: If the name, an argument or ``num_layers`` is not known or possible.
+        ValueError: If the name or an argument is unknown, or if `num_layers` is less than 1.
     """
     if name not in _MODELS:
         raise ValueError(f"model {name!r} is not known; choose one of {', '.join(_MODELS)}")
     if num_layers < 1:
         raise ValueError(f"num_layers={num_layers} must be at least 1")
-    signature = LipsGraphTransformer if name == "lips_gat" else _MODELS[name]
-    allowed = inspect.getfullargspec(signature).kwonlyargs
+    allowed = _keyword_arguments(_MODELS[name])
     for key in kwargs:
         if key not in allowed:
             raise ValueError(f"{name} has no argument {key!r}; it takes {', '.join(allowed)}")
     return _MODELS[name](in_channels, hidden_channels, out_channels, num_layers, **kwargs)
+
+
+def _keyword_arguments(cls: Any) -> list[str]:
+    """Return the keyword arguments of a class and those that its `**kwargs` passes on."""
+    names: dict[str, None] = {}
+    for base in cls.__mro__:
+        spec = inspect.getfullargspec(base.__init__)
+        names |= dict.fromkeys(spec.kwonlyargs)
+        if spec.varkw is None:
+            break
+    return list(names)

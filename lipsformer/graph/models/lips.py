@@ -1,21 +1,21 @@
-"""Graph Transformers built wholly of LipsFormer's parts."""
+"""Graph Transformers in which every part is one of LipsFormer's."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
-from lipsformer.graph.conv import ScaledCosineConv
+from lipsformer.graph.cosine_conv import ScaledCosineConv
+from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.models.stack import GraphNet
 from lipsformer.layers.center_norm import CenterNorm
 from lipsformer.layers.residual import WeightedResidual
-from lipsformer.layers.spectral import spectral_init_
-
-from .stack import GraphNet
+from lipsformer.layers.spectral import spectral_linear
 
 __all__ = ["LipsGAT", "LipsGraphTransformer"]
 
 
 class LipsLayer(nn.Module):
-    """CenterNorm, attention and projection, then CenterNorm and MLP; weighted residuals."""
+    """Add attention and an MLP to the input, each after CenterNorm and with a weighted residual."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class LipsLayer(nn.Module):
         super().__init__()
         self.norm = CenterNorm(width)
         self.conv = conv
-        self.proj = _spectral_linear(width, width)
+        self.proj = spectral_linear(width, width)
         self.residual = WeightedResidual(width, residual_scale)
         self.dropout = nn.Dropout(dropout)
         self.mlp: nn.Module | None = None
@@ -36,13 +36,13 @@ class LipsLayer(nn.Module):
             hidden = int(mlp_ratio * width)
             self.mlp = nn.Sequential(
                 CenterNorm(width),
-                _spectral_linear(width, hidden),
+                spectral_linear(width, hidden),
                 nn.GELU(),
-                _spectral_linear(hidden, width),
+                spectral_linear(hidden, width),
             )
             self.mlp_residual = WeightedResidual(width, residual_scale)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         branch = self.proj(self.conv(self.norm(x), edge_index))
         x = self.residual(x, self.dropout(branch))
         if self.mlp is not None:
@@ -51,14 +51,21 @@ class LipsLayer(nn.Module):
 
 
 class LipsGraphTransformer(GraphNet):
-    """Graph Transformer built wholly of LipsFormer's parts.
+    """Stack Graph Transformer layers in which every part is one of LipsFormer's.
 
-    Each layer is CenterNorm, scaled cosine attention over the neighbours and a projection, then
-    CenterNorm and an MLP, both as weighted residuals; every weight starts at largest singular
-    value 1.
+    Each layer has two weighted residual branches: CenterNorm, scaled cosine attention over the
+    neighbours and a projection; then CenterNorm and an MLP. The largest singular value of every
+    weight is 1 at the start.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import LipsGraphTransformer
+        >>> model = LipsGraphTransformer(16, 8, 3, num_layers=5, heads=4)
+        >>> model(torch.randn(3, 16), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 3])
 
     Reference:
-        Qi et al. 2023 (LipsFormer), carried over to graphs here.
+        Qi et al. 2023 (LipsFormer), applied to graphs here.
     """
 
     def __init__(
@@ -87,15 +94,15 @@ class LipsGraphTransformer(GraphNet):
             out_channels: Number of classes.
             num_layers: Number of layers.
             heads: Number of heads.
-            mlp_ratio: Width of the MLP over that of the layer; 0 for none.
-            share_projection: See ``ScaledCosineConv``.
-            logit_scale: See ``ScaledCosineConv``.
-            value_scale: See ``ScaledCosineConv``; None keeps the lengths of the values.
+            mlp_ratio: Hidden width of the MLP divided by the width of the layer; 0 for no MLP.
+            share_projection: See `ScaledCosineConv`.
+            logit_scale: See `ScaledCosineConv`.
+            value_scale: See `ScaledCosineConv`; None does not normalize the values.
             residual_scale: Initial weight of every branch; None for 1 / (number of branches).
             dropout: Dropout probability of the branches.
             attn_dropout: Dropout probability of the attention weights.
             input_dropout: Dropout probability of the features and of the last representations.
-            grad_checkpointing: See ``GraphNet``.
+            grad_checkpointing: See `GraphNet`.
         """
         width = heads * hidden_channels
         if residual_scale is None:
@@ -112,13 +119,23 @@ class LipsGraphTransformer(GraphNet):
                 dropout=attn_dropout,
             )
             layers.append(LipsLayer(conv, width, mlp_ratio, residual_scale, dropout))
-        encoder = nn.Sequential(nn.Dropout(input_dropout), _spectral_linear(in_channels, width))
-        head = nn.Sequential(nn.Dropout(input_dropout), _spectral_linear(width, out_channels))
+        encoder = nn.Sequential(nn.Dropout(input_dropout), spectral_linear(in_channels, width))
+        head = nn.Sequential(nn.Dropout(input_dropout), spectral_linear(width, out_channels))
         super().__init__(encoder, layers, head, grad_checkpointing)
 
 
 class LipsGAT(LipsGraphTransformer):
-    """Graph attention built wholly of LipsFormer's parts: no MLP, one projection for q, k and v."""
+    """Stack graph attention in which every part is one of LipsFormer's.
+
+    It is `LipsGraphTransformer` without MLPs and with one projection for queries, keys and values.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import LipsGAT
+        >>> model = LipsGAT(16, 8, 3, num_layers=5, heads=4)
+        >>> model(torch.randn(3, 16), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 3])
+    """
 
     def __init__(
         self,
@@ -126,15 +143,18 @@ class LipsGAT(LipsGraphTransformer):
         hidden_channels: int,
         out_channels: int,
         num_layers: int,
+        *,
+        mlp_ratio: float = 0.0,
+        share_projection: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Create the network; the arguments are those of ``LipsGraphTransformer``."""
-        kwargs = {"mlp_ratio": 0.0, "share_projection": True, **kwargs}
-        super().__init__(in_channels, hidden_channels, out_channels, num_layers, **kwargs)
-
-
-def _spectral_linear(in_channels: int, out_channels: int) -> nn.Linear:
-    linear = nn.Linear(in_channels, out_channels)
-    spectral_init_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return linear
+        """Create the network; the arguments are those of `LipsGraphTransformer`."""
+        super().__init__(
+            in_channels,
+            hidden_channels,
+            out_channels,
+            num_layers,
+            mlp_ratio=mlp_ratio,
+            share_projection=share_projection,
+            **kwargs,
+        )

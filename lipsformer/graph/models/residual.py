@@ -1,53 +1,32 @@
-"""Residual networks of hundreds of layers, each layer's weight held at a Lipschitz bound."""
+"""Residual networks of hundreds of layers, in which the weights keep a Lipschitz bound."""
 
 import typing
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch_geometric.nn import GATConv, GCNConv
 
-from lipsformer.graph.conv import LipschitzGATConv
+from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.gat_conv import LipschitzGATConv
+from lipsformer.graph.models.stack import GraphNet
 from lipsformer.graph.norm import parse_norm
+from lipsformer.layers.spectral import SpectralScale
 
-from .stack import GraphNet
-
-__all__ = ["ResidualGAT", "ResidualGCN", "SpectralScale", "default_bound"]
+__all__ = ["ResidualGAT", "ResidualGCN", "default_bound"]
 
 
 def default_bound(num_layers: int) -> float:
-    """Bound c for each of ``num_layers`` residual layers: 4 / num_layers, at most 1.
+    """Return the bound c of each of `num_layers` residual layers: 4 / num_layers, at most 1.
 
-    (1 + c)^L then stays below e^4, the same law as LipsFormer's residual scale 1 / L.
+    (1 + c)^L then stays below e^4. LipsFormer's residual scale 1 / L follows the same law.
     """
     return min(1.0, 4.0 / num_layers)
 
 
-class SpectralScale(nn.Module):
-    r"""Parametrisation :math:`W \leftarrow c\, W / \sigma_{max}(W)`, exact at every step.
-
-    Reference:
-        Park and Kim 2024.
-    """
-
-    def __init__(self, bound: float) -> None:
-        """Take c, the largest singular value that the weight shall have, > 0."""
-        super().__init__()
-        self.bound = bound
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Scale ``weight`` ([out, in]); the derivative of sigma is u v^T, its singular vectors."""
-        with torch.no_grad():
-            _, vectors = torch.linalg.eigh(weight.T @ weight)
-            right = vectors[:, -1]
-            left = F.normalize(weight @ right, dim=0)
-        return weight * (self.bound / (left @ weight @ right).clamp_min(1e-12))
-
-
 class ResidualLayer(nn.Module):
-    """X + ReLU(A X W), with A the normalised adjacency or the attention."""
+    """Compute X + ReLU(A X W), where A is the normalized adjacency or the attention."""
 
     def __init__(
         self, conv: GCNConv | GATConv, bound: float | None, residual: bool, dropout: float
@@ -59,10 +38,19 @@ class ResidualLayer(nn.Module):
         if bound is not None:
             linear = typing.cast(nn.Module, conv.lin)
             parametrize.register_parametrization(linear, "weight", SpectralScale(bound))
+            # PyG's Linear also saves the scaled weight, which cannot be loaded
+            linear.register_state_dict_post_hook(_drop_scaled_weight)
+            linear.register_load_state_dict_pre_hook(_drop_scaled_weight)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         update = F.relu(self.conv(self.dropout(x), edge_index))
         return x + update if self.residual else update
+
+
+def _drop_scaled_weight(
+    linear: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object
+) -> None:
+    state_dict.pop(f"{prefix}weight", None)
 
 
 def _residual_layers(
@@ -88,16 +76,26 @@ def _dropout_linear(dropout: float, in_channels: int, out_channels: int) -> nn.S
 
 
 class ResidualGCN(GraphNet):
-    r"""Residual GCN whose weights keep their largest singular value at c.
+    r"""Stack residual graph convolutions whose weights have the largest singular value c.
 
     .. math:: X^{(l+1)} = X^{(l)} + \mathrm{ReLU}(\hat A X^{(l)} W^{(l)}),
         \quad W^{(l)} = c\, V^{(l)} / \sigma_{max}(V^{(l)})
 
-    As :math:`|\hat A|_2 \le 1`, each layer's Frobenius Lipschitz constant is at most 1 + c.
+    The Frobenius Lipschitz constant of each layer is at most 1 + c, because
+    :math:`|\hat A|_2 \le 1` for undirected graphs.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import ResidualGCN
+        >>> model = ResidualGCN(16, 8, 3, num_layers=64)
+        >>> model(torch.randn(3, 16), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 3])
 
     Reference:
         Park and Kim 2024.
     """
+
+    takes_sorted_edges = False
 
     def __init__(
         self,
@@ -121,14 +119,14 @@ class ResidualGCN(GraphNet):
             out_channels: Number of classes.
             num_layers: Number of residual layers.
             weight_norm: 'spectral' or 'none'.
-            bound: c > 0; None for ``default_bound(num_layers)``.
-            residual: Without it, the plain deep GCN for comparison.
+            bound: c > 0; None for `default_bound(num_layers)`.
+            residual: Whether layers add their input; False gives a plain deep GCN for comparison.
             dropout: Dropout probability inside the layers.
             input_dropout: Dropout probability of the features and of the last representations.
-            grad_checkpointing: See ``GraphNet``.
+            grad_checkpointing: See `GraphNet`.
 
         Raises:
-            ValueError: If ``weight_norm`` is unknown, or ``bound`` is not above 0 or has no effect.
+            ValueError: If `weight_norm` is unknown, or if `bound` is not positive or has no effect.
         """
         convs = [GCNConv(hidden_channels, hidden_channels) for _ in range(num_layers)]
         layers = _residual_layers(convs, weight_norm, bound, residual, dropout)
@@ -138,10 +136,18 @@ class ResidualGCN(GraphNet):
 
 
 class ResidualGAT(GraphNet):
-    r"""Residual GAT whose weights keep their largest singular value at c; see ``ResidualGCN``.
+    r"""Stack residual graph attention whose weights have the largest singular value c.
 
-    c bounds W alone: the layer's Lipschitz constant depends on the attention too, which
-    ``norm='lipschitznorm'`` bounds.
+    The formula is that of `ResidualGCN`, with the attention in place of :math:`\hat A`. c bounds
+    only W. The Lipschitz constant of a layer also depends on the attention, which
+    `norm='lipschitznorm'` bounds.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import ResidualGAT
+        >>> model = ResidualGAT(16, 8, 3, num_layers=64, norm="lipschitznorm")
+        >>> model(torch.randn(3, 16), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 3])
 
     Reference:
         Park and Kim 2024.
@@ -174,15 +180,15 @@ class ResidualGAT(GraphNet):
             heads: Number of heads.
             norm: 'none' or 'lipschitznorm'.
             weight_norm: 'spectral' or 'none'.
-            bound: c > 0; None for ``default_bound(num_layers)``.
-            residual: Without it, the plain deep GAT for comparison.
+            bound: c > 0; None for `default_bound(num_layers)`.
+            residual: Whether layers add their input; False gives a plain deep GAT for comparison.
             dropout: Dropout probability inside the layers.
             attn_dropout: Dropout probability of the attention weights.
             input_dropout: Dropout probability of the features and of the last representations.
-            grad_checkpointing: See ``GraphNet``.
+            grad_checkpointing: See `GraphNet`.
 
         Raises:
-            ValueError: If a name is unknown, or ``bound`` is not above 0 or has no effect.
+            ValueError: If a name is unknown, or if `bound` is not positive or has no effect.
         """
         score_norm, node_norm = parse_norm(norm)
         if node_norm != "none":

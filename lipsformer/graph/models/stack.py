@@ -1,24 +1,41 @@
-"""A stack of graph layers between an encoder and a head, which every model is."""
+"""The base class of all models: a stack of graph layers between an encoder and a head."""
 
 import typing
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.norm import NodeNorm
 
 __all__ = ["ConvLayer", "GraphNet"]
 
 
 class GraphNet(nn.Module):
-    """A stack of graph layers between an encoder and a head.
+    """Run a stack of graph layers between an encoder and a head.
+
+    The edges are sorted once per forward pass and shared by all layers. Pass a `SortedEdges` to
+    share them between passes too.
 
     Shape:
-        x: [V, F_in]; edge_index: [2, E]; the logits are [V, out_channels].
+        x: [V, F_in], dense or sparse. edge_index: [2, E] or a `SortedEdges`. Logits:
+        [V, out_channels].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.models import GraphNet
+        >>> class Mean(torch.nn.Module):
+        ...     def forward(self, x, edges):
+        ...         return x.mean(0).expand_as(x)
+        >>> model = GraphNet(torch.nn.Linear(4, 8), [Mean()], torch.nn.Linear(8, 2))
+        >>> model(torch.randn(3, 4), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 2])
     """
+
+    #: Whether the layers take `SortedEdges`. PyG's own convolutions need the plain `edge_index`.
+    takes_sorted_edges: bool = True
 
     def __init__(
         self,
@@ -27,14 +44,14 @@ class GraphNet(nn.Module):
         head: nn.Module,
         grad_checkpointing: bool = False,
     ) -> None:
-        """Put the parts together.
+        """Join the parts.
 
         Args:
             encoder: Maps the features to the width of the layers.
-            layers: Modules called as ``layer(x, edge_index)``.
+            layers: Modules that are called as `layer(x, edges)`.
             head: Maps the last representations to logits.
-            grad_checkpointing: Keep only each layer's input in training and compute the rest again
-                in the backward pass.
+            grad_checkpointing: Keep only the input of each layer in training, and compute the rest
+                again in the backward pass.
         """
         super().__init__()
         self.encoder = encoder
@@ -42,29 +59,47 @@ class GraphNet(nn.Module):
         self.head = head
         self.grad_checkpointing = grad_checkpointing
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         """Return the logits of all nodes."""
-        (last,) = deque(self._states(x, edge_index), maxlen=1)
-        return self.head(last)
+        edges = self._edges(edge_index, len(x))
+        x = self.encoder(x)
+        for layer in self.layers:
+            x = self._run_layer(layer, x, edges)
+        return self.head(x)
 
-    def forward_intermediates(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def forward_intermediates(
+        self, x: Tensor, edge_index: Tensor | SortedEdges
+    ) -> tuple[Tensor, list[Tensor]]:
         """Return the logits, and the representations before the first and after every layer."""
-        states = list(self._states(x, edge_index))
+        edges = self._edges(edge_index, len(x))
+        states = [self.encoder(x)]
+        for layer in self.layers:
+            states.append(self._run_layer(layer, states[-1], edges))
         return self.head(states[-1]), states
 
-    def _states(self, x: Tensor, edge_index: Tensor) -> Iterator[Tensor]:
-        x = self.encoder(x)
-        yield x
-        for layer in self.layers:
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = typing.cast(Tensor, checkpoint(layer, x, edge_index, use_reentrant=False))
-            else:
-                x = layer(x, edge_index)
-            yield x
+    def _edges(self, edge_index: Tensor | SortedEdges, num_nodes: int) -> Tensor | SortedEdges:
+        edges = SortedEdges.of(edge_index, num_nodes, num_nodes)
+        return edges if self.takes_sorted_edges else edges.edge_index
+
+    def _run_layer(self, layer: nn.Module, x: Tensor, edges: Tensor | SortedEdges) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return typing.cast(Tensor, checkpoint(layer, x, edges, use_reentrant=False))
+        return layer(x, edges)
 
 
 class ConvLayer(nn.Module):
-    """Dropout, convolution, then activation and normalisation in the model's order."""
+    """Apply dropout and a convolution, then an activation and a normalization.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import LipschitzGATConv
+        >>> from lipsformer.graph.models import ConvLayer
+        >>> from lipsformer.graph.norm import NodeNorm
+        >>> conv = LipschitzGATConv(4, 8)
+        >>> layer = ConvLayer(conv, 0.5, torch.nn.ELU(), NodeNorm("layernorm", 8))
+        >>> layer(torch.randn(3, 4), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 8])
+    """
 
     def __init__(
         self,
@@ -74,6 +109,15 @@ class ConvLayer(nn.Module):
         norm: NodeNorm,
         norm_first: bool = False,
     ) -> None:
+        """Join the parts.
+
+        Args:
+            conv: Convolution that is called as `conv(x, edges)`.
+            dropout: Dropout probability of the convolution's input.
+            activation: Activation function.
+            norm: Normalization of the node representations.
+            norm_first: Whether to normalize before the activation instead of after it.
+        """
         super().__init__()
         self.conv = conv
         self.dropout = nn.Dropout(dropout)
@@ -81,8 +125,8 @@ class ConvLayer(nn.Module):
         self.norm = norm
         self.norm_first = norm_first
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """Apply them."""
+    def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
+        """Apply the layer."""
         x = self.conv(self.dropout(x), edge_index)
         if self.norm_first:
             return self.activation(self.norm(x, edge_index))

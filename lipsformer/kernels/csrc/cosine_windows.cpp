@@ -1,10 +1,10 @@
 // Scaled cosine attention in the windows of a map of projected tokens, in one pass: a window and head
 // at a time is normalised, attended and written back while it lies in the cache.
-#include <omp.h>
 
 #include <initializer_list>
 #include <memory>
 
+#include "parallel.h"
 #include "vec.h"
 
 namespace {
@@ -230,16 +230,14 @@ void forward(const T *q, const T *k, const T *v, T *out, const float *bias, cons
     const Map map{batch, height, width, heads, dim, h, w, in_stride, out_stride};
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
     const std::unique_ptr<float[]> padded_bias = pad_bias(map, bias);
-#pragma omp parallel num_threads(threads)
-    {
+    parallel(threads, [&](const Team &team) {
         std::unique_ptr<int64_t[]> place(new int64_t[n]), place_next(new int64_t[n]);
         Scratch scratch(n * (pn + 4 * pd + 1) + pd * (pn + 10));
         float *queries = scratch.take(n * pd), *keys = scratch.take(n * pd);
         float *values = scratch.take(n * pd), *result = scratch.take(n * pd);
         float *keys_t = scratch.take(pd * pn), *attn = scratch.take(n * pn);
         float *inverse = scratch.take(n), *kernels = scratch.take(10 * pd);
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < map.windows * heads; ++task) {
+        team.share(map.windows * heads, [&](int64_t task) {
             const int64_t head = task % heads, channel = head * dim;
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
             clear(result, n * pd);
@@ -261,8 +259,8 @@ void forward(const T *q, const T *k, const T *v, T *out, const float *bias, cons
             weigh(map, queries, keys_t, padded_bias.get() + (bias ? head * n * pn : 0), attn);
             product(n, attn, pn, 1, values, pd, n, result, pd, pd);
             map.scatter(result, place.get(), out_stride, out + channel);
-        }
-    }
+        });
+    });
 }
 
 // Gradients of the above; grad_bias, grad_tau and grad_lepe (null where there is none) are added to.
@@ -275,8 +273,7 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
     const Map map{batch, height, width, heads, dim, h, w, in_stride, out_stride};
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
     const std::unique_ptr<float[]> padded_bias = pad_bias(map, bias);
-#pragma omp parallel num_threads(threads)
-    {
+    parallel(threads, [&](const Team &team) {
         std::unique_ptr<int64_t[]> place(new int64_t[n]), place_next(new int64_t[n]);
         const int64_t bias_floats = grad_bias ? heads * n * pn : 0;
         const int64_t lepe_floats = lepe ? heads * 10 * pd : 0;
@@ -292,8 +289,7 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
         float *inverse_v = scratch.take(n), *kernels = scratch.take(10 * pd);
         float *own_tau = scratch.take(heads), *own_bias = scratch.take(bias_floats);
         float *own_lepe = scratch.take(lepe_floats);
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < map.windows * heads; ++task) {
+        team.share(map.windows * heads, [&](int64_t task) {
             const int64_t head = task % heads, channel = head * dim;
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
             map.gather(grad_out + channel, out_stride, place.get(), grads);
@@ -356,23 +352,19 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
             map.scatter(grad_queries, place.get(), in_stride, grad_q + channel);
             map.scatter(grad_keys, place.get(), in_stride, grad_k + channel);
             map.scatter(grad_values, place.get(), in_stride, grad_v + channel);
-        }
+        });
         // thread after thread, so that the sums repeat
-#pragma omp for ordered schedule(static, 1)
-        for (int64_t thread = 0; thread < omp_get_num_threads(); ++thread) {
-#pragma omp ordered
-            {
-                for (int64_t head = 0; head < heads; ++head) {
-                    grad_tau[head] += own_tau[head];
-                    for (int64_t i = 0; grad_bias && i < n * n; ++i)
-                        grad_bias[head * n * n + i] += own_bias[(head * n + i / n) * pn + i % n];
-                    for (int64_t i = 0; lepe && i < 10 * dim; ++i)
-                        grad_lepe[i / dim * heads * dim + head * dim + i % dim] +=
-                            own_lepe[(head * 10 + i / dim) * pd + i % dim];
-                }
+        team.in_turn([&] {
+            for (int64_t head = 0; head < heads; ++head) {
+                grad_tau[head] += own_tau[head];
+                for (int64_t i = 0; grad_bias && i < n * n; ++i)
+                    grad_bias[head * n * n + i] += own_bias[(head * n + i / n) * pn + i % n];
+                for (int64_t i = 0; lepe && i < 10 * dim; ++i)
+                    grad_lepe[i / dim * heads * dim + head * dim + i % dim] +=
+                        own_lepe[(head * 10 + i / dim) * pd + i % dim];
             }
-        }
-    }
+        });
+    });
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 // A task takes sixteen channels of an image. Rows run along the longer side of the map (kernels are
 // transposed for that) and are copied one after the other into a ring of K rows, which stays in the
 // first cache; up to 14 neighbouring outputs, held in registers, share what is loaded.
+#include "parallel.h"
 #include "vec.h"
 
 #include <algorithm>
@@ -104,17 +105,16 @@ void convolve(const Value *x, const float *weight, const float *bias, Value *y, 
               bool flip, int64_t threads) {
     constexpr int P = K / 2;
     Buffer taps(maps.blocks * K * K);
-#pragma omp parallel num_threads(threads)
-    {
+    parallel(threads, [&](const Team &team) {
         Ring<K> ring(maps);
-#pragma omp for
-        for (int64_t c = 0; c < maps.channels; ++c)
+        team.share(maps.channels, [&](int64_t c) {
             for (int row = 0; row < K; ++row)
                 for (int column = 0; column < K; ++column)
                     taps.data[(c / LANES * K * K + row * K + column) * LANES + c % LANES] =
                         weight[c * K * K + tap<K>(row, column, maps.transposed, flip)];
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < maps.batch * maps.blocks; ++task) {
+        });
+        GOMP_barrier();
+        team.share(maps.batch * maps.blocks, [&](int64_t task) {
             const int64_t block = task % maps.blocks, lanes = maps.lanes(block);
             const int64_t start = maps.start(task / maps.blocks, block);
             const int64_t next = task + 1;
@@ -157,8 +157,8 @@ void convolve(const Value *x, const float *weight, const float *bias, Value *y, 
                             lanes == LANES ? store(to, sums[t]) : store_first(to, sums[t], lanes);
                 });
             }
-        }
-    }
+        });
+    });
 }
 
 template <int K, class Value>
@@ -170,12 +170,10 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
     int64_t groups = 1;
     while (groups * maps.blocks < 32 && groups < 8 && 2 * groups <= maps.batch) groups *= 2;
     Buffer parts(groups * maps.blocks * (K * K + 1));
-#pragma omp parallel num_threads(threads)
-    {
+    parallel(threads, [&](const Team &team) {
         Ring<K> ring(maps);
         Buffer upstream(maps.padded);
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < groups * maps.blocks; ++task) {
+        team.share(groups * maps.blocks, [&](int64_t task) {
             const int64_t group = task / maps.blocks, block = task % maps.blocks;
             const int64_t lanes = maps.lanes(block);
             float *part = parts.data + task * SIZE;
@@ -228,9 +226,9 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
                 }
                 for (int64_t i = 0; i < SIZE; ++i) part[i] += sums[i];
             }
-        }
-#pragma omp for
-        for (int64_t c = 0; c < maps.channels; ++c)
+        });
+        GOMP_barrier();
+        team.share(maps.channels, [&](int64_t c) {
             for (int64_t i = 0; i <= K * K; ++i) {
                 float total = 0.0f;
                 for (int64_t group = 0; group < groups; ++group)
@@ -241,7 +239,8 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
                 else
                     grad_weight[c * K * K + tap<K>(i / K, i % K, maps.transposed, false)] = total;
             }
-    }
+        });
+    });
 }
 
 }  // namespace

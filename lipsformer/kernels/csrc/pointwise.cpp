@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "parallel.h"
 #include "vec.h"
 
 namespace {
@@ -58,8 +59,8 @@ extern "C" {
 // activated = GELU(z), grad *= GELU'(z).
 void gelu_gradient(const float *z, float *grad, float *activated, int64_t n, int64_t threads) {
     if (n < ALONE) threads = 1;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t start = 0; start < n; start += BLOCK)
+    parallel_for(threads, (n + BLOCK - 1) / BLOCK, [&](int64_t block) {
+        const int64_t start = block * BLOCK;
         each(std::min(BLOCK, n - start), [=](int64_t i, auto lanes) {
             const vec x = lanes.load(z + start + i);
             vec value, density;
@@ -68,6 +69,7 @@ void gelu_gradient(const float *z, float *grad, float *activated, int64_t n, int
             lanes.store(activated + start + i, x * value);
             lanes.store(g, lanes.load(g) * (value + x * density));
         });
+    });
 }
 
 // y = x + scale * GELU(z), where z has the samples of index alone if it is given. The scale is one
@@ -78,14 +80,13 @@ void gelu_residual(const float *x, const float *z, const float *scale, int64_t s
     std::vector<int64_t> slots(samples, -1);  // where in z a sample is
     for (int64_t k = 0; k < kept; ++k) slots[index == nullptr ? k : index[k]] = k;
     if (samples * tokens * channels < ALONE) threads = 1;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t row = 0; row < samples * tokens; ++row) {
+    parallel_for(threads, samples * tokens, [&](int64_t row) {
         const int64_t slot = slots[row / tokens];
         const float *from = x + row * channels;
         float *to = y + row * channels;
         if (slot < 0) {
             std::copy(from, from + channels, to);
-            continue;
+            return;
         }
         const float *branch = z + (slot * tokens + row % tokens) * channels;
         const float *factor = scale + slot * scale_stride;
@@ -93,7 +94,7 @@ void gelu_residual(const float *x, const float *z, const float *scale, int64_t s
             const vec added = lanes.load(factor + i) * gelu(lanes.load(branch + i));
             lanes.store(to + i, lanes.load(from + i) + added);
         });
-    }
+    });
 }
 
 // grad_z = grad * scale * GELU'(z); grad_scale, of the scale's shape, sums grad * GELU(z).
@@ -104,8 +105,7 @@ void gelu_residual_gradients(const float *grad, const float *z, const float *sca
     const Parts parts(tokens);
     std::vector<float> sums(kept * parts.count * channels);
     if (kept * tokens * channels < ALONE) threads = 1;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t unit = 0; unit < kept * parts.count; ++unit) {
+    parallel_for(threads, kept * parts.count, [&](int64_t unit) {
         const int64_t k = unit / parts.count, part = unit % parts.count;
         const int64_t sample = index == nullptr ? k : index[k];
         const float *factor = scale + k * scale_stride;
@@ -122,7 +122,7 @@ void gelu_residual_gradients(const float *grad, const float *z, const float *sca
                 lanes.store(total + i, lanes.load(total + i) + g * (x * value));
             });
         }
-    }
+    });
     std::fill(grad_scale, grad_scale + (scale_stride == 0 ? 1 : kept) * channels, 0.0f);
     for (int64_t k = 0; k < kept; ++k)
         add_parts(sums.data() + k * parts.count * channels, parts.count, channels,
@@ -133,8 +133,7 @@ void gelu_residual_gradients(const float *grad, const float *z, const float *sca
 void center(const float *x, const float *gain, const float *shift, int64_t shift_stride, float *y,
             int64_t rows, int64_t channels, int64_t threads) {
     if (rows * channels < ALONE) threads = 1;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t row = 0; row < rows; ++row) {
+    parallel_for(threads, rows, [&](int64_t row) {
         const float *from = x + row * channels, *add = shift + row * shift_stride;
         float *to = y + row * channels;
         vec total = {};
@@ -144,7 +143,7 @@ void center(const float *x, const float *gain, const float *shift, int64_t shift
             lanes.store(to + i, (lanes.load(from + i) - mean) * lanes.load(gain + i) +
                                     lanes.load(add + i));
         });
-    }
+    });
 }
 
 // grad_x = c - mean(c) of c = gain * grad; the sums of grad * (y - bias) and of grad over the rows.
@@ -154,8 +153,7 @@ void center_gradients(const float *grad, const float *y, const float *gain, cons
     const Parts parts(rows);
     std::vector<float> offsets(parts.count * channels), biases(parts.count * channels);
     if (rows * channels < ALONE) threads = 1;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t part = 0; part < parts.count; ++part) {
+    parallel_for(threads, parts.count, [&](int64_t part) {
         float *offset_sum = offsets.data() + part * channels;
         float *bias_sum = biases.data() + part * channels;
         for (int64_t row = parts.begin(part); row < parts.begin(part + 1); ++row) {
@@ -174,7 +172,7 @@ void center_gradients(const float *grad, const float *y, const float *gain, cons
                 lanes.store(to + i, lanes.load(from + i) * lanes.load(gain + i) - mean);
             });
         }
-    }
+    });
     std::fill(grad_offset, grad_offset + channels, 0.0f);
     std::fill(grad_bias, grad_bias + channels, 0.0f);
     add_parts(offsets.data(), parts.count, channels, grad_offset);
@@ -186,14 +184,13 @@ void row_sum(const float *x, float *total, int64_t rows, int64_t channels, int64
     const Parts parts(rows);
     std::vector<float> sums(parts.count * channels);
     if (rows * channels < ALONE) threads = 1;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t part = 0; part < parts.count; ++part) {
+    parallel_for(threads, parts.count, [&](int64_t part) {
         float *sum = sums.data() + part * channels;
         for (int64_t row = parts.begin(part); row < parts.begin(part + 1); ++row)
             each(channels, [=](int64_t i, auto lanes) {
                 lanes.store(sum + i, lanes.load(sum + i) + lanes.load(x + row * channels + i));
             });
-    }
+    });
     std::fill(total, total + channels, 0.0f);
     add_parts(sums.data(), parts.count, channels, total);
 }

@@ -28,15 +28,22 @@ static inline vec splat(float x) { return x - vec{}; }
 typedef float half_vec __attribute__((vector_size(32)));
 typedef float quarter_vec __attribute__((vector_size(16)));
 
-static inline half_vec low(vec x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
-
-static inline half_vec high(vec x) {
-    return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+// The halves are copied, which the compiler turns into one instruction: GCC has no
+// __builtin_shufflevector before version 12.
+template <class Half, class Whole>
+static inline Half half(const Whole &x, int64_t which) {
+    Half y;
+    memcpy(&y, reinterpret_cast<const char *>(&x) + which * sizeof(Half), sizeof(Half));
+    return y;
 }
 
-static inline quarter_vec low(half_vec x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
+static inline half_vec low(vec x) { return half<half_vec>(x, 0); }
 
-static inline quarter_vec high(half_vec x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
+static inline half_vec high(vec x) { return half<half_vec>(x, 1); }
+
+static inline quarter_vec low(half_vec x) { return half<quarter_vec>(x, 0); }
+
+static inline quarter_vec high(half_vec x) { return half<quarter_vec>(x, 1); }
 
 static inline float sum(vec x) {
     const half_vec h = low(x) + high(x);

@@ -1,17 +1,12 @@
 """The README.md of a model on the Hugging Face Hub, written from the records of its run."""
 
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
-from lipsformer.engine.checkpoint import CHECKPOINTS, EMA, MODEL, locate, read_state
-from scripts.reporting.runs import RunLog, read_runs
-from scripts.reporting.validation import best_weights
-
-KINDS = {MODEL: "raw", EMA: "ema"}  # of an evaluation, by the file of the weights
+from lipsformer.engine.run_folder import Weights
 
 TEXT = """---
 {metadata}
@@ -23,8 +18,8 @@ TEXT = """---
 
 ## Use
 
-timm finds an architecture by its name and has no plugin mechanism: **`import lipsformer` comes
-first**, it registers LipsFormer's, which timm and transformers do not know otherwise.
+timm finds an architecture by its name and has no plugin mechanism. **`import lipsformer` comes
+first**: it registers the LipsFormer models, which timm and transformers do not know otherwise.
 
 ```python
 import lipsformer  # before the model is created
@@ -60,48 +55,22 @@ Resize of the shorter side to {resized} pixels ({interpolation}), centre crop of
 """
 
 
-def find_weights(path: Path) -> tuple[Path, RunLog]:
-    """The file of weights that a run or one of its checkpoints stands for, and the run.
-
-    Of a run these are its best ones, of a checkpoint the EMA's if there are any.
+def model_card(model: Any, weights: Weights) -> str:
+    """Return the card of a model with these weights; every figure was recorded by the run.
 
     Raises:
-        CheckpointError: if there are none, or they are damaged.
-        ConfigError: if it is not a run of train.py.
+        ConfigError: If the run did not evaluate the weights.
     """
-    if (path / CHECKPOINTS).is_dir():
-        (run,) = read_runs([path])
-        return best_weights(run), run
-    folder = locate(path)
-    (run,) = read_runs([folder.resolve().parent.parent])
-    return folder / (EMA if (folder / EMA).exists() else MODEL), run
-
-
-def evaluation_of(weights: Path, run: RunLog) -> dict[str, Any]:
-    """The run's record of the evaluation of these weights.
-
-    Raises:
-        ConfigError: if they were not evaluated.
-    """
-    update, kind = read_state(weights.parent)["update"], KINDS[weights.name]
-    for record in run.records:
-        if record["kind"] == kind and record["update"] == update:
-            return record
-    raise ConfigError(
-        f"{run.folder} holds no evaluation of {weights}: export a checkpoint that was evaluated"
-    )
-
-
-def model_card(model: Any, weights: Path, run: RunLog) -> str:
-    """The card of a model with these weights; every figure is one that the run recorded.
-
-    Raises:
-        ConfigError: if the weights were not evaluated.
-    """
-    record, config, cfg = evaluation_of(weights, run), run.config, model.pretrained_cfg
+    figures, run, cfg = weights.figures, weights.run, model.pretrained_cfg
+    if figures is None:
+        raise ConfigError(
+            f"{run.path} holds no evaluation of {weights.file}: "
+            "export a checkpoint that was evaluated"
+        )
+    config = run.config()
     data = config.data.name or config.data.source
     name = f"{cfg['architecture']}.{data}"
-    metrics = {"top-1 accuracy (%)": record["top1"], "top-5 accuracy (%)": record["top5"]}
+    metrics = {"top-1 accuracy (%)": figures["top1"], "top-5 accuracy (%)": figures["top5"]}
     metadata = ModelCardData(
         model_name=name,
         library_name="timm",
@@ -120,10 +89,10 @@ def model_card(model: Any, weights: Path, run: RunLog) -> str:
             for metric, value in metrics.items()
         ],
     )
-    chosen = ""
-    if run.summary is not None and run.summary["best"]["update"] == record["update"]:
-        chosen = " The checkpoint was chosen among those of its run by its top-1 on these images."
-    start = run.starts[-1]
+    chosen, summary = "", run.summary()
+    if summary is not None and summary["best"]["update"] == weights.step:
+        chosen = " The weights were chosen among those of the run by their top-1 on these images."
+    start = run.environment()[-1]
     packages = ", ".join(f"{package} {version}" for package, version in start["packages"].items())
     side = cfg["input_size"][-1]
     return TEXT.format(
@@ -135,12 +104,12 @@ def model_card(model: Any, weights: Path, run: RunLog) -> str:
         side=side,
         figures="\n".join(
             f"| {metric} | {value:.4g} |"
-            for metric, value in {**metrics, "cross entropy": record["loss"]}.items()
+            for metric, value in {**metrics, "cross entropy": figures["loss"]}.items()
         ),
         evaluation=(
-            f"On the {record['images']} images of the split `{config.data.val_split}` of {data}, "
-            f"{'averaged (EMA)' if record['kind'] == 'ema' else 'raw'} weights after "
-            f"{record['update']} updates.{chosen}"
+            f"On the {figures['images']} images of the split `{config.data.val_split}` of {data}, "
+            f"{'averaged (EMA)' if weights.kind == 'ema' else 'raw'} weights after "
+            f"{weights.step} updates.{chosen}"
         ),
         resized=int(side / cfg["crop_pct"]),
         interpolation=cfg["interpolation"],

@@ -1,6 +1,4 @@
-"""What `train.py --dry-run` shows: the config, the model, the schedule and the memory."""
-
-from typing import TYPE_CHECKING
+"""The text of `train.py --dry-run`: config, model, schedule and memory."""
 
 import torch
 
@@ -8,15 +6,13 @@ from lipsformer._configfile import dump_config
 from lipsformer.analysis.cost import count_parameters, part_costs
 from lipsformer.analysis.memory import training_bytes
 from lipsformer.config import Config
-
-if TYPE_CHECKING:
-    from train import Parts
+from lipsformer.engine.trainer import Parts
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the run, at which the learning rate is shown
 
 
-def describe_run(config: Config, parts: "Parts") -> str:
-    """Sections of text; the model runs forward on two images of noise."""
+def describe_run(config: Config, parts: Parts) -> str:
+    """Return sections of text; the model runs forward on two images of noise."""
     sections = {
         "config": dump_config(config).rstrip(),
         "model": _model(config, parts),
@@ -26,9 +22,9 @@ def describe_run(config: Config, parts: "Parts") -> str:
     return "\n\n".join(f"# {name}\n{text}" for name, text in sections.items())
 
 
-def _model(config: Config, parts: "Parts") -> str:
-    module, size = parts.learner.module, config.data.img_size
-    images = torch.zeros(1, 3, size, size, device=parts.learner.accelerator.device)
+def _model(config: Config, parts: Parts) -> str:
+    module, size = parts.state.module, config.data.img_size
+    images = torch.zeros(1, 3, size, size, device=parts.state.accelerator.device)
     costs = part_costs(module, images)
     total = (count_parameters(module), sum(part.macs for part in costs))
     rows = [(part.name, part.parameters, part.macs) for part in costs]
@@ -38,14 +34,14 @@ def _model(config: Config, parts: "Parts") -> str:
     return "\n".join(lines)
 
 
-def _schedule(config: Config, parts: "Parts") -> str:
-    updates, schedule = parts.updates.updates_per_epoch, parts.learner.schedule
+def _schedule(config: Config, parts: Parts) -> str:
+    updates, schedule = parts.train_batches.updates_per_epoch, parts.state.schedule
     last = config.train.epochs * updates - 1
     samples, steps = parts.micro_batch
-    processes = parts.learner.accelerator.num_processes
+    processes = parts.state.accelerator.num_processes
     lines = [
-        f"{len(parts.train_set):,} training images, {len(parts.val_set):,} validation images, "
-        f"{len(parts.train_set.classes)} classes",
+        f"{parts.num_train_images:,} training images, {parts.num_eval_images:,} validation images, "
+        f"{len(parts.classes)} classes",
         f"{config.train.epochs} epochs x {updates} updates; global batch "
         f"{config.train.global_batch_size} = {processes} processes x {samples} x {steps}",
     ]
@@ -53,17 +49,17 @@ def _schedule(config: Config, parts: "Parts") -> str:
     return "\n".join(lines)
 
 
-def _memory(config: Config, parts: "Parts") -> str:
-    learner, size = parts.learner, config.data.img_size
-    device = learner.accelerator.device
+def _memory(config: Config, parts: Parts) -> str:
+    state, size = parts.state, config.data.img_size
+    device = state.accelerator.device
     found = training_bytes(
-        learner.module,
+        state.module,
         torch.randn(2, 3, size, size, device=device),
         micro_batch=parts.micro_batch[0],
-        ema=learner.ema is not None,
-        autocast=learner.accelerator.autocast,
+        ema=state.ema is not None,
+        autocast=state.accelerator.autocast,
     )
-    if learner.accelerator.num_processes > 1:
+    if state.accelerator.num_processes > 1:
         found["gradients in transit"] = found["gradients"]
     lines = [f"{bytes_ / 2**30:8.3f} GiB  {name}" for name, bytes_ in found.items()]
     lines.append(

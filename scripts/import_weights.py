@@ -1,6 +1,6 @@
 """Convert a checkpoint of the released LipsFormer code to timm's local format.
 
-    python -m scripts.convert_checkpoint lipsformer-swin-tiny.pth OUT
+    python -m scripts.import_weights lipsformer-swin-tiny.pth OUT
 
 writes OUT/model.safetensors and OUT/config.json, and `timm.create_model('local-dir:OUT',
 pretrained=True)` (after `import lipsformer`) gives the released model's logits.
@@ -194,7 +194,7 @@ def _same_architecture(first: nn.Module, second: nn.Module) -> bool:
     return shapes[0] == shapes[1] and str(first) == str(second)
 
 
-def convert(
+def import_weights(
     source: Path,
     out: Path,
     num_heads: list[int] | None = None,
@@ -235,11 +235,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
-    args = make_parser().parse_args(argv)
+    args = (parser or make_parser()).parse_intermixed_args(argv)
     try:
-        print(convert(args.source, args.out, args.num_heads, args.split_sizes))
+        print(import_weights(args.source, args.out, args.num_heads, args.split_sizes))
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

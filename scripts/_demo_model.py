@@ -1,8 +1,6 @@
-"""What the demo page asks of a model about one image."""
+"""A model and the questions that the demo page asks it about one image."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,12 +9,11 @@ from torch import Tensor, nn
 from data import Normalize
 from data.images import Picture
 from data.transforms import EvalTransform
-from eval import data_config
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.estimate import local_lipschitz
 from lipsformer.config import DataConfig
-from lipsformer.engine.checkpoint import locate
-from scripts.measure_lipschitz import load_model
+from lipsformer.engine.run_folder import Weights, load_model
+from scripts._assemble import data_config
 
 POWER_ITERATIONS = 15
 
@@ -27,9 +24,9 @@ class Noisy:
 
     Attributes:
         image: uint8 [H, W, 3], clipped to valid values.
-        length: 2-norm of the change, of pixel values in [0, 1].
+        length: 2-norm of the change, for pixel values in [0, 1].
         moved: 2-norm of the change of the logits.
-        probabilities: [K].
+        probabilities: Probabilities of the classes, [K].
     """
 
     image: np.ndarray
@@ -43,10 +40,10 @@ class Sensitivity:
     """How strongly the logits can move at an image.
 
     Attributes:
-        constant: estimated local Lipschitz constant of the logits in the image, 2-norms of all
-            pixel values in [0, 1] and of all logits.
-        direction: length of the worst change in every pixel, [H, W], as a share of the largest.
-        margin: logit of the first class minus that of the second.
+        constant: Estimated local Lipschitz constant from the image, with pixel values in [0, 1], to
+            the logits, both in the 2-norm.
+        direction: Length of the worst change in every pixel, [H, W], as a share of the largest.
+        margin: Logit of the first class minus logit of the second.
     """
 
     constant: float
@@ -60,10 +57,10 @@ class DemoModel:
     Images are uint8 [H, W, 3] of the size that the model takes.
 
     Args:
-        name: of the architecture.
-        model: the classifier.
-        classes: names of its K outputs.
-        data: preprocessing.
+        name: Name of the architecture.
+        model: The classifier.
+        classes: Names of its K outputs.
+        data: The preprocessing.
     """
 
     def __init__(self, name: str, model: nn.Module, classes: list[str], data: DataConfig):
@@ -72,44 +69,44 @@ class DemoModel:
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.classes = classes
         self.data = data
-        self.transform = EvalTransform(data)
-        self.normalize = Normalize(data)
+        self.transform = EvalTransform(
+            data.img_size, crop_pct=data.crop_pct, interpolation=data.interpolation
+        )
+        self.normalize = Normalize(data.mean, data.std)
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: str) -> "DemoModel":
-        """The model of a run, a checkpoint or a folder of timm's.
+    def from_weights(cls, weights: Weights) -> "DemoModel":
+        """Build the model of weights.
 
         Raises:
-            CheckpointError: if there are no usable weights.
-            ConfigError: if it is not said what model they are of, or its images are not known.
+            CheckpointError: If the weights cannot be read or do not fit.
+            ConfigError: If it is not known which model the weights belong to.
         """
-        path = locate(Path(checkpoint))
-        model = load_model(str(path))
-        folder = path if path.is_dir() else path.parent
-        card = json.loads((folder / "config.json").read_text())
-        classes = card.get("label_names") or [f"class {i}" for i in range(card["num_classes"])]
-        data = data_config(card, ["source=folder"], origin=str(folder))
-        return cls(card["architecture"], model, classes, data)
+        model = load_model(weights)
+        known = weights.timm_config() or {}
+        classes = weights.classes() or [f"class {i}" for i in range(known["num_classes"])]
+        data = data_config(known["pretrained_cfg"], ["source=folder"], origin=str(weights.folder))
+        return cls(known["architecture"], model, classes, data)
 
     def prepare(self, picture: Picture) -> np.ndarray:
-        """The image that the model sees of a picture.
+        """Return the image that the model sees of a picture.
 
         Raises:
-            UnreadableImageError: if it cannot be decoded or is too large.
+            UnreadableImageError: If it cannot be decoded or is too large.
         """
-        return np.ascontiguousarray(self.transform(picture).permute(1, 2, 0).numpy())
+        return self.transform(picture).numpy()
 
     def probabilities(self, image: np.ndarray) -> Tensor:
-        """Of all classes, [K]."""
+        """Return the probabilities of all classes, [K]."""
         return self._logits(image).softmax(-1)
 
     def attention(self, image: np.ndarray) -> dict[str, np.ndarray]:
-        """Attention that every token receives, by block and head: name -> [heads, H', W'].
+        """Return the attention that every token receives: name of the block -> [heads, H', W'].
 
-        Blocks with a single token have none. 1 is what a token gets where attention is uniform.
+        Blocks with a single token are left out. Under uniform attention every token receives 1.
 
         Raises:
-            TypeError: if the model has no attention whose map could be drawn.
+            TypeError: If the model has no attention whose map could be drawn.
         """
         maps = attention_maps(self.model, self.normalize(self._batch(image)))
         return {
@@ -119,11 +116,11 @@ class DemoModel:
         }
 
     def with_noise(self, image: np.ndarray, level: float) -> Noisy:
-        """Adds Gaussian noise, always the same one, of a standard deviation.
+        """Add Gaussian noise, always the same sample, of a standard deviation.
 
         Args:
             image: uint8 [H, W, 3].
-            level: standard deviation for pixel values in [0, 1].
+            level: Standard deviation for pixel values in [0, 1].
         """
         noise = np.random.default_rng(0).standard_normal(image.shape)
         noisy = np.rint((image + 255 * level * noise).clip(0, 255)).astype(np.uint8)
@@ -136,7 +133,7 @@ class DemoModel:
         )
 
     def sensitivity(self, image: np.ndarray) -> Sensitivity:
-        """Estimates the local Lipschitz constant by power iteration: a lower bound."""
+        """Estimate the local Lipschitz constant from below by power iteration."""
 
         def logits(pixels: Tensor) -> Tensor:
             return self.model(self.normalize(255 * pixels))

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from yacs.config import CfgNode
 
-from scripts.convert_checkpoint import (
+from scripts.import_weights import (
     CheckpointError,
     build_model,
-    convert,
+    import_weights,
     main,
     read_checkpoint,
 )
@@ -50,7 +50,7 @@ def test_converted_checkpoint_gives_the_official_logits(oracles, tmp_path, body,
     _, weights, tensors = oracle(oracles, body)
     source = released(weights, tmp_path / "released.pth", _use_new_zipfile_serialization=not legacy)
     out = tmp_path / "out"
-    message = convert(source, out, **(CSWIN if body == "cswin" else {}))
+    message = import_weights(source, out, **(CSWIN if body == "cswin" else {}))
     assert "no registered model" in message
     model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
     with torch.no_grad():
@@ -101,7 +101,7 @@ def to_official(model):
 def test_registered_architectures_are_recognised(tmp_path, name):
     model = timm.create_model(name, official_compat=True, num_classes=11, in_chans=2).eval()
     out = tmp_path / "out"
-    message = convert(released(to_official(model), tmp_path / "released.pth"), out)
+    message = import_weights(released(to_official(model), tmp_path / "released.pth"), out)
     assert f"it is {name}" in message
     config = json.loads((out / "config.json").read_text())
     assert config["architecture"] == name
@@ -173,7 +173,7 @@ def test_a_malicious_file_is_refused(tmp_path, function, args, where):
     content[where] = {"head.weight": Call(find(function), *args)}
     torch.save(content, tmp_path / "evil.pth")
     with pytest.raises(CheckpointError, match="refused, nothing was executed"):
-        convert(tmp_path / "evil.pth", tmp_path / "out")
+        import_weights(tmp_path / "evil.pth", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["evil.pth"]
 
 
@@ -210,7 +210,7 @@ def test_weights_that_do_not_fit_leave_nothing_behind(oracles, tmp_path, change,
     change(weights)
     torch.save(weights, tmp_path / "weights.pth")
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
-        convert(tmp_path / "weights.pth", tmp_path / "out")
+        import_weights(tmp_path / "weights.pth", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pth"]
 
 

@@ -1,0 +1,56 @@
+"""The table of commands of the console program `lipsformer`, and how their parsers are built."""
+
+import argparse
+import importlib
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """One entry point of the application.
+
+    Attributes:
+        module: Module with `make_parser()` and `main(argv, parser)`.
+        extra: The extras of the package that the command needs.
+        summary: One line for `lipsformer --help`.
+    """
+
+    module: str
+    extra: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("train", "train", "train an image model, or show what would be trained"),
+    "eval": Command("eval", "train", "measure top-1, top-5 and loss of a checkpoint"),
+    "profile": Command("scripts.profile_model", "train", "parameters, GMACs, memory and speed"),
+    "import-weights": Command("scripts.import_weights", "train", "read a released checkpoint"),
+    "export": Command("scripts.export_model", "export", "write torch.export, ONNX, timm's format"),
+    "report": Command("scripts.report", "train", "write an HTML report of one or several runs"),
+    "graph": Command("scripts.train_graph", "train,graph", "train a graph network"),
+    "measure": Command("scripts.measure_lipschitz", "train", "bound Lipschitz constants"),
+    "check-data": Command("scripts.check_data", "train", "find images that cannot be read"),
+    "demo": Command("scripts.demo", "train,web", "show a web page for your own pictures"),
+}
+COMPLETION = "completion"
+RENAMED = {"convert": "import-weights"}  # names of the previous release
+
+
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """Build a command's parser, with help that names the console program.
+
+    Args:
+        name: One of `COMMANDS`.
+
+    Raises:
+        ModuleNotFoundError: If a package that the command needs is not installed.
+    """
+    module = importlib.import_module(COMMANDS[name].module)
+    parser: argparse.ArgumentParser = module.make_parser()
+    parser.prog = f"lipsformer {name}"
+    for text in ("description", "epilog"):
+        words = getattr(parser, text) or ""
+        for script in (f"python -m {module.__name__}", f"python {module.__name__}.py"):
+            words = words.replace(script, parser.prog)
+        words = words.replace(f"accelerate launch {name}.py", f"torchrun -m {parser.prog}")
+        setattr(parser, text, words)
+    return parser

@@ -1,0 +1,153 @@
+"""The model and the instruments of a config."""
+
+import difflib
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import timm
+from timm.models._hub import save_config_for_hf  # the public save_for_hf also writes weights
+from torch import Tensor, nn
+
+from lipsformer._configfile import ConfigError
+from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
+from lipsformer.analysis.control import BoundCheck, SpectralCap, UpdateLimit
+from lipsformer.analysis.monitor import Monitor
+from lipsformer.config import Config, LipschitzConfig
+from lipsformer.engine.checkpoint import CheckpointError
+from lipsformer.engine.instrument import Instrument
+from lipsformer.engine.run_folder import TIMM_CONFIG, find_weights, load_weights
+from lipsformer.engine.train_state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(config: Config, classes: Sequence[str]) -> nn.Module:
+    """Build the model of a config with its random initial weights.
+
+    Raises:
+        ConfigError: If timm does not know the model, or the model does not know an argument.
+    """
+    name, data = config.model.name, config.data
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"near it: {', '.join(near)}" if near else "timm.list_models() lists all"
+        raise ConfigError(f"model.name={name!r} is not known to timm; {hint}")
+    try:
+        model = timm.create_model(
+            name,
+            num_classes=len(classes),
+            pretrained_cfg_overlay={
+                "num_classes": len(classes),
+                "input_size": (3, data.img_size, data.img_size),
+                "interpolation": data.interpolation,
+                "crop_pct": data.crop_pct,
+                "mean": data.mean,
+                "std": data.std,
+            },
+            **config.model.kwargs,
+        )
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"{name} cannot be built: {str(error).splitlines()[0]}") from error
+    if config.train.grad_checkpointing:
+        model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
+    return model
+
+
+def load_initial_weights(config: Config, model: nn.Module) -> None:
+    """Load the weights that `model.checkpoint` names, if it names any; log which they are.
+
+    The classifier keeps its random weights if the number of classes differs.
+
+    Raises:
+        ConfigError: If there are none, or they do not fit.
+    """
+    if config.model.checkpoint is None:
+        return
+    try:
+        weights = find_weights(config.model.checkpoint)
+        held = (weights.timm_config() or {}).get("architecture", config.model.name)
+        if held != config.model.name:
+            raise CheckpointError(f"{weights.file} holds a {held}; set model.name={held}")
+        load_weights(model, weights.file, new_head=True)
+    except CheckpointError as error:
+        raise ConfigError(f"model.checkpoint: {error}") from None
+    logger.info("%s", weights)
+
+
+def timm_config(model: nn.Module, classes: Sequence[str]) -> str:
+    """Return the JSON from which `timm.create_model('local-dir:...')` rebuilds the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / TIMM_CONFIG
+        save_config_for_hf(model, str(path), model_config={"label_names": list(classes)})
+        return path.read_text()
+
+
+def bound_domain(config: Config, model: nn.Module) -> Domain | None:
+    """Return the images for which the run records the proved bound; None if it records none.
+
+    A run records the bound if any instrument is on and every layer of the model has a rule.
+
+    Raises:
+        ConfigError: If the bound has a limit but the model has no bound.
+    """
+    options, size = config.lipschitz, config.data.img_size
+    settings = (options.monitor_every, options.update_limit, options.bound_limit, *_caps(options))
+    if all(setting is None for setting in settings):
+        return None
+    domain = image_domain((size, size), config.data.mean, config.data.std)
+    try:
+        lipschitz_bound(model, domain)
+    except UnknownModuleError as error:
+        if (limit := options.bound_limit) is not None:
+            raise ConfigError(f"lipschitz.bound_limit={limit} cannot be checked: {error}") from None
+        logger.warning("the Lipschitz bound is not recorded: %s", error)
+        return None
+    return domain
+
+
+def make_instruments(
+    options: LipschitzConfig,
+    state: TrainState,
+    *,
+    probe: Tensor | None,
+    domain: Domain | None,
+    write: Callable[[int, Mapping[str, float]], None],
+) -> list[Instrument]:
+    """Build the instruments in the order in which they run; caps hold from the beginning.
+
+    The order is update limit, spectral cap, monitor, check of the bound.
+
+    Args:
+        options: Which instruments are on.
+        state: The prepared model and its average.
+        probe: A few inputs of the model, on its device, at which the monitor reads attention; None
+            leaves the attention out.
+        domain: The images for which the bound is recorded; None for no bound.
+        write: Receives the records of the monitor, with the number of steps made.
+    """
+    module = state.module
+    instruments: list[Instrument] = []
+    if options.update_limit is not None:
+        instruments.append(UpdateLimit(module, options.update_limit))
+    if any(limit is not None for limit in _caps(options)):
+        cap = SpectralCap(
+            module,
+            options.sigma_cap,
+            mode=options.cap_mode,
+            strength=options.cap_strength,
+            residual_scale=options.residual_scale_cap,
+            gain=options.gain_cap,
+        )
+        cap.before_eval()  # the EMA needs no cap: its first step replaces its initial weights
+        instruments.append(cap)
+    if (every := options.monitor_every) is not None:
+        instruments.append(Monitor(module, write, every=every, probe=probe, domain=domain))
+    if domain is not None:
+        instruments.append(BoundCheck(state.weights(), domain, options.bound_limit))
+    return instruments
+
+
+def _caps(options: LipschitzConfig) -> tuple[float | None, ...]:
+    return options.sigma_cap, options.residual_scale_cap, options.gain_cap

@@ -1,0 +1,288 @@
+"""The folder of a run: its file names, and which weights it stands for.
+
+This module alone knows how the files of a run are called. A run holds several sets of weights: each
+checkpoint has raw weights, and EMA weights if the run averages. "best" is the evaluated set with
+the highest top-1, raw or EMA, as the run recorded it. "last" is the better set of the newest
+checkpoint. Every command that takes a run uses "best" unless `--weights last` is given.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+from torch import Tensor, nn
+
+from lipsformer._configfile import ConfigError, read_config
+from lipsformer.config import Config
+from lipsformer.engine.checkpoint import (
+    EMA,
+    MANIFEST,
+    MODEL,
+    CheckpointError,
+    CheckpointFolder,
+    check_fit,
+    find_fault,
+    read_state,
+    read_weights,
+)
+
+CONFIG = "config.yaml"  # the resolved config, in the run and in each of its checkpoints
+TIMM_CONFIG = "config.json"  # timm's description of the model, in each checkpoint
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+REPLAY = "replay.json"
+SKIPPED = "skipped.txt"
+REPORT = "report.html"
+CHECKPOINTS = "checkpoints"
+PLOTS = "plots"
+TENSORBOARD = "tensorboard"
+
+WHICH = ("best", "last")
+WHICH_HELP = "of a run: the best evaluated weights (default) or those of the newest checkpoint"
+FILES = {"raw": MODEL, "ema": EMA}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A file of weights, and what its run recorded about it.
+
+    Attributes:
+        file: The file.
+        kind: "raw" or "ema"; None if the file does not belong to a run.
+        step: Number of steps made; None if the file does not belong to a run.
+        epoch: The same in passes over the data.
+        figures: The evaluation of these weights by their run; None if there was none.
+
+    Example:
+        >>> print(Weights(Path("model.safetensors")))
+        weights     model.safetensors
+    """
+
+    file: Path
+    kind: str | None = None
+    step: int | None = None
+    epoch: float | None = None
+    figures: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        """Return the line that every command prints."""
+        if self.kind is None:
+            return f"weights     {self.file}"
+        top1 = "not evaluated" if self.figures is None else f"top-1 {self.figures['top1']:.2f} %"
+        kind = {"raw": "raw", "ema": "EMA"}[self.kind]
+        return f"weights     {self.file} (update {self.step}, epoch {self.epoch:g}, {kind}, {top1})"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the file, which may hold the config of the model and of the run."""
+        return self.file.parent
+
+    @property
+    def run(self) -> "RunFolder":
+        """The run of a checkpoint."""
+        return RunFolder(self.folder.resolve().parents[1])
+
+    def config(self, overrides: list[str]) -> Config | None:
+        """Return the config of the run with `key=value` overrides; None if there is none."""
+        path = self.folder / CONFIG
+        return read_config(Config, path, overrides) if path.exists() else None
+
+    def timm_config(self) -> dict[str, Any] | None:
+        """Return timm's description of the model; None if the folder holds none."""
+        path = self.folder / TIMM_CONFIG
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def classes(self) -> list[str] | None:
+        """Return the names of the classes in the order of the logits; None if unknown."""
+        return (self.timm_config() or {}).get("label_names")
+
+
+class RunFolder:
+    """The output folder of a run of train.py.
+
+    Args:
+        path: The folder.
+
+    Example:
+        >>> import tempfile
+        >>> run = RunFolder(tempfile.mkdtemp())
+        >>> run.exists()
+        False
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def exists(self) -> bool:
+        """Return whether a run has begun here."""
+        return (self.path / CONFIG).is_file()
+
+    def checkpoints(self, *, keep: int = 1) -> CheckpointFolder:
+        """Return the checkpoints; `keep` is how many of them `save` keeps."""
+        return CheckpointFolder(self.path / CHECKPOINTS, keep=keep)
+
+    def config(self, overrides: list[str] | None = None) -> Config:
+        """Return the resolved config of the run, with `key=value` overrides."""
+        return read_config(Config, self.path / CONFIG, overrides or ())
+
+    def environment(self) -> list[dict[str, Any]]:
+        """Return one entry for each start of the process: versions, commit, command, machine."""
+        path = self.path / ENVIRONMENT
+        return json.loads(path.read_text()) if path.exists() else []
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return all records. A last line that a killed process left incomplete is left out."""
+        lines = (self.path / METRICS).read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the summary of a run that has ended; None for others."""
+        path = self.path / SUMMARY
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def weights(self, which: str = "best") -> Weights:
+        """Return the weights that the run stands for.
+
+        Args:
+            which: "best" is the evaluated set with the highest top-1, raw or EMA. "last" is the
+                better set of the newest checkpoint. Before the first evaluation both are the EMA
+                weights of the newest checkpoint, or the raw ones if the run does not average.
+
+        Raises:
+            CheckpointError: If the checkpoint does not exist or is damaged.
+        """
+        newest = self.checkpoints().newest()
+        if newest is None:
+            raise CheckpointError(f"{self.path} is a run without an intact checkpoint")
+        best = read_state(newest)["best"]
+        if which == "last" or best is None:
+            return _of_checkpoint(newest)
+        return _of_checkpoint(self.checkpoints().path_of(best["update"]), best["weights"])
+
+
+def find_weights(path: str | Path, which: str = "best") -> Weights:
+    """Return the weights that a run, a checkpoint, a folder of timm's format or a file stands for.
+
+    Args:
+        path: The file or folder.
+        which: "best" or "last", for a run.
+
+    Raises:
+        CheckpointError: If there are no weights, or they are damaged.
+    """
+    path = Path(path)
+    if (path / CHECKPOINTS).is_dir():
+        return RunFolder(path).weights(which)
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or folder")
+    file = path / MODEL if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError(f"{path} is neither a run, nor a checkpoint, nor a file of weights")
+    if not (file.parent / MANIFEST).exists():
+        return Weights(file)
+    if path.is_dir():
+        return _of_checkpoint(path)
+    kinds = {name: kind for kind, name in FILES.items()}
+    return _of_checkpoint(path.parent, kinds[path.name]) if path.name in kinds else Weights(path)
+
+
+def _of_checkpoint(folder: Path, kind: str | None = None) -> Weights:
+    """Return weights of a checkpoint, by default the kind with the better evaluation."""
+    if fault := find_fault(folder):
+        raise CheckpointError(f"{folder} cannot be used: {fault}")
+    state = read_state(folder)
+    step, epoch = state["update"], state["update"] / state["updates_per_epoch"]
+    figures = next((entry for entry in state["history"] if entry["update"] == step), {})
+    if kind is None:
+        present = [kind for kind, name in FILES.items() if (folder / name).exists()]
+        kind = better_kind({kind: figures[kind] for kind in present}) if figures else present[-1]
+    return Weights(folder / FILES[kind], kind, step, epoch, figures.get(kind))
+
+
+def better_kind(figures: dict[str, dict[str, Any]]) -> str:
+    """Return the kind of weights with the higher top-1; EMA if they are equal."""
+    return max(reversed(figures), key=lambda kind: figures[kind]["top1"])
+
+
+def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
+    """Build a model, with its weights.
+
+    Args:
+        source: The name of a timm model, which gives its initial weights; or the path of a run, a
+            checkpoint, a folder of timm's format or a file of weights beside its config.json; or
+            weights that `find_weights` found.
+        which: "best" or "last", for a run.
+
+    Raises:
+        CheckpointError: If there are no weights, or they do not fit.
+        ConfigError: If it is not known which model the weights belong to.
+    """
+    if isinstance(source, str) and timm.is_model(source):
+        return timm.create_model(source)
+    if not isinstance(source, Weights):
+        if not Path(source).exists():
+            raise ConfigError(f"{str(source)!r} is neither a timm model nor a file or folder")
+        source = find_weights(source, which)
+    if source.timm_config() is None:
+        raise ConfigError(
+            f"{source.folder} has no {TIMM_CONFIG}, which says to which model the weights belong"
+        )
+    model = timm.create_model(f"local-dir:{source.folder}", pretrained=False)
+    load_weights(model, source.file)
+    return model
+
+
+def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> list[str]:
+    """Replace the weights of a model.
+
+    The file passes through the `checkpoint_filter_fn` of the model, as in timm's own loading, so
+    that it may use names of earlier versions or of released checkpoints.
+
+    Args:
+        model: The model.
+        file: The weights.
+        new_head: Keep the initial weights of a classifier whose shape differs, for fine-tuning.
+
+    Returns:
+        The names of the parameters that kept their initial weights.
+
+    Raises:
+        CheckpointError: If anything else is missing, unknown or of another shape.
+    """
+    weights = read_weights(file)
+    try:
+        weights = _filter_of(model)(weights, model)
+    except Exception as error:  # a filter raises whatever foreign weights make it raise
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{file} does not fit the model: {reason}") from None
+    own = model.state_dict()
+    heads = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
+    heads = (heads,) if isinstance(heads, str) else tuple(heads)
+    fresh = [
+        name
+        for name in own
+        if new_head
+        and name.startswith(tuple(f"{head}." for head in heads))
+        and name in weights
+        and weights[name].shape != own[name].shape
+    ]
+    taken = {name: tensor for name, tensor in weights.items() if name not in fresh}
+    check_fit({name: t for name, t in own.items() if name not in fresh}, taken, str(file))
+    model.load_state_dict(taken, strict=False)
+    return fresh
+
+
+def _filter_of(
+    model: nn.Module,
+) -> Callable[[dict[str, Tensor], nn.Module], dict[str, Tensor]]:
+    """Return the filter that timm applies to weights of this architecture."""
+    architecture = getattr(model, "pretrained_cfg", {}).get("architecture", "")
+    if not timm.is_model(architecture):
+        return lambda weights, _: weights
+    module = sys.modules[timm.model_entrypoint(architecture).__module__]
+    return getattr(module, "checkpoint_filter_fn", lambda weights, _: weights)

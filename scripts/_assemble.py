@@ -1,0 +1,141 @@
+"""Join data, model and engine: the objects that a config describes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from timm.utils.model_ema import ModelEmaV3
+
+from data import (
+    Normalize,
+    TrainBatches,
+    build_batch_transform,
+    build_datasets,
+    collate,
+    eval_loader,
+)
+from lipsformer._configfile import make_config
+from lipsformer.config import Config, DataConfig
+from lipsformer.engine.build import (
+    bound_domain,
+    build_model,
+    load_initial_weights,
+    make_instruments,
+    timm_config,
+)
+from lipsformer.engine.distributed import micro_batches
+from lipsformer.engine.optim import make_optimizer
+from lipsformer.engine.schedule import CosineSchedule
+from lipsformer.engine.steps import shard_ema
+from lipsformer.engine.train_state import TrainState
+from lipsformer.engine.trainer import Parts
+
+PROBES = 8  # validation images at which the monitor reads attention
+
+
+def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Parts:
+    """Build data, model, optimizer and instruments of a run. Nothing is written.
+
+    Args:
+        config: The config of the run.
+        accelerator: Accelerate's, with the processes of the run.
+        start: The checkpoint that the caller will load. Its weights replace the initial ones, so
+            `model.checkpoint` is read only without it.
+    """
+    samples, steps = micro_batches(config.train, accelerator.num_processes)
+    with accelerator.main_process_first():  # it may have to download
+        train_set, val_set = build_datasets(config.data, config.augment, seed=config.train.seed)
+    share = {
+        "rank": accelerator.process_index,
+        "world_size": accelerator.num_processes,
+        "num_workers": config.data.num_workers,
+    }
+    train_batches = TrainBatches(
+        train_set,
+        global_batch_size=config.train.global_batch_size,
+        batch_size_per_device=samples,
+        seed=config.train.seed,
+        drop_last=config.train.drop_last,
+        pin_memory=accelerator.device.type == "cuda",
+        **share,
+    )
+    eval_batches = eval_loader(val_set, batch_size=config.train.eval_batch_size, **share)
+    normalize = Normalize(config.data.mean, config.data.std)
+
+    torch.manual_seed(config.train.seed)
+    model = build_model(config, train_set.classes)
+    if start is None:
+        load_initial_weights(config, model)
+    model = model.to(accelerator.device)
+    description = timm_config(model, train_set.classes)
+    domain = bound_domain(config, model)
+    decay = config.train.ema_decay
+    ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
+    if config.train.compile:
+        model.compile()
+    prepared, optimizer = accelerator.prepare(model, make_optimizer(model, config.optim))
+    if ema is not None:
+        shard_ema(ema, accelerator)
+    per_epoch = train_batches.updates_per_epoch
+    state = TrainState(
+        accelerator=accelerator,
+        model=prepared,
+        module=accelerator.unwrap_model(prepared),
+        optimizer=optimizer,
+        schedule=CosineSchedule(
+            peak=config.optim.lr,
+            final=config.schedule.min_lr,
+            total_steps=config.train.epochs * per_epoch,
+            warmup_steps=round(config.schedule.warmup_epochs * per_epoch),
+        ),
+        clip_grad=config.optim.clip_grad,
+        seed=config.train.seed,
+        ema=ema,
+    )
+    probe = None
+    if config.lipschitz.monitor_every is not None:
+        images, _ = collate([val_set[i * len(val_set) // PROBES] for i in range(PROBES)])
+        probe = normalize(images.to(accelerator.device))
+    monitored: list[tuple[int, Mapping[str, float]]] = []
+    state.instruments = make_instruments(
+        config.lipschitz,
+        state,
+        probe=probe,
+        domain=domain,
+        write=lambda step, record: monitored.append((step, record)),
+    )
+    return Parts(
+        state=state,
+        train_batches=train_batches,
+        transform=build_batch_transform(
+            config.data,
+            config.augment,
+            num_classes=len(train_set.classes),
+            seed=config.train.seed,
+        ),
+        eval_batches=eval_batches,
+        normalize=normalize,
+        num_train_images=len(train_set),
+        num_eval_images=len(val_set),
+        classes=train_set.classes,
+        timm_config=description,
+        micro_batch=(samples, steps),
+        monitored=monitored,
+    )
+
+
+def data_config(known: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> DataConfig:
+    """Return the preprocessing of a model, with `overrides` that say which images.
+
+    Args:
+        known: timm's `pretrained_cfg` of the model.
+        overrides: `key=value` settings of the data.
+        origin: What the user calls the source of these settings, for messages.
+    """
+    settings = {
+        "img_size": known["input_size"][-1],
+        **{key: known[key] for key in ("mean", "std", "crop_pct", "interpolation")},
+    }
+    return make_config(DataConfig, [settings], overrides, origin=origin)

@@ -1,0 +1,68 @@
+"""Write the report of one or several runs."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lipsformer._configfile import ConfigError
+from lipsformer.engine.run_folder import REPORT
+
+logger = logging.getLogger("lipsformer.report")
+
+IMAGES = 2000  # seconds on a GPU, and for small models on a CPU
+MOST_RUNS = 6
+
+
+def write_report(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    markdown: Path | None = None,
+    images: int = IMAGES,
+    weights: str = "best",
+) -> str:
+    """Write the report of runs.
+
+    Args:
+        folders: The folders of the runs, at most six.
+        out: The HTML file.
+        markdown: Folder for the Markdown form; None for none.
+        images: Largest number of validation images per run to evaluate; 0 for none.
+        weights: Which weights to evaluate, "best" or "last".
+
+    Returns:
+        What was written, in one line.
+
+    Raises:
+        ConfigError: If a folder is not that of a run with records, or a package is missing.
+    """
+    started = time.perf_counter()
+    try:
+        from scripts.reporting.pages import make_report
+        from scripts.reporting.runs import read_runs
+    except ImportError as error:
+        raise ConfigError(f"a report needs {error.name}: pip install 'lipsformer[train]'") from None
+    if len(folders) > MOST_RUNS:
+        raise ConfigError(f"{len(folders)} runs; a report shows at most {MOST_RUNS} side by side")
+    if images < 0:
+        raise ConfigError(f"--images {images} must be at least 0")
+    report = make_report(read_runs(folders), images, weights)
+    page = report.html()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+    if markdown is not None:
+        report.markdown(markdown)
+    size = out.stat().st_size / 2**20
+    return f"{out}  ({size:.1f} MiB, made in {time.perf_counter() - started:.1f} s)"
+
+
+def try_report(folder: Path) -> None:
+    """Write the report of a run that has ended; log a warning if that fails."""
+    try:
+        logger.info("report      %s", write_report([folder], folder / REPORT))
+    except ConfigError as error:
+        logger.warning("no report: %s", error)
+    except Exception:
+        again = f"python -m scripts.report {folder}"
+        logger.warning("no report was made; %s tries again", again, exc_info=True)

@@ -1,0 +1,69 @@
+"""Every public class shows its use: its docstring has an example, and the example runs."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+# Classes exported by these packages, and classes defined in the modules of the others.
+EXPORTED = ("lipsformer.layers", "lipsformer.models", "lipsformer.graph")
+DEFINED = ("lipsformer.analysis", "lipsformer.engine", "lipsformer.config", "data")
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+
+
+def public_classes() -> Iterator[type]:
+    """Yield every public class once, without exceptions and protocols."""
+    found: dict[type, None] = {}
+    for name in EXPORTED:
+        package = importlib.import_module(name)
+        exported = getattr(package, "__all__", [n for n in vars(package) if n[0] != "_"])
+        found.update(dict.fromkeys(vars(package)[n] for n in exported))
+    for name in DEFINED:
+        for module in modules(name):
+            members = [value for _, value in inspect.getmembers(module, inspect.isclass)]
+            found.update(dict.fromkeys(m for m in members if m.__module__ == module.__name__))
+    for kind in found:
+        if (
+            inspect.isclass(kind)
+            and not kind.__name__.startswith("_")
+            and not issubclass(kind, BaseException)
+            and Protocol not in kind.__bases__
+        ):
+            yield kind
+
+
+def modules(name: str) -> Iterator[Any]:
+    """Yield a module or package and all modules below it."""
+    module = importlib.import_module(name)
+    yield module
+    for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"{name}."):
+        yield importlib.import_module(found.name)
+
+
+CLASSES = list(public_classes())
+
+
+@pytest.mark.parametrize(
+    "kind", CLASSES, ids=[f"{kind.__module__}.{kind.__qualname__}" for kind in CLASSES]
+)
+@pytest.mark.filterwarnings("default")
+def test_a_public_class_has_an_example_that_runs(kind: type) -> None:
+    docstring = inspect.cleandoc(kind.__doc__ or "")
+    assert re.search(r"^Example:\n(.*\n)*?    >>> ", docstring, re.M), "it has no example"
+    torch.manual_seed(0)
+    example = doctest.DocTestParser().get_doctest(
+        docstring,
+        {**vars(importlib.import_module(kind.__module__))},
+        f"{kind.__module__}.{kind.__qualname__}",
+        inspect.getsourcefile(kind),
+        None,
+    )
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=OPTIONS).run(example, out=said.append)
+    assert not said, "".join(said)
