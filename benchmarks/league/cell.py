@@ -91,8 +91,8 @@ def run_cell(cell: Cell, images: Images) -> dict[str, Any]:
     schedule = CosineSchedule(
         peak=cell.lr,
         final=0.0,
-        total_updates=cell.updates,
-        warmup_updates=round(cell.warmup * cell.updates),
+        total_steps=cell.updates,
+        warmup_steps=round(cell.warmup * cell.updates),
     )
     probe = normalize(images.held_out[:: len(images.held_out) // PROBED][:PROBED])
     losses: list[float] = []
@@ -116,7 +116,7 @@ def run_cell(cell: Cell, images: Images) -> dict[str, Any]:
             break
     finite = math.isfinite(losses[-1])
     if finite:
-        instrument.enforce()
+        instrument.before_eval()
         signals.append(_signals(model, probe, len(losses)))
     last = losses[-math.ceil(len(losses) / 10) :]
     final = sum(last) / len(last) if finite else None

@@ -206,11 +206,11 @@ class NormalizeWeights(Instrument):
         ]
 
     @torch.no_grad()
-    def after_step(self, update: int) -> None:
+    def after_step(self, step: int) -> None:
         """Normalize the weights.
 
         Args:
-            update: Number of updates made before the one that just ended.
+            step: Number of steps made before the one that just ended.
         """
         for weight in self.columns:
             weight.copy_(F.normalize(weight, dim=0))

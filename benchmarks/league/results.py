@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from lipsformer.jsonl import append_jsonl
+
 Record = dict[str, Any]
 
 
@@ -26,8 +28,7 @@ def read_results(folder: Path) -> list[Record]:
 def append_result(folder: Path, record: Record) -> None:
     """Append a cell to the file of its data set."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{record['data']}.jsonl").open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    append_jsonl(folder / f"{record['data']}.jsonl", record)
 
 
 def select(records: Sequence[Record], **wanted: Any) -> list[Record]:

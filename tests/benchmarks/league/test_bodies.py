@@ -131,7 +131,7 @@ def test_caps_and_limits_hold():
     instrument = BODIES["plain + SpectralCap"].instrument(model)
     with torch.no_grad():
         model.stages[0].blocks[0].mlp.fc1.weight.mul_(100.0)
-    instrument.enforce()
+    instrument.before_eval()
     sigma = torch.linalg.svdvals(model.stages[0].blocks[0].mlp.fc1.weight.detach())[0]
     assert sigma.item() == pytest.approx(1.0, abs=1e-4)
 
