@@ -198,7 +198,7 @@ def test_ranks_and_rows_of_the_page():
     ]
     row = next(line for line in text.splitlines() if line.startswith("| plain | adamw"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[3:6] == ["0.0004", "0.4", str(ROWS)]
+    assert cells[3:6] == ["0.0004", "0.4", str(ROWS - 2)]  # three rows share the last place
     deep = Cell(
         data="cifar10", body="nViT", optimizer="adamw", lr=1e-3, warmup=0.0, seed=0, blocks=48
     )
