@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from benchmarks.league import __main__ as command
+from benchmarks.league import pool
 from benchmarks.league.bodies import BODIES
 from benchmarks.league.cell import Cell, run_cell
 from benchmarks.league.images import Images, cache_images, load_images
@@ -153,9 +154,9 @@ def test_the_command_continues_and_draws(tmp_path, monkeypatch, capsys):
         given.append(cell)
         return fake(cell)
 
-    monkeypatch.setattr(command, "work", work)
-    monkeypatch.setattr(command, "cache_images", lambda name, root, runs: runs)
-    monkeypatch.setattr(command, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
+    monkeypatch.setattr(pool, "work", work)
+    monkeypatch.setattr(pool, "cache_images", lambda name, root, runs: runs)
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
     results = tmp_path / "results"
     options = ["--runs", str(tmp_path), "--results", str(results), "--data", "cifar10"]
     options += ["--only", "plain", "lipsformer"]
@@ -163,7 +164,7 @@ def test_the_command_continues_and_draws(tmp_path, monkeypatch, capsys):
         command.main(options)
     assert len(read_results(results)) == 20
     given.clear()
-    monkeypatch.setattr(command, "work", lambda cell, pictures: given.append(cell) or fake(cell))
+    monkeypatch.setattr(pool, "work", lambda cell, pictures: given.append(cell) or fake(cell))
     assert command.main(options) == 0
     records = read_results(results)
     assert len(records) == 2 * 4 * 6 * 2 * 3 and len(given) == len(records) - 20
