@@ -113,7 +113,10 @@ def check_script(script: str, arguments: Sequence[str], own_scripts: Sequence[st
 
 def check_module(name: str, arguments: Sequence[str]) -> None:
     """A module with a `main`; what it names below configs/ or scripts/ must be there."""
-    module = importlib.import_module(name)
+    package = importlib.import_module(name)
+    module = (
+        importlib.import_module(f"{name}.__main__") if hasattr(package, "__path__") else package
+    )
     options = parse(module.main, arguments)
     schemas = {"scripts.train_graph": "GraphConfig", "scripts.graph_sweep": "GraphSweepConfig"}
     schema = schemas.get(name)

@@ -1,0 +1,61 @@
+"""The stability league: train every body at every learning rate, then make tables and plots.
+
+    python -m benchmarks.league --runs /scratch/league --workers 2
+    python -m benchmarks.league --table --plot docs/images/league
+
+The command can be stopped at any moment: finished cells are lines of the results, and the same
+command goes on with the rest. A cell that was interrupted starts again; one takes about half a
+minute of one core. `--runs` holds the decoded pictures.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.league.bodies import BODIES
+from benchmarks.league.cell import ROOT
+from benchmarks.league.images import FOLDERS
+from benchmarks.league.plots import plot_all
+from benchmarks.league.pool import run
+from benchmarks.league.results import read_results
+from benchmarks.league.table import page
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.league",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--runs", type=Path, default=Path("outputs/league"), help="scratch folder")
+    parser.add_argument("--workers", type=int, default=1, help="cells at a time, one thread each")
+    parser.add_argument("--data", nargs="+", choices=FOLDERS, default=list(FOLDERS))
+    parser.add_argument("--only", nargs="+", choices=BODIES, default=[], help="only these bodies")
+    results = ROOT / "benchmarks" / "results" / "league"
+    parser.add_argument("--results", type=Path, default=results, help="folder of the JSON lines")
+    parser.add_argument("--table", action="store_true", help="only print the tables")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="only draw the pictures")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 2 means that the data are missing."""
+    options = make_parser().parse_args(argv)
+    if options.table:
+        print(page(read_results(options.results)))
+    if options.plot is not None:
+        for path in plot_all(read_results(options.results), options.plot):
+            print(path)
+    if not options.table and options.plot is None:
+        try:
+            run(options.runs, options.results, options.workers, options.data, options.only)
+        except FileNotFoundError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The tables of the league, in markdown."""
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from benchmarks.league.bodies import BODIES
+from benchmarks.league.cell import OPTIMIZERS
+from benchmarks.league.plan import DEPTHS, WARMUPS, cells, entries, rates, stages
+from benchmarks.league.results import Summary, select, summarize
+
+Record = dict[str, Any]
+TITLES = {"cifar10": "CIFAR-10", "imagenette": "Imagenette at 32 px"}
+
+
+def finished_rows(
+    records: Sequence[Record], data: str, warmup: float
+) -> dict[tuple[str, str], list[Record]]:
+    """Return the lines of each (body, optimizer) that has every learning rate, best rows first."""
+    found = {}
+    for body, optimizer in entries():
+        row = {"data": data, "warmup": warmup, "blocks": 6}
+        own = select(records, body=body, optimizer=optimizer, **row)
+        if {r["lr"] for r in own} == set(rates(optimizer)):
+            found[body, optimizer] = own
+    return dict(sorted(found.items(), key=lambda item: summarize(item[1]).mean_loss))
+
+
+def rank(values: Sequence[float], value: float) -> int:
+    """Return the place of a value among values of which the smallest is the best."""
+    return 1 + sum(other < value for other in values)
+
+
+def multiple(summary: Summary, optimizer: str) -> float:
+    """Return the largest stable rate as a multiple of the optimizer's usual rate, 0 for none."""
+    return (summary.largest_stable_lr or 0.0) / OPTIMIZERS[optimizer].usual_lr
+
+
+def summary_table(records: Sequence[Record], data: str, warmup: float) -> str:
+    """Return one line per row of the league: stability, sensitivity, accuracy and their ranks."""
+    rows = {key: summarize(own) for key, own in finished_rows(records, data, warmup).items()}
+    multiples = {key: multiple(summary, key[1]) for key, summary in rows.items()}
+    lines = [
+        "| body | optimizer | mean loss over rates | largest stable lr | times usual | rank "
+        "| LR sensitivity | rank | best accuracy, % | at lr | rank | final loss there | seeds |",
+        "|---" * 13 + "|",
+    ]
+    for (body, optimizer), summary in rows.items():
+        key = (body, optimizer)
+        stable = summary.largest_stable_lr
+        others = rows.values()
+        columns = [
+            body,
+            optimizer,
+            f"{summary.mean_loss:.3f}",
+            "none" if stable is None else f"{stable:g}",
+            f"{multiples[key]:.3g}",
+            rank([-m for m in multiples.values()], -multiples[key]),
+            f"{summary.sensitivity:.3f}",
+            rank([other.sensitivity for other in others], summary.sensitivity),
+            f"{summary.best_top1:.1f}",
+            f"{summary.best_lr:g}",
+            rank([-other.best_top1 for other in others], -summary.best_top1),
+            f"{summary.final_loss:.3f}",
+            summary.seeds,
+        ]
+        lines.append("| " + " | ".join(str(column) for column in columns) + " |")
+    return "\n".join(lines)
+
+
+def accuracy_table(records: Sequence[Record], data: str, warmup: float) -> str:
+    """Return the accuracy of every cell, a star where a seed was not stable."""
+    names = " | ".join(f"{k:g} x usual" for k in _multiples())
+    lines = [f"| body | optimizer | {names} |", "|---" * (2 + len(_multiples())) + "|"]
+    for (body, optimizer), own in finished_rows(records, data, warmup).items():
+        columns = [accuracy(select(own, lr=lr)) for lr in rates(optimizer)]
+        lines.append(f"| {body} | {optimizer} | " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def accuracy(records: Sequence[Record]) -> str:
+    """Return the mean accuracy, with a star if a seed was not stable; a dash without records."""
+    if not records:
+        return "-"
+    star = "" if all(r["stable"] for r in records) else "*"
+    return f"{mean(r['top1'] for r in records):.1f}{star}"
+
+
+def depth_table(records: Sequence[Record]) -> str:
+    """Return the accuracy and the final loss of every body over its number of blocks."""
+    names = " | ".join(f"{depth} blocks, % | loss" for depth in DEPTHS)
+    lines = [f"| body | lr | {names} |", "|---" * (2 + 2 * len(DEPTHS)) + "|"]
+    deep = [r for r in records if r["blocks"] in DEPTHS]
+    for body in BODIES:
+        own = select(deep, body=body)
+        if not own:
+            continue
+        columns = [f"{own[0]['lr']:g}"]
+        for depth in DEPTHS:
+            there = select(own, blocks=depth)
+            final = there[0]["final_loss"] if there else None
+            columns += [accuracy(there), "-" if final is None else f"{final:.3f}"]
+        lines.append(f"| {body} | " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def page(records: Sequence[Record]) -> str:
+    """Return all tables, and how many cells are missing."""
+    parts = []
+    for data in TITLES:
+        for warmup in WARMUPS:
+            if finished_rows(records, data, warmup):
+                parts += [
+                    f"### {TITLES[data]}, {_warmup(warmup)}",
+                    summary_table(records, data, warmup),
+                    "Accuracy on held-out training images in percent; a star marks cells with a "
+                    "seed that was not stable.",
+                    accuracy_table(records, data, warmup),
+                ]
+    if any(r["blocks"] in DEPTHS for r in records):
+        parts += ["### Depth, each body at its best rate of six blocks", depth_table(records)]
+    wanted = {cell for stage in stages(records, tuple(TITLES)) for cell in stage}
+    parts.append(f"Not run: {len(wanted - cells(records))} of {len(wanted)} cells.")
+    if records:
+        hours = sum(r["cpu_seconds"] for r in records) / 3600
+        parts.append(f"Computing time: {hours:.1f} core-hours.")
+    return "\n\n".join(parts)
+
+
+def _multiples() -> list[float]:
+    usual = OPTIMIZERS["adamw"].usual_lr
+    return [float(f"{lr / usual:.3g}") for lr in rates("adamw")]
+
+
+def _warmup(share: float) -> str:
+    return f"warmup {100 * share:g} % of the updates" if share else "no warmup"
