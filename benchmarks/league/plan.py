@@ -74,7 +74,7 @@ def cells(records: Sequence[Record]) -> set[Cell]:
 def first_grid(records: Sequence[Record], body: str, optimizer: str = "adamw") -> list[Record]:
     """Return the lines of a row from which further runs are chosen."""
     row = {"body": body, "optimizer": optimizer, "warmup": WARMUPS[0], "seed": SEEDS[0]}
-    return select(records, data="cifar10", blocks=6, **row)
+    return select(records, **row, data="cifar10", blocks=6)
 
 
 def imagenette_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
