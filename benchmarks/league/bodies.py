@@ -10,8 +10,6 @@ from functools import partial
 from typing import Any
 
 import timm
-from lipsformer.analysis.control import SpectralCap, UpdateLimit
-from lipsformer.analysis.instrument import Instrument
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
@@ -21,6 +19,8 @@ from benchmarks.league.pointwise_norms import Derf, DyT
 from benchmarks.league.residual_scales import layer_scale_, rezero_
 from benchmarks.league.sigma_reparam import sigma_reparam_
 from benchmarks.league.simple_norm import RMSNorm, simple_norm_
+from lipsformer.analysis.instruments import SpectralCap, UpdateLimit
+from lipsformer.engine.instrument import Instrument
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 from lipsformer.models.lipsformer import ConvBranch, LipsFormerBlock, Mlp
 from lipsformer.models.lipsformer_swin import WindowAttention

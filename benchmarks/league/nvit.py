@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lipsformer.analysis.instrument import Instrument
 from torch import Tensor, nn
 
 from benchmarks.league.attention import DotProductAttention
+from lipsformer.engine.instrument import Instrument
 from lipsformer.layers import DepthwiseConv2d, Linear
 from lipsformer.models.lipsformer_swin import WindowAttention
 

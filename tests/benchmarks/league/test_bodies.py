@@ -9,7 +9,7 @@ from benchmarks.league.attention import DotProductAttention
 from benchmarks.league.bodies import BODIES, build, linear_maps, residuals
 from benchmarks.league.nvit import NormalizedBlock
 from benchmarks.league.signals import attention_entropy, spectral_concentration
-from lipsformer.analysis.attention_maps import attention_weights
+from lipsformer.analysis.attention_maps import attention_scores
 from lipsformer.config import OptimConfig
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.layers import CenterNorm, ScaledCosineAttention
@@ -149,7 +149,7 @@ def test_entropy_is_one_where_attention_is_uniform_and_else_that_of_the_weights(
     truths = []
 
     def keep(core: nn.Module, args: tuple) -> None:
-        rows = attention_weights(core, *args).double().flatten(0, 2).numpy()
+        rows = attention_scores(core, *args).softmax(-1).double().flatten(0, 2).numpy()
         truths.append(-(rows * torch.from_numpy(rows).log().numpy()).sum(-1).mean())
 
     for core in cores:
