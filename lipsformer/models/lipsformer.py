@@ -354,7 +354,7 @@ class LipsFormer(TimmInterface):
             blocks = [
                 LipsFormerBlock(
                     dim,
-                    self.make_attn(stage, dim),
+                    self.make_attn(stage, i - first, dim),
                     attn_norm=self.attn_norm,
                     residual_scale=residual_scale,
                     mlp_ratio=mlp_ratio,
@@ -385,8 +385,18 @@ class LipsFormer(TimmInterface):
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
 
-    def make_attn(self, stage: int, dim: int) -> nn.Module:
-        """Build the attention of one block of a stage, on maps of ``dim`` channels."""
+    def make_attn(self, stage: int, block: int, dim: int) -> nn.Module:
+        """Build the attention of one block.
+
+        Args:
+            stage: Number of the stage, from 0.
+            block: Number of the block within its stage, from 0.
+            dim: Number of channels C of the stage.
+
+        Returns:
+            A module on [B, H, W, C] with a linear layer ``proj`` at its end, see ``ends_in`` of
+            ``WeightedResidual``.
+        """
         raise NotImplementedError
 
     def make_core(self, num_heads: int) -> nn.Module:

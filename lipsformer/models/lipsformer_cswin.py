@@ -219,7 +219,7 @@ class LipsFormerCSwin(LipsFormer):
             **kwargs,
         )
 
-    def make_attn(self, stage: int, dim: int) -> StripeAttention:
+    def make_attn(self, stage: int, block: int, dim: int) -> StripeAttention:
         """Build the stripe attention of one block of a stage, on maps of ``dim`` channels."""
         num_heads, split_size = self.num_heads[stage], self.split_sizes[stage]
         num_branches = 1 if split_size is None else 2

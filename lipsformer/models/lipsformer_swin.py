@@ -123,6 +123,10 @@ class WindowAttention(nn.Module):
         self.window_size = window_size
         self.relative_position_index = relative_position_index(window_size, table.device)
 
+    def window(self, height: int, width: int) -> tuple[int, int]:
+        """Return the (height, width) of the windows on a map of the given size."""
+        return fit_window(height, self.window_size[0]), fit_window(width, self.window_size[1])
+
     def position_bias(self, h: int, w: int) -> Tensor:
         """Return the bias [1, heads, h * w, h * w] of a window of h x w tokens."""
         index = self.relative_position_index[:h, :w, :h, :w].reshape(h * w, h * w)
@@ -140,7 +144,7 @@ class WindowAttention(nn.Module):
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
-        h, w = (fit_window(qkv.shape[i + 1], self.window_size[i]) for i in range(2))
+        h, w = self.window(qkv.shape[1], qkv.shape[2])
         bias = self.position_bias(h, w).to(qkv.dtype)
         qkv = qkv.unflatten(-1, (3, 1, self.dim))
         return attend_in_windows(qkv, [(h, w)], [self.attention], bias)
@@ -221,7 +225,7 @@ class LipsFormerSwin(LipsFormer):
         self.num_heads, self.window_size = num_heads, window_size  # make_attn needs them at once
         super().__init__(embed_dim=embed_dim, depths=depths, **kwargs)
 
-    def make_attn(self, stage: int, dim: int) -> WindowAttention:
+    def make_attn(self, stage: int, block: int, dim: int) -> WindowAttention:
         """Build the window attention of one block of a stage, on maps of ``dim`` channels."""
         num_heads = self.num_heads[stage]
         core = self.make_core(num_heads)
@@ -265,17 +269,24 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
     state_dict = official_swin_to_lipsformer(unwrap(state_dict))
     rename_earlier_version(state_dict)
     check_same_form(state_dict, model)
-    return {name: _fit_position_table(name, tensor, model) for name, tensor in state_dict.items()}
+    return fit_position_tables(state_dict, model)
 
 
-def _fit_position_table(name: str, tensor: Tensor, model: nn.Module) -> Tensor:
-    """Interpolate a table of biases to the window of the model."""
-    if not name.endswith("relative_position_bias_table"):
-        return tensor
-    attn = model.get_submodule(name.rpartition(".")[0])
-    assert isinstance(attn, WindowAttention)
-    shape = attn.relative_position_bias_table.shape
-    return resize_rel_pos_bias_table(tensor, attn.window_size, shape)
+def fit_position_tables(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Interpolate the tables of biases to the windows of the model.
+
+    Args:
+        state_dict: Names to tensors.
+        model: The model to be loaded, with ``WindowAttention``.
+    """
+    fitted = dict(state_dict)
+    for name in fitted:
+        if name.endswith("relative_position_bias_table"):
+            attn = model.get_submodule(name.rpartition(".")[0])
+            assert isinstance(attn, WindowAttention)
+            shape = attn.relative_position_bias_table.shape
+            fitted[name] = resize_rel_pos_bias_table(fitted[name], attn.window_size, shape)
+    return fitted
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> LipsFormerSwin:
