@@ -23,6 +23,7 @@ OTHERS = (
 )
 CUDA = "--device cuda --precision bf16"
 RESULTS = "benchmarks/results"
+STUDIES = ("cifar10_nano", "cifar10_tiny", "imagenette_nano", "imagenette_tiny")
 COMMANDS = (
     "python -m pytest -m gpu tests",
     f"python -m benchmarks.models {TINY} {CUDA} --modes eager compiled graphs "
@@ -46,10 +47,7 @@ COMMANDS = (
     f"--output {RESULTS}/graph/layers_large_cuda.json",
     f"python -m benchmarks.scaling {CUDA} --processes {max(1, torch.cuda.device_count())} "
     f"--batch-size 128 --rounds 21 --warmup 5 --output {RESULTS}/scaling_cuda.json",
-    "python -m benchmarks.convergence cifar10-nano cifar10-tiny data.download=true "
-    f"--output {RESULTS}/convergence_cifar10.json",
-    "python -m benchmarks.convergence imagenette-nano imagenette-tiny "
-    f"--output {RESULTS}/convergence_imagenette.json",
+    *(f"python -m benchmarks.study benchmarks/studies/convergence_{name}.yaml" for name in STUDIES),
 )
 
 

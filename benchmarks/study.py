@@ -136,7 +136,7 @@ def record(
         "wall_seconds": round(seconds, 1),
         "starts": len(starts),
         "commit": starts[-1]["git_commit"],
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "evaluations": evaluations,
     }
 
