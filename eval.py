@@ -22,6 +22,7 @@ from typing import Any
 
 from data import DataError, build_eval_dataset, build_eval_sets
 from data.evalsets import STANDARD, EvalSet, corruption_summary
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
@@ -90,9 +91,7 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--checkpoint", required=True, help="run, checkpoint or weights file")
     parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="e.g. root=/d")

@@ -8,12 +8,13 @@ Results are written to benchmarks/results and docs/images. A command that fails 
 others; the exit code tells.
 """
 
-import argparse
 import shlex
 import subprocess
 import sys
 
 import torch
+
+from lipsformer._commands import documented_parser
 
 TINY = "swin_tiny_patch4_window7_224 lipsformer_swin_tiny lipsformer_tiny"
 OTHERS = (
@@ -53,9 +54,7 @@ COMMANDS = (
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument(
         "--only", nargs="+", metavar="PART", help="commands with one of these words"
     )

@@ -28,6 +28,7 @@ import torch
 
 import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.machine import machine
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.analysis.cost import part_costs
 from lipsformer.config import Config
@@ -249,9 +250,7 @@ def plot(study: Study, path: Path) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("study", type=Path, help="YAML file of the study")
     parser.add_argument("--runs", type=Path, default=Path("outputs/studies"), help="run folders")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, one thread each")

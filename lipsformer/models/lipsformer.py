@@ -118,7 +118,7 @@ class ConvBranch(nn.Module):
         self.pointwise = Linear(dim, dim, **dd) if pointwise else None
 
     def forward(self, x: Tensor, last_gelu: bool = True) -> Tensor:
-        """Apply the branch to ``x`` ([B, H, W, C]); ``last_gelu=False`` leaves out its last GELU."""
+        """Apply the branch to ``x`` ([B, H, W, C]), without its last GELU unless ``last_gelu``."""
         x = self.depthwise(x)
         if self.pointwise is not None:
             x = self.pointwise(x, act_before=True)  # act_before is the GELU between the two
