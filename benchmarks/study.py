@@ -32,9 +32,11 @@ from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.analysis.cost import part_costs
 from lipsformer.config import Config
+from lipsformer.engine.distributed import EXIT_STOPPED
+from lipsformer.engine.run_folder import RunFolder
+from lipsformer.jsonl import append_jsonl
 
 ROOT = Path(__file__).parents[1]
-EXIT_STOPPED = 75
 # glibc keeps freed memory: a step of a nano model takes 8,000 page faults otherwise.
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"
 
@@ -106,8 +108,7 @@ def record(
 ) -> dict[str, Any]:
     """Return the line of a finished run, with everything that a table of the study needs."""
     config = read_config(Config, ROOT / study.config, study.settings(row, seed))
-    metrics = folder / "metrics.jsonl"
-    lines = [json.loads(text) for text in metrics.read_text().splitlines()]
+    lines = RunFolder(folder).metrics()
     trained = [line for line in lines if line["kind"] == "train" and "images_per_s" in line]
     evaluations = [
         {key: line[key] for key in ("kind", "epoch", "update", "top1", "loss", "images")}
@@ -119,7 +120,7 @@ def record(
     )
     image = torch.zeros(1, 3, config.data.img_size, config.data.img_size)
     macs = sum(part.macs for part in part_costs(model, image))
-    starts = json.loads((folder / "environment.json").read_text())
+    starts = RunFolder(folder).environment()
     images = (lines[-1]["update"] if lines else 0) * config.train.global_batch_size
     return {
         "row": row,
@@ -154,8 +155,8 @@ def run(study: Study, name: str, runs: Path, workers: int, only: Sequence[str]) 
         if line is None:
             print(f"{job[0]} seed {job[1]} was stopped; the same command continues it", flush=True)
             return
-        with lock, path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with lock:
+            append_jsonl(path, line)
         print(f"{job[0]} seed {job[1]}: {outcome(line)}", flush=True)
 
     with ThreadPoolExecutor(workers) as pool:
