@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data import DataError
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, describe, read_config
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
@@ -66,11 +67,7 @@ def dry_run(config: Config) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"settings:\n\n{describe(Config)}",
-    )
+    parser = documented_parser(__doc__, epilog=f"settings:\n\n{describe(Config)}")
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument(
         "--dry-run",

@@ -28,13 +28,15 @@ import torch
 
 import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.machine import machine
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.analysis.cost import part_costs
 from lipsformer.config import Config
+from lipsformer.engine.distributed import EXIT_STOPPED
+from lipsformer.engine.run_folder import RunFolder
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
 ROOT = Path(__file__).parents[1]
-EXIT_STOPPED = 75
 # glibc keeps freed memory: a step of a nano model takes 8,000 page faults otherwise.
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"
 
@@ -99,7 +101,7 @@ def record(
 ) -> dict[str, Any]:
     """Return the line of a finished run, with everything that a table of the study needs."""
     config = read_config(Config, ROOT / study.config, study.settings(row, seed))
-    lines = list(read_jsonl(folder / "metrics.jsonl"))
+    lines = RunFolder(folder).metrics()
     trained = [line for line in lines if line["kind"] == "train" and "images_per_s" in line]
     evaluations = [
         {key: line[key] for key in ("kind", "epoch", "update", "top1", "loss", "images")}
@@ -111,7 +113,7 @@ def record(
     )
     image = torch.zeros(1, 3, config.data.img_size, config.data.img_size)
     macs = sum(part.macs for part in part_costs(model, image))
-    starts = json.loads((folder / "environment.json").read_text())
+    starts = RunFolder(folder).environment()
     images = (lines[-1]["update"] if lines else 0) * config.train.global_batch_size
     return {
         "row": row,
@@ -129,7 +131,7 @@ def record(
         "wall_seconds": round(seconds, 1),
         "starts": len(starts),
         "commit": starts[-1]["git_commit"],
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "evaluations": evaluations,
     }
 
@@ -242,9 +244,7 @@ def plot(study: Study, path: Path) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("study", type=Path, help="YAML file of the study")
     parser.add_argument("--runs", type=Path, default=Path("outputs/studies"), help="run folders")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, one thread each")

@@ -5,7 +5,6 @@ the last checkpoint of the run, trains in memory up to that update, and then che
 every module and the gradient of every parameter. Nothing is written. Exit code 2 for a mistake.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.engine import distributed
 from lipsformer.engine.checkpoint import CheckpointError, read_state
@@ -108,9 +108,7 @@ def finite(tensor: Tensor) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("run", type=Path, help="folder of the run")
     try:
         print(json.dumps(replay(parser.parse_args(argv).run), indent=1))

@@ -126,9 +126,8 @@ class StripeAttention(nn.Module):
         return attend_in_windows(qkv, stripes, list(self.attention), lepes=list(self.lepe))
 
 
-register_notrace_module(
-    StripeAttention
-)  # FX cannot trace stripes that depend on the size of the map
+# FX cannot trace stripes that depend on the size of the map
+register_notrace_module(StripeAttention)
 
 
 class ConvMerging(nn.Module):
@@ -207,7 +206,8 @@ class LipsFormerCSwin(LipsFormer):
                 says, the attention's output is divided by the root of the heads.
             **kwargs: Arguments of ``LipsFormer``.
         """
-        self.num_heads, self.split_sizes = num_heads, split_sizes  # make_attn needs them at once
+        # set before super().__init__, which calls make_attn
+        self.num_heads, self.split_sizes = num_heads, split_sizes
         if residual_scale is None and official_compat:
             residual_scale = 0.2
         super().__init__(

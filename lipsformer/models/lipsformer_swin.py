@@ -44,8 +44,8 @@ class WindowAttention(nn.Module):
     """Scaled cosine attention inside windows, with a relative position bias.
 
     The map is cut into equal windows of at most ``window_size`` with the least padding. The bias
-    depends only on the offset of two tokens, so one table serves every map. Padded tokens are zeros
-    after the projection: their cosine with any token is 0.
+    depends only on the offset of two tokens, so one table serves every map. The projected tokens
+    are padded with zeros, so the cosine of a padded token with any token is 0.
 
     Shape:
         x: [B, H, W, C]; the output has the same shape.
@@ -59,7 +59,7 @@ class WindowAttention(nn.Module):
         torch.Size([1, 5, 7, 8])
     """
 
-    ends_in = "linear"
+    ends_in = "linear"  # WeightedResidual passes its alpha as output_scale
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class WindowAttention(nn.Module):
             dim: Number of channels C.
             num_heads: Number of heads, a divisor of C.
             window_size: Largest side, or (height, width), of a window in tokens.
-            attention: Attention on q, k, v of shape [B, heads, N, d] and a bias.
+            attention: Attention on q, k, v of shape [B, heads, N, d] and a bias, such as
+                ``ScaledCosineAttention``.
             proj_drop: Dropout probability after the output projection.
             device: Device of the parameters.
             dtype: Data type of the parameters.
@@ -103,7 +104,7 @@ class WindowAttention(nn.Module):
         self.init_non_persistent_buffers()
 
     def init_non_persistent_buffers(self) -> None:
-        """Fill the index of the table."""
+        """Fill the index of the table; timm calls this after ``to_empty``."""
         index = relative_position_index(self.window_size, self.relative_position_index.device)
         self.relative_position_index.copy_(index)
 
@@ -146,13 +147,12 @@ class WindowAttention(nn.Module):
         """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
         h, w = self.window(qkv.shape[1], qkv.shape[2])
         bias = self.position_bias(h, w).to(qkv.dtype)
-        qkv = qkv.unflatten(-1, (3, 1, self.dim))
+        qkv = qkv.unflatten(-1, (3, 1, self.dim))  # a single partition: all heads share (h, w)
         return attend_in_windows(qkv, [(h, w)], [self.attention], bias)
 
 
-register_notrace_module(
-    WindowAttention
-)  # FX cannot trace windows that depend on the size of the map
+# FX cannot trace windows that depend on the size of the map
+register_notrace_module(WindowAttention)
 
 
 class PatchMerging(nn.Module):
@@ -222,7 +222,8 @@ class LipsFormerSwin(LipsFormer):
             window_size: Largest side, or (height, width), of a window in tokens.
             **kwargs: Arguments of ``LipsFormer``.
         """
-        self.num_heads, self.window_size = num_heads, window_size  # make_attn needs them at once
+        # set before super().__init__, which calls make_attn
+        self.num_heads, self.window_size = num_heads, window_size
         super().__init__(embed_dim=embed_dim, depths=depths, **kwargs)
 
     def make_attn(self, stage: int, block: int, dim: int) -> WindowAttention:
@@ -295,7 +296,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> LipsFormerSwin:
 
 @register_fold(PatchMerging)
 def fold_patch_merging(merging: Any) -> None:
-    """Fold the CenterNorm of a patch merging into its linear layer."""
+    """Fold the CenterNorm of a patch merging, ours or timm's, into its linear layer."""
     if isinstance(merging.norm, CenterNorm):
         fold_norm_before(merging.norm, merging.reduction)
         merging.norm = nn.Identity()
