@@ -4,10 +4,10 @@ from typing import Any, cast
 
 import torch
 from hypothesis import strategies as st
-from lipsformer.graph.conv import LipschitzGATConv
 from torch import Tensor, nn
 
 from lipsformer.graph.diagnostics import gat_attention_bound
+from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models import ResidualGCN
 from tests.hunt.cases import Subject, kind
 
