@@ -1,6 +1,7 @@
 """Measure what happens inside a deep graph network: sizes, similarity and gradients by layer."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,8 @@ def adjacency_norm(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> 
         num_iters: Number of iterations.
     """
     ones = torch.ones(edge_index.size(1), dtype=torch.float64, device=edge_index.device)
-    (source, target), weight = gcn_norm(edge_index, ones, num_nodes, dtype=torch.float64)
+    normalized: Any = gcn_norm(edge_index, ones, num_nodes, dtype=torch.float64)
+    (source, target), weight = normalized
     v = (degree(target, num_nodes, torch.float64) + 1.0).sqrt()
     best = math.inf
     for _ in range(num_iters):

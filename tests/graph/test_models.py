@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lipsformer.graph import ResidualGCN, create_model
@@ -211,9 +210,9 @@ def test_lips_models_start_with_unit_singular_values_and_small_residuals():
     model = make("lips_graph_transformer")
     for layer in model.layers:
         torch.testing.assert_close(
-            layer.residual.residual_scale, torch.full((32,), 0.1, dtype=torch.double)
+            layer.attn.residual_scale, torch.full((32,), 0.1, dtype=torch.double)
         )
-        for linear in (layer.proj, layer.mlp[1], layer.mlp[3]):
+        for linear in (layer.attn.branch.proj, layer.mlp.branch[1], layer.mlp.branch[3]):
             assert torch.linalg.matrix_norm(linear.weight, 2).item() == pytest.approx(1, rel=1e-5)
 
 

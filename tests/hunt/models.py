@@ -261,7 +261,7 @@ def _capped(model: Any, cap: float) -> Subject:
     subject = _made(model)
     for parameter in subject.module.parameters():
         torch.nn.init.normal_(parameter)
-    SpectralCap(subject.module, cap, residual_scale=cap, gain=cap).enforce()
+    SpectralCap(subject.module, cap, residual_scale=cap, gain=cap).before_eval()
     return subject
 
 

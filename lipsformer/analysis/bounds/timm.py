@@ -185,9 +185,9 @@ def _tokens(module: Any, patches: Domain, prefix: list[Tensor]) -> Bound:
             position.detach(), list(patches.size), grid, num_prefix_tokens=prefix_tokens
         )
     if position is not None and position.shape[1] != num_embedded:
-        raise ValueError(
-            f"the model refuses a map of {patches.size} patches: it has {position.shape[1]} "
-            "position embeddings"
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for {num_embedded} embedded tokens with "
+            f"{position.shape[1]} position embeddings: use the image size of the model"
         )
     radius = max([patches.radius, *(token.norm().item() for token in tokens)])
     if position is not None:
