@@ -52,8 +52,8 @@ GRAPH = {
     "GGNN": {},
     "DeepGAT": {"heads": 2},
     "DeepGraphTransformer": {"heads": 2},
-    "LipsGAT": {"heads": 2},
-    "LipsGraphTransformer": {"heads": 2},
+    "LipsGAT": {"heads": 2, "value_scale": None},
+    "LipsGraphTransformer": {"heads": 2, "value_scale": None},
     "ResidualGCN": {},
     "ResidualGAT": {"heads": 2},
 }

@@ -10,7 +10,6 @@ JSONL file. `--table` prints the table of the finished runs and lists what was n
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess

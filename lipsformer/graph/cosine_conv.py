@@ -97,7 +97,8 @@ class ScaledCosineConv(MessagePassing):
 
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         """Attend over each node's neighbours and the node itself."""
-        h = self.lin(x).view(len(x), -1, self.heads, self.out_channels)
+        projections = 1 if self.share_projection else 3
+        h = self.lin(x).view(len(x), projections, self.heads, self.out_channels)
         query, key, value = h.expand(-1, 3, -1, -1).unbind(1)  # each [V, H, C]
         eps = self.attention.eps
         query = cosine_normalize(query, eps, self.attention.tau(), self.training)

@@ -1,18 +1,23 @@
 """Measure what happens inside a deep graph network: sizes, similarity and gradients by layer."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch_geometric.nn import GCNConv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops, degree, scatter
 
 from lipsformer._renamed import renamed
 from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
 from lipsformer.graph.gat_conv import LipschitzGATConv
+from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.models.stack import GraphNet
 
 __all__ = [
+    "adjacency_norm",
     "attention_statistics",
     "dirichlet_energy",
     "distance_from_mean",
@@ -86,6 +91,36 @@ def attention_statistics(attn: Tensor, target: Tensor, num_nodes: int) -> tuple[
 
 
 @torch.no_grad()
+def adjacency_norm(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> float:
+    r"""Return an upper bound of the 2-norm of GCN's normalized adjacency with self loops.
+
+    The matrix :math:`B = \hat A^T \hat A` has no negative entry. For every positive vector v the
+    theorem of Collatz and Wielandt gives
+
+    .. math:: |\hat A|_2^2 = \rho(B) \le \max_i (B v)_i / v_i.
+
+    Power iteration improves v, so the bound approaches the norm from above. It is 1 up to rounding
+    for an undirected graph, where the first v is the eigenvector.
+
+    Args:
+        edge_index: [2, E].
+        num_nodes: Number of nodes.
+        num_iters: Number of iterations.
+    """
+    ones = torch.ones(edge_index.size(1), dtype=torch.float64, device=edge_index.device)
+    normalized: Any = gcn_norm(edge_index, ones, num_nodes, dtype=torch.float64)
+    (source, target), weight = normalized
+    v = (degree(target, num_nodes, torch.float64) + 1.0).sqrt()
+    best = math.inf
+    for _ in range(num_iters):
+        forward = scatter(weight * v[source], target, dim_size=num_nodes)
+        product = scatter(weight * forward[target], source, dim_size=num_nodes)
+        best = min(best, (product / v).max().item())
+        v = (product / product.max()).clamp_min(1e-12)
+    return math.sqrt(best)
+
+
+@torch.no_grad()
 def gat_attention_bound(conv: LipschitzGATConv, edge_index: Tensor, num_nodes: int) -> float:
     r"""Return a proved Lipschitz constant, in Frobenius norm, of a `LipschitzGATConv`'s attention.
 
@@ -131,7 +166,8 @@ def layer_profile(
         Lists with one entry per state, beginning with the output of the encoder:
         `distance_from_mean`, `gradient_distance_from_mean` (of dLoss/dX), `mean_cosine`,
         `dirichlet_energy`. Lists with one entry per layer: `gradient_norm` (of all parameters of
-        the layer), and for GAT layers `attention_entropy`, `score_spread`, `attention_bound`.
+        the layer), for GAT layers `attention_entropy`, `score_spread`, `attention_bound`, and for
+        residual GCN layers `layer_bound`, the Lipschitz constant 1 + |W|_2 |A|_2.
     """
     was_training = model.training
     model.eval()
@@ -159,6 +195,10 @@ def layer_profile(
     with torch.no_grad():
         for layer, state in zip(model.layers, states[:-1], strict=True):
             conv = getattr(layer, "conv", None)
+            if isinstance(layer, ResidualLayer) and isinstance(conv, GCNConv):
+                sigma = torch.linalg.matrix_norm(conv.lin.weight.double(), 2).item()
+                bound = sigma * adjacency_norm(edge_index, len(x)) + float(layer.residual)
+                profile.setdefault("layer_bound", []).append(bound)
             if isinstance(conv, LipschitzGATConv):
                 _, (edges, attn) = conv(state, edge_index, return_attention_weights=True)
                 entropy, spread = attention_statistics(attn, edges[1], len(x))

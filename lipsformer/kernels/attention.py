@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipsformer.kernels.dispatch import refuse_second_derivatives
+
 
 def normalize_rows(x: Tensor, eps: float, length: Tensor | float) -> Tensor:
     """Return length * x / sqrt(|x|^2 + eps), keeping the result instead of the input."""
@@ -12,7 +14,11 @@ def normalize_rows(x: Tensor, eps: float, length: Tensor | float) -> Tensor:
 
 
 class _NormalizeRows(torch.autograd.Function):
-    """Keep the result, which attention keeps as well, instead of the input."""
+    """Keep the result, which attention keeps as well, instead of the input.
+
+    The gradient cannot be differentiated again, because `inverse` has no graph. In evaluation mode
+    the plain operators can.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, length: Tensor | float) -> Tensor:
@@ -24,6 +30,7 @@ class _NormalizeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         y, inverse, *lengths = ctx.saved_tensors
         length = lengths[0] if lengths else ctx.length
         (grad,) = grad_outputs

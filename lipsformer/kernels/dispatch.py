@@ -100,6 +100,18 @@ def usable(
     return obstacle is None
 
 
+def refuse_second_derivatives() -> None:
+    """Raise a `RuntimeError` in a backward pass whose result is to be differentiated again.
+
+    `once_differentiable` is not enough: it stays silent if the incoming gradient is a constant.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "this kernel has no second derivatives: call model.eval() before you take gradients "
+            "with create_graph=True, or set LIPSFORMER_NATIVE=0"
+        )
+
+
 def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: bool) -> str | None:
     if not ENABLED:
         return "LIPSFORMER_NATIVE=0 switches the kernels off"
@@ -107,6 +119,8 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
         return "gradients outside training may be differentiated twice"
     if x.device.type != "cpu":
         return f"the input is on {x.device.type}"
+    if x.numel() == 0:
+        return "the input is empty"
     if x.ndim < needs.min_dims:
         return f"the input has {x.ndim} dimensions"
     autocast = torch.is_autocast_enabled("cpu")
@@ -120,6 +134,10 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
                 return f"the input is {dtype} and a parameter is {other.dtype}"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func is active"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "something records the operators or replaces the tensors"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
     if needs.contiguous and not all(tensor.is_contiguous() for tensor in (x, *others)):
         return "a tensor is not contiguous"
     if "onednn" in needs.backends and torch.backends.mkldnn.is_available():
@@ -134,10 +152,8 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
 
 def _csrc_obstacle(x: Tensor, others: tuple[Tensor, ...]) -> str | None:
     """Return why the compiled kernels, which no tracer or counter can see, may not be used."""
-    if torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.jit.is_tracing():
         return "something records the operators"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation is active"
     for tensor in (x, *others):
         if type(tensor) not in (Tensor, nn.Parameter) or not torch._C._has_storage(tensor):
             return "a tensor is of a subclass or has no storage"

@@ -36,28 +36,30 @@ class _CenteredAffine(torch.autograd.Function):
     """Keep the result, which the next layer keeps as well, and nothing else.
 
     The gradient of the gain needs the centered input, which is (result - bias) / gain, as in Rota
-    Bulo et al. 2018 (in-place activated batch norm). For a channel whose gain is too small for this
-    division, or zero, the centered input is kept.
+    Bulo et al. 2018 (in-place activated batch norm). Where the gain is too small against the bias
+    for that, down to zero, in any channel, the input is kept as well. The gradients can be
+    differentiated again.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
         y = center(x, gain * factor, bias)
         lost = (bias.abs() > MAX_OFFSET * gain.abs()) | (gain == 0.0)
-        centered = (x[..., lost] - x.mean(dim=-1, keepdim=True)) if lost.any() else None
-        ctx.save_for_backward(y, gain, bias, lost, centered)
+        ctx.save_for_backward(y, gain, bias, lost, x if lost.any() else None)
         ctx.factor = factor
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        y, gain, bias, lost, centered = ctx.saved_tensors
+        y, gain, bias, lost, x = ctx.saved_tensors
         (grad,) = grad_outputs
-        grad_x, product_sum, grad_bias = center_backward(grad, y, gain * ctx.factor, bias)
-        grad_gain = product_sum / gain
-        if centered is not None:
-            grad_gain[lost] = (grad[..., lost] * centered).flatten(0, -2).sum(0) * ctx.factor
-        return grad_x, grad_gain, grad_bias, None
+        grad_x, offset, grad_bias = center_backward(grad, y, gain * ctx.factor, bias)
+        if x is None:
+            return grad_x, offset / gain, grad_bias, None
+        grad_gain = offset / gain.masked_fill(lost, 1.0)  # 0 / 0 has no derivative
+        centered = x[..., lost] - x.mean(dim=-1, keepdim=True)
+        direct = (grad[..., lost] * centered).reshape(-1, centered.shape[-1]).sum(0) * ctx.factor
+        return grad_x, grad_gain.index_put((lost,), direct), grad_bias, None
 
 
 def gelu_residual(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:

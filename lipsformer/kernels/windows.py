@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lipsformer.kernels.bindings import name_of, run
+from lipsformer.kernels.dispatch import refuse_second_derivatives
 
 MAX_WINDOW_TOKENS = 1024  # scores and their gradients then take 8 MB in every thread
 
@@ -75,10 +75,9 @@ class _CosineWindows(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        (grad,) = grad_outputs
         qkv, bias, tau, lepe = ctx.saved_tensors
         grad = grad.to(qkv.dtype).contiguous()
         grad_qkv = torch.empty_like(qkv)

@@ -225,7 +225,7 @@ def attend_in_windows(
         "cosine_windows",
         *tensors,
         training=attentions[0].training,
-        unless=lambda: _kernel_obstacle(qkv, windows, attentions, lepes),
+        unless=lambda: _kernel_obstacle(windows, attentions, lepes),
     ):
         return kernels.cosine_windows(qkv, windows, *_scales(attentions), bias, _lepe_table(lepes))
     outputs = []
@@ -243,19 +243,18 @@ def attend_in_windows(
 
 
 def _kernel_obstacle(
-    qkv: Tensor,
     windows: Sequence[tuple[int, int]],
     attentions: Sequence[nn.Module],
     lepes: Sequence[nn.Module],
 ) -> str | None:
-    """Return why the kernel must not replace these modules; None if it may."""
-    if qkv.numel() == 0:
-        return "the map is empty"
+    """Return why the kernel would not compute what these modules compute, None if it would."""
     if any(h * w > kernels.MAX_WINDOW_TOKENS for h, w in windows):
         return f"a window has more than {kernels.MAX_WINDOW_TOKENS} tokens"
     for attention in attentions:
         if not isinstance(attention, ScaledCosineAttention):
             return f"the attention is {type(attention).__name__}"
+        if attention.value_scale is not None and attention.value_scale <= 0.0:
+            return "the value scale is not positive, which the kernel reads as raw values"
         if not attention.fused_attn:
             return "fused attention is switched off"
         if attention.training and attention.attn_drop > 0.0:

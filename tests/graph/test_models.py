@@ -4,8 +4,10 @@ import sys
 
 import pytest
 import torch
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lipsformer.graph import ResidualGCN, create_model
+from lipsformer.graph.diagnostics import adjacency_norm, layer_profile
 from lipsformer.graph.models import default_bound
 from lipsformer.layers.spectral import SpectralScale
 
@@ -152,6 +154,42 @@ def test_residual_gcn_layer_is_lipschitz_with_one_plus_c(graph):
     assert torch.linalg.matrix_norm(jacobian.reshape(NODES * 8, -1), 2) <= 1.5
 
 
+def test_residual_gcn_layer_on_a_directed_star_has_the_reported_bound():
+    edge_index = torch.stack([torch.zeros(NODES - 1, dtype=torch.long), torch.arange(1, NODES)])
+    model = make("residual_gcn", bound=0.5).eval()
+    x = torch.rand(NODES, 8, dtype=torch.double)
+    jacobian = torch.autograd.functional.jacobian(lambda v: model.layers[0](v, edge_index), x)
+    exact = torch.linalg.matrix_norm(jacobian.reshape(NODES * 8, -1), 2).item()
+    weighted = x.new_zeros(NODES, NODES)
+    (source, target), weight = gcn_norm(edge_index, None, NODES, dtype=torch.double)
+    weighted[target, source] = weight
+    norm = adjacency_norm(edge_index, NODES)
+    assert norm == pytest.approx(torch.linalg.matrix_norm(weighted, 2).item(), rel=1e-6)
+    features = torch.randn(NODES, FEATURES, dtype=torch.double)
+    labels, mask = torch.zeros(NODES, dtype=torch.long), torch.ones(NODES, dtype=torch.bool)
+    reported = layer_profile(model, features, edge_index, labels, mask)["layer_bound"]
+    assert reported == pytest.approx([1.0 + 0.5 * norm] * LAYERS)
+    assert exact <= reported[0]
+    assert norm > 1.5
+
+
+def test_adjacency_norm_is_one_for_undirected_graphs_and_never_too_small(graph):
+    _, edge_index = graph
+    undirected = torch.cat([edge_index, edge_index.flip(0)], dim=1)
+    assert adjacency_norm(undirected, NODES) == pytest.approx(1.0, abs=1e-12)
+    for iterations in (1, 5, 100):
+        assert adjacency_norm(edge_index, NODES, iterations) >= adjacency_norm(edge_index, NODES)
+
+
+@pytest.mark.parametrize("name", ["lips_gat", "lips_graph_transformer"])
+def test_lips_models_keep_the_form_of_their_values_in_which_they_were_saved(graph, name):
+    assert make(name).layers[0].attn.branch.conv.attention.value_scale == 1.0
+    for saved in (make(name, value_scale=None), make(name, value_scale=2.0)):
+        for loaded in (make(name), make(name, value_scale=None)):
+            loaded.load_state_dict(saved.state_dict())
+            assert torch.equal(loaded.eval()(*graph), saved.eval()(*graph))
+
+
 def test_deep_residual_networks_stay_finite_where_plain_ones_explode(graph):
     x, edge_index = graph
     edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
@@ -172,9 +210,9 @@ def test_lips_models_start_with_unit_singular_values_and_small_residuals():
     model = make("lips_graph_transformer")
     for layer in model.layers:
         torch.testing.assert_close(
-            layer.residual.residual_scale, torch.full((32,), 0.1, dtype=torch.double)
+            layer.attn.residual_scale, torch.full((32,), 0.1, dtype=torch.double)
         )
-        for linear in (layer.proj, layer.mlp[1], layer.mlp[3]):
+        for linear in (layer.attn.branch.proj, layer.mlp.branch[1], layer.mlp.branch[3]):
             assert torch.linalg.matrix_norm(linear.weight, 2).item() == pytest.approx(1, rel=1e-5)
 
 

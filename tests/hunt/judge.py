@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -173,7 +174,9 @@ class _Hunt:
         fault = _outside("output", y, self.channel_dim, bound.output)
         seen: dict[str, Tensor] = {}
         parts = dict(flatten_bound(bound))
-        named = dict(self.twin.named_modules(remove_duplicate=False))
+        everywhere = dict(self.twin.named_modules(remove_duplicate=False))
+        places = Counter(map(id, everywhere.values()))
+        named = {name: module for name, module in everywhere.items() if places[id(module)] == 1}
         handles = [
             module.register_forward_pre_hook(_keeper(seen, name))
             for name, module in named.items()

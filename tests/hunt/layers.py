@@ -115,7 +115,7 @@ def _conv2d(
         padding,
         dilation,
         groups,
-        padding_mode=mode,
+        padding_mode=mode,  # pyright: ignore[reportArgumentType]
     )
     whole = all(side >= k for side, k in zip(size, kernel, strict=True))
     exact = stride == tuple(kernel) and padding in ((0, 0), "valid") and whole and dilation == 1

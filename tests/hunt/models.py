@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from lipsformer.analysis.control import SpectralCap
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from lipsformer import convert
+from lipsformer.analysis.instruments import SpectralCap
 from lipsformer.models.inference import optimize_for_inference
 from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
 from lipsformer.models.lipsformer_swin import LipsFormerSwin
@@ -261,7 +261,7 @@ def _capped(model: Any, cap: float) -> Subject:
     subject = _made(model)
     for parameter in subject.module.parameters():
         torch.nn.init.normal_(parameter)
-    SpectralCap(subject.module, cap, residual_scale=cap, gain=cap).enforce()
+    SpectralCap(subject.module, cap, residual_scale=cap, gain=cap).before_eval()
     return subject
 
 
@@ -292,9 +292,9 @@ def _register_inside(name: str, body: str, path: str, **fixed: Any) -> None:
 
 
 _register_inside("PatchEmbed", "swin", "patch_embed")
-_register_inside("ConvBranch, with pointwise", "swin", "stages.0.blocks.0.conv1")
-_register_inside("ConvBranch", "cswin", "stages.0.blocks.0.conv2")
-_register_inside("Mlp", "cswin", "stages.0.blocks.0.mlp")
+_register_inside("ConvBranch, with pointwise", "swin", "stages.0.blocks.0.conv1.branch")
+_register_inside("ConvBranch", "cswin", "stages.0.blocks.0.conv2.branch")
+_register_inside("Mlp", "cswin", "stages.0.blocks.0.mlp.branch")
 _register_inside("LipsFormerBlock, swin", "swin", "stages.0.blocks.0")
 _register_inside("LipsFormerBlock, cswin", "cswin", "stages.0.blocks.0")
 _register_inside("LipsFormerStage, swin", "swin", "stages.1", depths=(1, 1))

@@ -32,7 +32,7 @@ def hunt(name: str, number: int, start: int = 0, **effort: int) -> Iterator[dict
         database=None,
         deadline=None,
         phases=[Phase.generate, Phase.target],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
     )
     @given(cases(name))
     def attack(case: Case) -> None:

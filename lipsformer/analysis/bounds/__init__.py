@@ -26,6 +26,7 @@ from lipsformer.analysis.bounds.core import (
     registration_of,
     scale_output,
     simple_bound,
+    unchanged,
 )
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "registration_of",
     "scale_output",
     "simple_bound",
+    "unchanged",
 ]
 
 __getattr__ = renamed(__name__)

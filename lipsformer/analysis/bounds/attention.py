@@ -19,9 +19,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds.core import Bound, Domain, log10_of, log10_product, max_abs
-from lipsformer.analysis.bounds.layers import bias_norm, linear_sigma
-from lipsformer.layers import LipschitzNormAttention
+from lipsformer.analysis.bounds.core import (
+    Bound,
+    Domain,
+    UnknownModuleError,
+    log10_of,
+    log10_product,
+    max_abs,
+    unchanged,
+)
+from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma
+from lipsformer.layers import Linear, LipschitzNormAttention, ScaledCosineAttention
 
 
 class HeadWeights(NamedTuple):
@@ -58,6 +66,26 @@ def split_qkv(weight: Tensor, bias: Tensor | None, num_heads: int) -> HeadWeight
     offset = weight.new_zeros(len(weight)) if bias is None else bias.detach().double()
     query, key, value = weight.unflatten(0, (3, num_heads, -1)).unbind(0)
     return HeadWeights(query, key, value, offset.unflatten(0, (3, num_heads, -1))[2])
+
+
+def check_attention(module: Any, num_heads: int, *cores: nn.Module) -> None:
+    """Raise `UnknownModuleError` unless the parts of an attention are those that the proofs cover.
+
+    Args:
+        module: Attention with the parts `qkv`, `proj` and `proj_drop`.
+        num_heads: Number of heads of each core.
+        *cores: The parts that attend on queries, keys and values.
+    """
+    for projection in (module.qkv, module.proj):
+        unchanged(projection, Linear, nn.Linear)
+    unchanged(module.proj_drop, *PASSIVE)
+    for core in cores:
+        unchanged(core, ScaledCosineAttention, LipschitzNormAttention)
+        if core.num_heads != num_heads:
+            raise UnknownModuleError(
+                f"no Lipschitz bound is known for {core.num_heads} heads in the attention of "
+                f"{num_heads} heads"
+            )
 
 
 def max_abs_score(attention: Any) -> Tensor:
@@ -134,6 +162,8 @@ def attention_bound(
     mass: Tensor | None = None,
     local_norm: Tensor | None = None,
     local_radius: float = 0.0,
+    padded: bool = False,
+    biased: bool = False,
 ) -> AttentionBound:
     r"""Bound x -> attention(q(x), k(x), v(x)) + local(v(x)) on one window.
 
@@ -155,9 +185,12 @@ def attention_bound(
             stands for N, which holds for every bias and mask.
         local_norm: Norm of a linear map of the values that is added to the output, per head, [H].
         local_radius: Largest factor by which that map increases the 2-norm of the longest value.
+        padded: Whether a window may hold tokens whose query, key and value are zero.
+        biased: Whether a bias is added to the scores. The theorem of Dasoulas et al. excludes it.
     """
     if isinstance(attention, LipschitzNormAttention):
-        return _lipschitz_norm_bound(heads, num_tokens, radius, mass, local_norm, local_radius)
+        bound = _lipschitz_norm_bound(heads, num_tokens, radius, mass, local_norm, local_radius)
+        return bound._replace(paper_squared=math.inf) if biased else bound
     tau = max_abs_score(attention)
     mass = torch.full_like(tau, num_tokens) if mass is None else mass
     steep = attention.eps**-0.5
@@ -165,7 +198,9 @@ def attention_bound(
     reach = norms[2] * radius  # The values lie in a ball of this radius around the bias.
     longest = reach + heads.value_bias.norm(dim=1).cpu()
     if attention.value_scale is None:
-        spread, value_factor = reach, mass.sqrt()
+        # A ball of half the length of the longest value holds that ball and 0.
+        spread = torch.maximum(reach, longest / 2) if padded else reach
+        value_factor = mass.sqrt()
         attended_radius = longest.square().sum()
         paper_squared = math.inf
     else:
@@ -215,8 +250,8 @@ def _lipschitz_norm_bound(
     local = torch.zeros_like(mass) if local_norm is None else local_norm
     squared = 4.5 + (1.0 + mass.sqrt() + local).square()
     gram = torch.einsum("h,hdi,hdj->ij", squared.to(stacked.device), stacked, stacked)
-    theorem = lipschitz_norm_theorem(num_tokens, num_tokens, math.sqrt(3.0)) + local
-    paper = torch.maximum(theorem, squared.sqrt()) * operator_norms(stacked).cpu()
+    theorem = lipschitz_norm_theorem(num_tokens, num_tokens, math.sqrt(3.0)) + local.cpu()
+    paper = theorem * operator_norms(stacked).cpu()
     longest = operator_norms(heads.value).cpu() * radius + heads.value_bias.norm(dim=1).cpu()
     reach = (1.0 + local_radius) * longest.square().sum().sqrt().item()
     return AttentionBound(gram, paper.square().sum().item(), reach**2)

@@ -5,14 +5,15 @@ bounds of its children in the order in which its `forward` calls them. Import ev
 `lipsformer.analysis.bounds`, which loads the rules. The proofs are in docs/lipschitz.md.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 
 from lipsformer.analysis.sigma import full_tensor
 from lipsformer.layers import merge_heads
@@ -50,7 +51,8 @@ class Bound:
     Attributes:
         log10: Decimal logarithm of the bound.
         paper_log10: The same with the paper's Theorem 1 for attention and max|alpha| Lip(f) for
-            residual branches, for comparison. It is never below `log10`.
+            residual branches, for comparison. It is inf if an attention is not covered by its
+            paper's theorem.
         output: The domain of the outputs.
         input: The domain on which the bound holds.
         parts: Bounds of the children, by name.
@@ -111,29 +113,52 @@ LayoutRule = Callable[[Any, Any, int, Tensor], Layout]
 
 
 class Registration(NamedTuple):
-    """What is registered for a class: its bound rule, and its layout if it contains attention."""
+    """What is registered for a class.
 
+    Attributes:
+        cls: The class.
+        bound: Its bound rule.
+        layout: Its layout if it contains attention.
+        methods: Methods that the rule relies on.
+    """
+
+    cls: type[nn.Module]
     bound: BoundRule
     layout: LayoutRule | None
+    methods: frozenset[str]
 
 
 _REGISTERED: dict[type[nn.Module], Registration] = {}
 
+# A call of a module runs these methods of `nn.Module` around `forward`.
+_CALL = frozenset(
+    {"__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward", "__getattribute__"}
+    | {"__getattr__"}
+)
+# Methods whose names begin like this build, describe or load a module. A forward pass runs none.
+_SETUP = (
+    *("reset_", "init", "_init", "extra_repr", "set_", "make_", "no_weight_decay", "group_matcher"),
+    *("load", "_load", "get_classifier", "prune_", "forward_intermediates"),
+)
+
 
 class UnknownModuleError(TypeError):
-    """The model contains a module whose class has no proved bound."""
+    """The model contains a module that no proved bound covers."""
 
 
 def bound_rule(
-    *classes: type[nn.Module], layout: LayoutRule | None = None
+    *classes: type[nn.Module],
+    layout: LayoutRule | None = None,
+    methods: Collection[str] | None = None,
 ) -> Callable[[BoundRule], BoundRule]:
     """Register a function as the bound rule of one or more classes.
 
     Args:
-        *classes: The classes. A subclass is included if it overrides neither `forward` nor a
-            method that `forward` calls.
+        *classes: The classes. Subclasses that override none of `methods` are included.
         layout: Where the tokens lie, for a class that contains attention. `attention_maps` needs
             it.
+        methods: Names of the methods that the rule relies on. None stands for all methods of the
+            class that may take part in its forward pass.
 
     Returns:
         A decorator for a function of (module, domain, scale) that returns a `Bound`.
@@ -141,24 +166,96 @@ def bound_rule(
 
     def register(function: BoundRule) -> BoundRule:
         for cls in classes:
-            _REGISTERED[cls] = Registration(function, layout)
+            names = methods_of(cls) if methods is None else frozenset(methods)
+            _REGISTERED[cls] = Registration(cls, function, layout, names | _CALL)
         return function
 
     return register
 
 
-def registration_of(cls: type[nn.Module]) -> Registration | None:
-    """Return what is registered for a class, or for the base class that computes what it does.
+def methods_of(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the methods below `nn.Module` that may take part in a forward pass."""
+    return frozenset(
+        name
+        for base in cls.__mro__[: cls.__mro__.index(nn.Module)]
+        for name, member in vars(base).items()
+        if (callable(member) or isinstance(member, (property, staticmethod, classmethod)))
+        and not isinstance(member, type)
+        and not name.startswith(_SETUP)
+        and name not in ("__init__", "__repr__", "__getstate__", "__setstate__", "__dir__")
+    )
 
-    A subclass computes what its base does if it inherits `forward` and every method that `forward`
-    names.
+
+def registration_of(cls: type[nn.Module]) -> Registration | None:
+    """Return what is registered for a class or for its nearest registered base class.
+
+    Returns None if there is none, or if the class overrides a method that the rule relies on.
     """
     for base in cls.__mro__:
         if base in _REGISTERED:
-            names = ("forward", *inspect.unwrap(base.forward).__code__.co_names)
-            if all(getattr(cls, name, None) is getattr(base, name, None) for name in names):
-                return _REGISTERED[base]
+            registered = _REGISTERED[base]
+            return None if _overridden(cls, base, registered.methods) else registered
     return None
+
+
+def _overridden(cls: type, base: type, methods: frozenset[str]) -> str | None:
+    """Return a method that a class between `cls` and its base class `base` overrides, or None."""
+    for between in cls.__mro__[: cls.__mro__.index(base)]:
+        for name in vars(between):
+            if name in methods:
+                return name
+    return None
+
+
+def _tampering(module: nn.Module, methods: frozenset[str]) -> str | None:
+    """Return what makes a call of this instance differ from the methods of its class, or None."""
+    for name in methods:
+        if name in vars(module):
+            return f"its method {name!r} was replaced on the instance"
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if any(not _is_sharding(hook) for hook in hooks):
+        return "a forward hook or forward pre-hook may change its inputs or outputs"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "a global forward hook may change its inputs or outputs"
+    if parametrize.is_parametrized(module) and module.training:
+        return "a parametrization may differ between training and evaluation: call eval() first"
+    return None
+
+
+def _is_sharding(hook: Any) -> bool:
+    """Return whether a hook is one of FSDP2's, which gather the weights and change no value."""
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
+
+
+def unchanged(module: nn.Module, *classes: type[nn.Module]) -> None:
+    """Check that a part computes what one of the given classes computes.
+
+    A rule that reads the weights of a part, or leaves a part out, calls this instead of asking for
+    the bound of the part.
+
+    Args:
+        module: The part.
+        *classes: The classes. A subclass that overrides no method of the forward pass is accepted.
+
+    Raises:
+        UnknownModuleError: If the part has another class, or is overridden, hooked or replaced.
+    """
+    cls = type(module)
+    names = " or ".join(known.__name__ for known in classes)
+    bases = [base for base in cls.__mro__ if base in classes]
+    if not bases:
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for {_name(cls)} in the place of {names}"
+        )
+    methods = methods_of(bases[0]) | _CALL
+    overridden = _overridden(cls, bases[0], methods)
+    reason = f"it overrides {overridden!r}" if overridden else _tampering(module, methods)
+    if reason is not None:
+        raise UnknownModuleError(f"no Lipschitz bound is known for {_name(cls)}: {reason}")
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = None) -> Bound:
@@ -170,8 +267,10 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
         scale: Factor per output channel that multiplies the output, [C]; None for none.
 
     Raises:
-        UnknownModuleError: If the class of the module or of a part has no rule. A subclass that
-            overrides `forward`, or a method that `forward` calls, needs its own rule.
+        UnknownModuleError: If the class of the module or of a part has no rule, or if a rule does
+            not cover the module because a method is overridden, a hook is registered or a part was
+            replaced. A subclass that overrides a method of its forward pass needs its own rule.
+        ValueError: If the model refuses inputs of this size.
 
     Example:
         >>> import timm
@@ -184,11 +283,20 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
     cls = type(module)
     registered = registration_of(cls)
     if registered is None:
-        raise UnknownModuleError(
-            f"no Lipschitz bound is known for {cls.__module__}.{cls.__qualname__}: prove one and "
-            "register it with lipsformer.analysis.bounds.bound_rule"
-        )
+        raise UnknownModuleError(f"no Lipschitz bound is known for {_name(cls)}: {_unknown(cls)}")
+    reason = _tampering(module, registered.methods)
+    if reason is not None:
+        raise UnknownModuleError(f"no Lipschitz bound is known for {_name(cls)}: {reason}")
     return replace(registered.bound(module, domain, scale), kind=cls.__name__, input=domain)
+
+
+def _unknown(cls: type[nn.Module]) -> str:
+    advice = "prove one and register it with lipsformer.analysis.bounds.bound_rule"
+    for base in cls.__mro__:
+        if base in _REGISTERED:
+            name = _overridden(cls, base, _REGISTERED[base].methods)
+            return f"it overrides {name!r}, on which the rule of {base.__name__} relies; {advice}"
+    return advice
 
 
 def simple_bound(

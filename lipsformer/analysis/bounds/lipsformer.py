@@ -12,6 +12,7 @@ from lipsformer.analysis.bounds.attention import (
     AttentionBound,
     HeadWeights,
     attention_bound,
+    check_attention,
     column_mass,
     max_abs_score,
     projected_bound,
@@ -29,15 +30,18 @@ from lipsformer.analysis.bounds.core import (
     log10_product,
     max_abs,
     scale_output,
+    unchanged,
 )
 from lipsformer.analysis.bounds.layers import (
     GELU_BOUND,
+    PASSIVE,
     bias_norm,
+    check_depthwise,
     conv2d_bound,
     depthwise_channel_sigma,
     depthwise_radius,
 )
-from lipsformer.layers import WeightedResidual
+from lipsformer.layers import DepthwiseConv2d, Linear, WeightedResidual
 from lipsformer.models.lipsformer import (
     ConvBranch,
     LipsFormer,
@@ -51,10 +55,19 @@ from lipsformer.models.lipsformer_cswin import ConvMerging, StripeAttention
 from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention
 
 bound_rule(PatchConv2d)(conv2d_bound)
-bound_rule(PatchEmbed)(children_in_order("proj", "norm"))
 bound_rule(LipsFormerBlock)(children_in_order("conv1", "conv2", "attn", "norm1", "mlp", "norm2"))
 bound_rule(LipsFormerStage)(children_in_order("downsample", "blocks"))
 bound_rule(LipsFormer)(children_in_order("patch_embed", "stages", "norm", "head"))
+
+
+@bound_rule(PatchEmbed)
+def _patch_embed(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    if any(side % module.patch_size != 0 for side in domain.size):
+        raise ValueError(
+            f"the model refuses images of {domain.size} pixels: use a multiple of the patch size "
+            f"{module.patch_size}"
+        )
+    return chain([("proj", module.proj), ("norm", module.norm)], domain, scale)
 
 
 @bound_rule(ConvMerging)
@@ -79,6 +92,7 @@ def patch_merging_bound(module: Any, domain: Domain, scale: Tensor | None) -> Bo
 def _conv_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     layers = [("depthwise", module.depthwise)]
     if module.pointwise is not None:
+        unchanged(module.pointwise, Linear)
         layers.append(("pointwise", module.pointwise))
     # GELU acts on every channel separately. |diag(scale) GELU'| is at most GELU_BOUND |scale|, so
     # `scale` can be applied to the convolution before it.
@@ -87,6 +101,8 @@ def _conv_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 
 @bound_rule(Mlp)
 def _mlp(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    unchanged(module.fc2, Linear)
+    unchanged(module.drop, *PASSIVE)
     return _with_gelus(chain([("fc1", module.fc1), ("fc2", module.fc2)], domain, scale), 1)
 
 
@@ -96,7 +112,7 @@ def _with_gelus(bound: Bound, number: int) -> Bound:
 
 
 def residual_bound(
-    alpha: Tensor,
+    alpha: Tensor | None,
     branch: Iterable[tuple[str, nn.Module]],
     domain: Domain,
     scale: Tensor | None = None,
@@ -104,7 +120,7 @@ def residual_bound(
     """Bound x + diag(alpha) f(x), whose constant is at most 1 + |diag(alpha) f|.
 
     Args:
-        alpha: Weight of the branch per channel, [C].
+        alpha: Weight of the branch per channel, [C]; None for ones.
         branch: Names and modules of f, in order.
         domain: The inputs x.
         scale: Factor per channel that multiplies the sum; None for none.
@@ -141,6 +157,7 @@ def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) ->
 
     Permuting the tokens of the map is an isometry, so the bound does not depend on their places.
     """
+    check_attention(module, module.num_heads, module.attention)
     h, w = module.window(*domain.size)
     attended = attention_bound(
         module.attention,
@@ -148,8 +165,15 @@ def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) ->
         h * w,
         domain.radius,
         mass=column_mass(max_abs_score(module.attention), h * w, module.position_bias(h, w)[0]),
+        padded=_pads(domain.size, (h, w)),
+        biased=True,
     )
     return projected_bound(attended, module.proj, domain, scale)
+
+
+def _pads(size: tuple[int, ...], window: tuple[int, ...]) -> bool:
+    """Return whether windows of this size do not cover the map exactly."""
+    return any(side % extent != 0 for side, extent in zip(size, window, strict=True))
 
 
 def _stripe_layout(_: Any, module: Any, branch: int, x: Tensor) -> Layout:
@@ -159,11 +183,14 @@ def _stripe_layout(_: Any, module: Any, branch: int, x: Tensor) -> Layout:
 
 @bound_rule(StripeAttention, layout=_stripe_layout)
 def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    check_attention(module, module.heads_per_branch, *module.attention)
     heads = split_qkv(
         module.qkv.weight, module.qkv.bias, module.num_branches * module.heads_per_branch
     )
     gram, paper_squared, radius_squared = 0.0, 0.0, 0.0
     for branch, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
+        unchanged(lepe, DepthwiseConv2d)
+        check_depthwise(lepe)
         own = slice(branch * module.heads_per_branch, (branch + 1) * module.heads_per_branch)
         size = module.stripe(branch, *domain.size)
         # LePE convolves every channel separately, and so every head separately.
@@ -178,6 +205,7 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
             mass=column_mass(max_abs_score(attention), math.prod(size)),
             local_norm=local.amax(1).cpu(),
             local_radius=depthwise_radius(lepe.weight, 1.0),
+            padded=_pads(domain.size, size),
         )
         gram = gram + attended.gram
         paper_squared += attended.paper_squared

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch_geometric.nn import MessagePassing, SumAggregation
 
 from lipsformer.graph.edge_attention import cpu
@@ -70,6 +71,10 @@ def _unsupported_context(x: Tensor) -> str | None:
         return "torch.compile needs plain operators"
     if torch._C._are_functorch_transforms_active():
         return "torch.func needs plain operators"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation needs plain operators"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "something records the operators or replaces the tensors"
     if x.device.type not in _DEVICES:
         return f"there is no kernel for {x.device.type}"
     return None

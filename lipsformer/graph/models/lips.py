@@ -59,7 +59,10 @@ class LipsLayer(nn.Module):
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
-        """Accept the parameter names from before a weighted residual owned its branch."""
+        """Take over the form of the values, and accept the names of an earlier version.
+
+        A state without `value_scale` was trained with raw values, which were the default then.
+        """
         earlier = {
             "residual.": "attn.",
             "mlp_residual.": "mlp.",
@@ -72,6 +75,13 @@ class LipsLayer(nn.Module):
             for name in [name for name in state_dict if name.startswith(prefix)]:
                 first, _, rest = name.removeprefix(prefix).partition(".")
                 state_dict[prefix + earlier[first + "."] + rest] = state_dict.pop(name)
+        conv: Any = self.attn.branch.conv
+        saved = state_dict.get(prefix + "attn.branch.conv.attention.value_scale")
+        if prefix + "attn.branch.conv.lin.weight" in state_dict and (
+            (saved is None) != (conv.attention.value_scale is None)
+        ):
+            conv.attention.init_value_scale = None if saved is None else saved.item()
+            conv.attention.value_scale = None if saved is None else saved.to(conv.lin.weight)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -104,7 +114,7 @@ class LipsGraphTransformer(GraphNet):
         mlp_ratio: float = 2.0,
         share_projection: bool = False,
         logit_scale: float = 10.0,
-        value_scale: float | None = None,
+        value_scale: float | None = 1.0,
         residual_scale: float | None = None,
         dropout: float = 0.5,
         attn_dropout: float = 0.3,
@@ -122,7 +132,8 @@ class LipsGraphTransformer(GraphNet):
             mlp_ratio: Hidden width of the MLP divided by the width of the layer; 0 for no MLP.
             share_projection: See `ScaledCosineConv`.
             logit_scale: See `ScaledCosineConv`.
-            value_scale: See `ScaledCosineConv`; None does not normalize the values.
+            value_scale: See `ScaledCosineConv`. None does not normalize the values; the network
+                then has no finite Lipschitz constant on all inputs.
             residual_scale: Initial weight of every branch; None for 1 / (number of branches).
             dropout: Dropout probability of the branches.
             attn_dropout: Dropout probability of the attention weights.

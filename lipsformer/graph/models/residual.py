@@ -20,7 +20,8 @@ __all__ = ["ResidualGAT", "ResidualGCN", "default_bound"]
 def default_bound(num_layers: int) -> float:
     """Return the bound c of each of `num_layers` residual layers: 4 / num_layers, at most 1.
 
-    (1 + c)^L then stays below e^4. LipsFormer's residual scale 1 / L follows the same law.
+    (1 + c)^L then stays below e^4, which bounds the network if the graph is undirected.
+    LipsFormer's residual scale 1 / L follows the same law.
     """
     return min(1.0, 4.0 / num_layers)
 
@@ -81,8 +82,11 @@ class ResidualGCN(GraphNet):
     .. math:: X^{(l+1)} = X^{(l)} + \mathrm{ReLU}(\hat A X^{(l)} W^{(l)}),
         \quad W^{(l)} = c\, V^{(l)} / \sigma_{max}(V^{(l)})
 
-    The Frobenius Lipschitz constant of each layer is at most 1 + c, because
-    :math:`|\hat A|_2 \le 1` for undirected graphs.
+    The Frobenius Lipschitz constant of each layer is at most :math:`1 + c |\hat A|_2`. If the graph
+    is undirected, :math:`|\hat A|_2 = 1` and the constant is at most 1 + c. On a directed graph
+    :math:`|\hat A|_2` may be larger, up to the root of the number of nodes:
+    `lipsformer.graph.diagnostics.adjacency_norm` bounds it, and `layer_profile` reports
+    :math:`1 + c |\hat A|_2` for every layer.
 
     Example:
         >>> import torch
