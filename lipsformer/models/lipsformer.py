@@ -383,17 +383,7 @@ class LipsFormer(TimmInterface):
             self.init_weights(needs_reset=False)
 
     def make_attn(self, stage: int, block: int, dim: int) -> nn.Module:
-        """Build the attention of one block.
-
-        Args:
-            stage: Number of the stage, from 0.
-            block: Number of the block within its stage, from 0.
-            dim: Number of channels C of the stage.
-
-        Returns:
-            A module on [B, H, W, C] with a linear layer ``proj`` at its end, see ``ends_in`` of
-            ``WeightedResidual``.
-        """
+        """Build the attention of one block on [B, H, W, C]; ``block`` counts within the stage."""
         raise NotImplementedError
 
     def make_core(self, num_heads: int) -> nn.Module:
