@@ -24,7 +24,7 @@ from data import DataError
 from lipsformer._configfile import ConfigError, describe, read_config
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
-from lipsformer.engine import distributed
+from lipsformer.engine import distributed, exits
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.resume import find_start
@@ -87,19 +87,17 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     first = os.environ.get("LOCAL_RANK", "0") == "0"  # only this process of a machine prints
     logging.getLogger("lipsformer").setLevel(logging.INFO if first else logging.CRITICAL)
-    try:
+
+    def work() -> int:
         config = read_config(Config, options.config, options.overrides)
         if options.dry_run:
-            text, stopped = dry_run(config), 0
+            text = dry_run(config)
             if first:
                 print(text)
-        else:
-            stopped = train(config)
-    except tuple(EXIT_CODES) as error:
-        if first:
-            print(f"error: {error}", file=sys.stderr)
-        return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
-    return distributed.EXIT_STOPPED if stopped else 0
+            return 0
+        return distributed.EXIT_STOPPED if train(config) else 0
+
+    return exits.run(work, EXIT_CODES)
 
 
 if __name__ == "__main__":

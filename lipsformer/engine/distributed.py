@@ -40,6 +40,9 @@ def start(config: Config) -> Accelerator:
             "this process trains alone: `accelerate launch --cpu` starts one process whatever "
             "--num_processes says; for more use `torchrun --nproc_per_node`"
         )
+    # The launcher sets it to true. Accelerate 1.15 then sends the weights of rank 0 to all others,
+    # which fails where a buffer is not sharded; here every rank builds the same weights.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     known, installed = set(LOGGER_TYPE_TO_CLASS), set(map(str, get_available_trackers()))
     for name in config.run.trackers:
         if name not in known:
