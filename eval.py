@@ -24,9 +24,9 @@ from data import DataError, build_eval_dataset, build_eval_sets
 from data.evalsets import STANDARD, EvalSet, corruption_summary
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
+from lipsformer.engine import exits
 from lipsformer.engine.build import build_model
 from lipsformer.engine.checkpoint import CheckpointError
-from lipsformer.engine import exits
 from lipsformer.engine.distributed import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights, load_model, load_weights

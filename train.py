@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from data import DataError
-from lipsformer._configfile import ConfigError, describe, read_config
+from lipsformer._configfile import ConfigError, describe, dump_config, read_config
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
 from lipsformer.engine import distributed, exits
@@ -44,10 +46,33 @@ EXIT_CODES = {
 
 def train(config: Config) -> int:
     """Train one run; return the number of the signal that stopped it, or 0 at its end."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        return _train(config)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def _train(config: Config) -> int:
     accelerator = distributed.start(config)
     start = find_start(config, accelerator)
+    folder, settings = Path(config.run.output_dir), dump_config(config)
+    origin = start and start.name
+    distributed.on_main(
+        accelerator, lambda: exits.refuse_to_repeat(folder, config=settings, checkpoint=origin)
+    )
     trainer = Trainer(config, assemble(config, accelerator, start), start)
-    stopped = trainer.train()
+    stopped, code, reason = 0, None, ""
+    try:
+        stopped = trainer.train()
+        code = distributed.EXIT_STOPPED if stopped else 0
+    except tuple(EXIT_CODES) as error:
+        code, reason = exits.code_of(error, EXIT_CODES), str(error)
+        raise
+    finally:
+        if code is not None and (reason or accelerator.is_main_process):
+            latest = trainer.checkpoints.latest()
+            exits.write_exit(folder, code, reason, config=settings, checkpoint=latest)
     accelerator.state.destroy_process_group()
     if config.run.report and not stopped and accelerator.is_main_process:
         try_report(Path(config.run.output_dir))

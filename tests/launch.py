@@ -30,7 +30,6 @@ CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.launch"])
 
 
-
 def fsdp2_environment(*options: str) -> dict[str, str]:
     """What `accelerate launch --use_fsdp --fsdp_version 2 ...` sets, by its own functions."""
     command = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1"]
