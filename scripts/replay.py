@@ -45,6 +45,7 @@ def replay(folder: Path) -> dict[str, Any]:
         parts.state.load_checkpoint(start)
         # A later checkpoint has the same weights: the updates between were skipped.
         step = min(read_state(start)["update"], record["update"])
+    assert isinstance(parts.train_batches, TrainBatches)
     ranks = [
         parts.train_batches.of_rank(rank, record["world_size"], record["micro_batch"])
         for rank in range(record["world_size"])
