@@ -25,6 +25,7 @@ from data.evalsets import STANDARD, EvalSet, corruption_summary
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
+from lipsformer.engine import exits
 from lipsformer.engine.build import build_model
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
@@ -33,6 +34,13 @@ from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights, load_m
 from scripts._assemble import data_config
 from scripts._certify import DEFAULT, parse_distance
 from scripts._evaluate import evaluate_set, table
+
+EXIT_CODES = {
+    ConfigError: EXIT_USER_ERROR,
+    DataError: EXIT_USER_ERROR,
+    CheckpointError: EXIT_USER_ERROR,
+    NonFiniteError: EXIT_NONFINITE,
+}
 
 
 def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -115,12 +123,11 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     options = (parser or make_parser()).parse_intermixed_args(argv)
     if options.certify == []:
         options.certify = [DEFAULT]
-    try:
-        records = evaluate_checkpoint(options)
-    except (ConfigError, DataError, CheckpointError, NonFiniteError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        return EXIT_NONFINITE if isinstance(error, NonFiniteError) else EXIT_USER_ERROR
+    return exits.run(lambda: _evaluate(options), EXIT_CODES)
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    records = evaluate_checkpoint(options)
     if os.environ.get("RANK", "0") == "0":
         text = json.dumps(records, indent=1)
         print(text if options.json == "-" else table(records))

@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from data import DataError
 from lipsformer._commands import documented_parser
-from lipsformer._configfile import ConfigError, describe, read_config
+from lipsformer._configfile import ConfigError, describe, dump_config, read_config
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
-from lipsformer.engine import distributed
+from lipsformer.engine import distributed, exits
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.resume import find_start
@@ -45,10 +47,33 @@ EXIT_CODES = {
 
 def train(config: Config) -> int:
     """Train one run; return the number of the signal that stopped it, or 0 at its end."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        return _train(config)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def _train(config: Config) -> int:
     accelerator = distributed.start(config)
     start = find_start(config, accelerator)
+    folder, settings = Path(config.run.output_dir), dump_config(config)
+    origin = start and start.name
+    distributed.on_main(
+        accelerator, lambda: exits.refuse_to_repeat(folder, config=settings, checkpoint=origin)
+    )
     trainer = Trainer(config, assemble(config, accelerator, start), start)
-    stopped = trainer.train()
+    stopped, code, reason = 0, None, ""
+    try:
+        stopped = trainer.train()
+        code = distributed.EXIT_STOPPED if stopped else 0
+    except tuple(EXIT_CODES) as error:
+        code, reason = exits.code_of(error, EXIT_CODES), str(error)
+        raise
+    finally:
+        if code is not None and (reason or accelerator.is_main_process):
+            latest = trainer.checkpoints.latest()
+            exits.write_exit(folder, code, reason, config=settings, checkpoint=latest)
     accelerator.state.destroy_process_group()
     if config.run.report and not stopped and accelerator.is_main_process:
         try_report(Path(config.run.output_dir))
@@ -84,19 +109,17 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     first = os.environ.get("LOCAL_RANK", "0") == "0"  # only this process of a machine prints
     logging.getLogger("lipsformer").setLevel(logging.INFO if first else logging.CRITICAL)
-    try:
+
+    def work() -> int:
         config = read_config(Config, options.config, options.overrides)
         if options.dry_run:
-            text, stopped = dry_run(config), 0
+            text = dry_run(config)
             if first:
                 print(text)
-        else:
-            stopped = train(config)
-    except tuple(EXIT_CODES) as error:
-        if first:
-            print(f"error: {error}", file=sys.stderr)
-        return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
-    return distributed.EXIT_STOPPED if stopped else 0
+            return 0
+        return distributed.EXIT_STOPPED if train(config) else 0
+
+    return exits.run(work, EXIT_CODES)
 
 
 if __name__ == "__main__":

@@ -109,8 +109,23 @@ class TrainBatches:
                 f"processes in micro-batches of at most {batch_size_per_device} without an empty "
                 "one: set train.drop_last=true or change train.global_batch_size"
             )
+        self.drop_last = drop_last
         self._keys = _Keys()
         self._loader = _loader(dataset, self._keys, num_workers, pin_memory)
+
+    def of_rank(self, rank: int, world_size: int, batch_size_per_device: int) -> "TrainBatches":
+        """Return the same updates as a rank of another number of processes gets them."""
+        return TrainBatches(
+            self.dataset,
+            global_batch_size=self.global_batch_size,
+            batch_size_per_device=batch_size_per_device,
+            rank=rank,
+            world_size=world_size,
+            seed=self.seed,
+            num_workers=0,
+            drop_last=self.drop_last,
+            pin_memory=False,
+        )
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Update]:
         """Yield the updates of an epoch from `start_update` on, without loading earlier ones."""

@@ -231,7 +231,7 @@ class TrainConfig:
     drop_last: bool = True
     seed: int = 0
     deterministic: bool = False
-    max_nonfinite_updates: int = 0
+    max_nonfinite_updates: int = 3
 
     def __post_init__(self) -> None:
         for name in ("epochs", "global_batch_size", "eval_batch_size"):

@@ -2,25 +2,28 @@
 
 RUN is the folder of a run that stopped with exit code 3 and left a replay.json. The script loads
 the last checkpoint of the run, trains in memory up to that update, and then checks the output of
-every module and the gradient of every parameter. Nothing is written. Exit code 2 for a mistake.
+every module and the gradient of every parameter. One process takes the shares of all ranks of the
+run in turn, with their random numbers. Nothing is written. Exit code 2 for a mistake.
 """
 
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from data.loader import TrainBatches, Update
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.engine import distributed
 from lipsformer.engine.checkpoint import CheckpointError, read_state
 from lipsformer.engine.run_folder import CHECKPOINTS, REPLAY, RunFolder
-from lipsformer.engine.steps import train_step
+from lipsformer.engine.steps import apply_gradient, backward
 from lipsformer.engine.trainer import Parts
 from scripts._assemble import assemble
 
@@ -31,7 +34,10 @@ def replay(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} has no {REPLAY}; only a run with exit code 3 writes one")
     record = json.loads((folder / REPLAY).read_text())
     config = RunFolder(folder).config(["run.trackers=[]"])
+    config = replace(config, train=replace(config.train, batch_size_per_device=None))
     accelerator = distributed.start(config)
+    if accelerator.num_processes > 1:
+        raise ConfigError("replay runs on one process, which takes the shares of all ranks in turn")
     start = folder / CHECKPOINTS / record["checkpoint"] if record["checkpoint"] else None
     parts = assemble(config, accelerator, start)
     step = 0
@@ -39,34 +45,64 @@ def replay(folder: Path) -> dict[str, Any]:
         parts.state.load_checkpoint(start)
         # A later checkpoint has the same weights: the updates between were skipped.
         step = min(read_state(start)["update"], record["update"])
+    assert isinstance(parts.train_batches, TrainBatches)
+    ranks = [
+        parts.train_batches.of_rank(rank, record["world_size"], record["micro_batch"])
+        for rank in range(record["world_size"])
+    ]
     per_epoch = parts.train_batches.updates_per_epoch
     while step < record["update"]:
-        for batches, num_samples in parts.train_batches.epoch(*divmod(step, per_epoch)):
+        for shares in _updates(ranks, *divmod(step, per_epoch)):
             if step == record["update"]:
                 break
-            train_step(parts.state, batches, num_samples, step, parts.transform)
+            _train_step(parts, shares, step)
             step += 1
         if step % per_epoch == 0:
             for instrument in parts.state.instruments:
                 instrument.before_eval()
-    return {"update": step, "samples": record["samples"], **inspect(parts, step)}
+    shares = next(_updates(ranks, *divmod(step, per_epoch)))
+    return {"update": step, "samples": record["samples"], **inspect(parts, shares, step)}
 
 
-def inspect(parts: Parts, step: int) -> dict[str, Any]:
+def _updates(ranks: list[TrainBatches], epoch: int, position: int) -> Iterator[tuple[Update, ...]]:
+    return zip(*(batches.epoch(epoch, position) for batches in ranks), strict=True)
+
+
+def _train_step(parts: Parts, shares: Sequence[Update], step: int) -> tuple[Tensor, Tensor]:
+    """Make the step that many ranks make together; return the sum of all losses, and the norm."""
+    state = parts.state
+    state.model.train()
+    losses, buffers = torch.zeros(()), {}
+    gradients: dict[str, Tensor] = {}
+    for rank, (batches, count) in enumerate(shares):
+        loss = backward(state, batches, count, step, parts.transform, rank=rank)
+        losses += loss.cpu()
+        for name, parameter in state.module.named_parameters():
+            if parameter.grad is not None:
+                before = gradients.get(name)
+                gradients[name] = parameter.grad if before is None else before + parameter.grad
+                parameter.grad = None
+        if rank == 0:  # the statistics of rank 0 are those of the run
+            buffers = {name: buffer.clone() for name, buffer in state.module.named_buffers()}
+    for name, buffer in state.module.named_buffers():
+        buffer.copy_(buffers[name])
+    for name, parameter in state.module.named_parameters():
+        parameter.grad = gradients.get(name)
+    return losses, apply_gradient(state, step)
+
+
+def inspect(parts: Parts, shares: Sequence[Update], step: int) -> dict[str, Any]:
     """Return loss and gradient norm of a step, and what in it was not finite, in order."""
     state = parts.state
-    epoch, position = divmod(step, parts.train_batches.updates_per_epoch)
-    batches, num_samples = next(iter(parts.train_batches.epoch(epoch, position)))
-    state.model.train()
     with watched(state.module) as found:
-        loss_sum, grad_norm = train_step(state, batches, num_samples, step, parts.transform)
+        loss_sum, grad_norm = _train_step(parts, shares, step)
     return {
         "lr": state.schedule(step),
         # As text: JSON has no NaN.
-        "loss": f"{float(loss_sum) / num_samples:.6g}",
+        "loss": f"{float(loss_sum) / shares[0].num_samples:.6g}",
         "grad_norm": f"{float(grad_norm):.6g}",
         "weights": [n for n, p in state.module.named_parameters() if not finite(p)],
-        **found,
+        **{kind: list(dict.fromkeys(names)) for kind, names in found.items()},
     }
 
 

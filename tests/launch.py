@@ -19,21 +19,28 @@ from pathlib import Path
 import matplotlib.figure  # noqa: F401  (imported once, in the server)
 import sklearn.datasets  # noqa: F401
 import torch
+from accelerate.commands.launch import launch_command_parser
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 import train
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.launch"])
 
-# What `accelerate launch --use_fsdp --fsdp_version 2 ...` sets.
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
-}
+
+def fsdp2_environment(*options: str) -> dict[str, str]:
+    """What `accelerate launch --use_fsdp --fsdp_version 2 ...` sets, by its own functions."""
+    command = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    command += ["--fsdp_transformer_layer_cls_to_wrap", "Block", *options, "train.py"]
+    options_ = launch_command_parser().parse_args(command)
+    options_.num_cpu_threads_per_process = 1
+    before = dict(os.environ)
+    found = prepare_multi_gpu_env(options_)
+    return {name: value for name, value in found.items() if before.get(name) != value}
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ def _run(
             "MASTER_PORT": str(port),
         }
     if sharded:
-        os.environ |= FSDP2
+        os.environ |= fsdp2_environment()
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     if event is not None:
         owner = importlib.import_module(event.module)

@@ -50,10 +50,11 @@ def torchrun(options: list[str], config: Path, log: Path) -> subprocess.Popen:
     return start(["-m", "torch.distributed.run", *options], config, log)
 
 
-def one_node(launcher: str, config: Path, log: Path) -> subprocess.Popen:
+def one_node(launcher: str, config: Path, log: Path, *more: str) -> subprocess.Popen:
     port = str(free_port())
     if launcher == "torchrun":
-        return torchrun(["--nproc_per_node", "2", "--master_port", port, "train.py"], config, log)
+        options = ["--nproc_per_node", "2", "--master_port", port, *more, "train.py"]
+        return torchrun(options, config, log)
     return start([*ACCELERATE, "--main_process_port", port, "train.py"], config, log)
 
 
@@ -65,23 +66,51 @@ def undisturbed(folder: Path) -> dict:
     return outcome(folder / "a" / "out")
 
 
-@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
-def test_signal_to_the_launcher_saves_on_all_ranks(tmp_path: Path, launcher: str) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        ("accelerate", signal.SIGTERM),
+        ("torchrun", signal.SIGTERM),
+        ("torchrun", signal.SIGUSR1),
+        ("torchrun", signal.SIGKILL),  # of torchrun alone: its processes stop by themselves
+    ],
+)
+def test_signal_to_the_launcher_saves_on_all_ranks(
+    tmp_path: Path, launcher: str, number: signal.Signals
+) -> None:
     settings = {**DIGITS, "train": {**DIGITS["train"], "epochs": 400}}
     config = write_config(tmp_path, settings, tmp_path / "out")
     log = tmp_path / "log"
-    process = one_node(launcher, config, log)
+    handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGUSR2"]
+    process = one_node(launcher, config, log, *handled)
     metrics = tmp_path / "out" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
         assert process.poll() is None, log.read_text()
         time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     assert process.wait() != 0
-    assert "stopped by signal 15 after update" in log.read_text()
+    heard = signal.SIGTERM if number == signal.SIGKILL else number
+    code = tmp_path / "out" / "exit.json"
+    for _ in range(150):  # orphans end after the launcher
+        if code.exists():
+            break
+        time.sleep(0.2)
+    assert json.loads(code.read_text())["code"] == 75
+    assert f"stopped by signal {heard} after update" in log.read_text()
     newest = max((tmp_path / "out" / "checkpoints").glob("update-*"))
     state = json.loads((newest / "state.json").read_text())
     assert state["world_size"] == 2
     assert f"after update {state['update']}\n" in log.read_text()
+
+
+def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    log = tmp_path / "log"
+    command = ["--nproc_per_node", "2", "--master_port", str(free_port()), "--max_restarts", "1"]
+    assert torchrun([*command, "train.py", "optim.lr=-1"], config, log).wait() != 0
+    assert log.read_text().count("optim.lr=-1.0 is not possible") == 1
+    assert log.read_text().count("not started again, because it ended with exit code 2") == 1
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])

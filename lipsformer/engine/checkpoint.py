@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ EMA = "ema.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 INSTRUMENTS = "instruments.safetensors"
 PREFIX = "update-"
+NAME = re.compile(rf"{PREFIX}(\d{{9}})")
 
 
 class CheckpointError(RuntimeError):
@@ -99,27 +101,48 @@ class CheckpointFolder:
         self._prune(step, best_step)
         return final
 
+    def copy(self, checkpoint: Path, step: int) -> None:
+        """Add an intact checkpoint of another folder."""
+        temporary = self.path / f".{self.path_of(step).name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(checkpoint, temporary)
+        temporary.rename(self.path_of(step))
+
     def path_of(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step` steps."""
         return self.path / f"{PREFIX}{step:09d}"
 
+    def latest(self) -> str | None:
+        """Return the name of the newest checkpoint, which may be damaged."""
+        return max((path.name for path in self._numbered().values()), default=None)
+
     def newest(self) -> Path | None:
         """Return the newest intact checkpoint; a warning names each damaged one that is newer."""
-        for path in sorted(self.path.glob(f"{PREFIX}*"), reverse=True):
+        for _, path in sorted(self._numbered().items(), reverse=True):
             fault = find_fault(path)
             if fault is None:
                 return path
             logger.warning("skipping checkpoint %s: %s", path, fault)
         return None
 
+    def _numbered(self) -> dict[int, Path]:
+        """Return number of steps -> folder; anything else in the folder is not a checkpoint."""
+        found = {path: NAME.fullmatch(path.name) for path in self.path.glob(f"{PREFIX}*")}
+        return {int(match[1]): path for path, match in found.items() if match}
+
     def _prune(self, step: int, best_step: int | None) -> None:
-        numbers = {int(p.name.removeprefix(PREFIX)): p for p in self.path.glob(f"{PREFIX}*")}
+        numbers = self._numbered()
         # A checkpoint with a larger number is damaged: the run went back to an earlier one.
         current = sorted(number for number in numbers if number <= step)
         stay = {*current[-self.keep :], best_step}
         unfinished = self.path.glob(f".{PREFIX}*")
         for path in (*unfinished, *(p for number, p in numbers.items() if number not in stay)):
-            shutil.rmtree(path)
+            try:
+                # Renamed first, so that what cannot be removed is no damaged checkpoint.
+                hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}")
+                shutil.rmtree(path.rename(hidden))
+            except OSError as error:
+                logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
 
 
 def find_fault(path: Path) -> str | None:
@@ -130,6 +153,8 @@ def find_fault(path: Path) -> str | None:
         return f"it is incomplete, {MANIFEST} is missing"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read: {error}"
+    if not isinstance(manifest, dict) or not {MODEL, STATE} <= manifest.keys():
+        return f"{MANIFEST} does not list {MODEL} and {STATE}"
     for name, expected in manifest.items():
         file = path / name
         if not file.is_file():

@@ -40,6 +40,15 @@ def start(config: Config) -> Accelerator:
             "this process trains alone: `accelerate launch --cpu` starts one process whatever "
             "--num_processes says; for more use `torchrun --nproc_per_node`"
         )
+    # The launcher sets it to true. Accelerate 1.15 then sends the weights of rank 0 to all others,
+    # which fails where a buffer is not sharded; here every rank builds the same weights.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    for engine in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
+            raise ConfigError(
+                f"ACCELERATE_USE_{engine}=true is set, but only DDP and FSDP2 train here: "
+                "launch without it"
+            )
     known, installed = set(LOGGER_TYPE_TO_CLASS), set(map(str, get_available_trackers()))
     for name in config.run.trackers:
         if name not in known:
@@ -80,6 +89,12 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
         ConfigError: If the device does not support the precision.
     """
     try:
+        # It would scale the loss; how a batch is divided is a matter of the config.
+        if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+            logger.warning(
+                "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored: "
+                "set train.batch_size_per_device instead"
+            )
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision="no" if precision == "fp32" else precision,

@@ -61,6 +61,7 @@ class StepMetrics:
         self.stats: list[StepStats] = []
         self.nonfinite_streak = 0
         self.nonfinite_total = 0
+        self.last_finite: StepStats | None = None
         self._on_device: list[tuple[int, float, int, Tensor, Tensor]] = []
 
     def add(
@@ -87,16 +88,19 @@ class StepMetrics:
 
     def _append(self, stats: StepStats) -> None:
         self.stats.append(stats)
+        self.last_finite = stats if stats.finite else self.last_finite
         self.nonfinite_streak = 0 if stats.finite else self.nonfinite_streak + 1
         self.nonfinite_total += not stats.finite
         if self.nonfinite_streak > self.max_nonfinite:
             first = stats.step - self.nonfinite_streak + 1
             span = f"update {first}" if first == stats.step else f"updates {first} to {stats.step}"
-            last = [s for s in self.stats if s.finite][-1:]
-            before = f"; last finite update {last[0].step}: {_describe(last[0])}" if last else ""
+            last = self.last_finite
+            before = f"; last finite update {last.step}: {_describe(last)}" if last else ""
             raise NonFiniteError(
                 f"loss or gradient is not finite at {span} ({_describe(stats)}){before}; "
-                f"train.max_nonfinite_updates={self.max_nonfinite} in a row are tolerated",
+                f"train.max_nonfinite_updates={self.max_nonfinite} in a row are tolerated. "
+                "This number may change on resume; another optim.lr or optim.clip_grad needs a "
+                "new run, which may start from these weights with model.checkpoint",
                 first=first,
             )
 

@@ -1,6 +1,7 @@
 """Which checkpoint a run continues from, and whether it may."""
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +11,43 @@ from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import find_fault, read_state
 from lipsformer.engine.distributed import on_main
-from lipsformer.engine.run_folder import CONFIG, RunFolder
+from lipsformer.engine.run_folder import CONFIG, SKIPPED, RunFolder
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 2  # of checkpoints; version 1 had other names of parameters
 
-# Settings that do not decide the weights: place, speed and reporting. The number of devices, which
-# batch_size_per_device follows, is compared separately and has its own option.
-_NOT_IDENTITY = (
-    ("data", ("root", "download", "num_workers")),
-    ("train", ("eval_batch_size", "batch_size_per_device")),
-    ("lipschitz", ("monitor_every", "bound_limit")),
-)
+# Settings that leave the mathematics of training as it is: place, speed, reporting, evaluation,
+# and when to give up. The number of devices, which batch_size_per_device follows, has its own
+# option. Of skip_list the content is compared instead of the path.
+_NOT_IDENTITY = {
+    "data": ("root", "download", "num_workers", "exact_eval", "skip_list"),
+    "train": (
+        "eval_batch_size",
+        "batch_size_per_device",
+        "compile",
+        "grad_checkpointing",
+        "deterministic",
+        "max_nonfinite_updates",
+    ),
+    "lipschitz": ("monitor_every", "bound_limit"),
+}
 
 
 def config_identity(config: Config) -> dict[str, Any]:
     """Return the dotted settings that decide the weights of a run."""
+    return {key: value for key, value in _settings(config).items() if not _may_change(key)}
+
+
+def _settings(config: Config) -> dict[str, Any]:
     sections = dataclasses.asdict(config)
     del sections["run"]
-    for section, names in _NOT_IDENTITY:
-        for name in names:
-            del sections[section][name]
     return {f"{section}.{key}": v for section, keys in sections.items() for key, v in keys.items()}
+
+
+def _may_change(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in _NOT_IDENTITY.get(section, ())
 
 
 def find_start(config: Config, accelerator: Accelerator) -> Path | None:
@@ -49,24 +66,36 @@ def _find_start(config: Config) -> Path | None:
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"run.output_dir={str(output_dir)!r} is a file; name a folder")
     run = RunFolder(output_dir)
-    if run.exists() and resume != "auto":
+    named = None if resume in ("auto", "none") else Path(resume)
+    if run.exists() and not (resume == "auto" or (named and _began_with(run, named))):
         raise ConfigError(
             f"run.output_dir={str(output_dir)!r} already holds a run: continue it with "
             "run.resume=auto or name another folder"
         )
-    if resume in ("auto", "none"):
-        start = run.checkpoints().newest()
-        if start is not None:
-            _require_format(start)
-        if run.exists():
-            _require_same(run.config(), config, str(output_dir))
-        return start
-    start = Path(resume)
-    if fault := find_fault(start):
+    newest = run.checkpoints().newest()
+    if newest is not None and not run.exists():
+        raise ConfigError(
+            f"run.output_dir={str(output_dir)!r} holds checkpoints, but their {CONFIG} is missing: "
+            f"copy it from {newest} to continue them, or name another folder"
+        )
+    if newest is not None:
+        _require_format(newest)
+    if run.exists():
+        _require_same(run.config(), config, str(output_dir), run.path / SKIPPED)
+    if newest is not None or named is None:
+        return newest
+    if fault := find_fault(named):
         raise ConfigError(f"run.resume={resume!r} is not a usable checkpoint: {fault}")
-    _require_format(start)
-    _require_same(read_config(Config, start / CONFIG), config, resume)
-    return start
+    _require_format(named)
+    skipped = named.resolve().parent.parent / SKIPPED
+    _require_same(read_config(Config, named / CONFIG), config, resume, skipped)
+    return named
+
+
+def _began_with(run: RunFolder, checkpoint: Path) -> bool:
+    """Return whether the first start of a run continued this checkpoint."""
+    first = next(iter(run.environment()), {}).get("from")
+    return first is not None and Path(first).resolve() == checkpoint.resolve()
 
 
 def _require_format(start: Path) -> None:
@@ -79,11 +108,70 @@ def _require_format(start: Path) -> None:
         )
 
 
-def _require_same(before: Config, now: Config, where: str) -> None:
-    old, new = config_identity(before), config_identity(now)
-    changed = [f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old[key] != new[key]]
-    if changed:
+def _require_same(before: Config, now: Config, where: str, skipped: Path) -> None:
+    """Raise unless both configs describe the same training; log what else has changed.
+
+    Args:
+        before: The config of the run.
+        now: The config that shall continue it.
+        where: Folder of the run, for messages.
+        skipped: The list of images that the run leaves out, if it has one.
+    """
+    old, new = _settings(before), _settings(now)
+    changed = {key: f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old[key] != new[key]}
+    if old["data.skip_list"] and new["data.skip_list"] and skipped.exists():
+        here = Path(new["data.skip_list"])
+        same_list = not here.exists() or here.read_text() == skipped.read_text()
+    else:
+        same_list = old["data.skip_list"] == new["data.skip_list"]
+    refused = [text for key, text in changed.items() if not _may_change(key)]
+    if not same_list:
+        refused.append(changed.get("data.skip_list", "the content of data.skip_list"))
+    if refused:
         raise ConfigError(
-            f"{where} holds a run with another config ({', '.join(changed)}): "
+            f"{where} holds a run with another config ({', '.join(refused)}): "
             "set these back to continue it, or name another run.output_dir"
         )
+    if changed:
+        logger.warning(
+            "continuing %s with %s; this does not change the mathematics of training",
+            where,
+            ", ".join(changed.values()),
+        )
+
+
+def require_same_data(start: Path, state: dict[str, Any], **own: Any) -> None:
+    """Raise unless the state of a checkpoint has these values, which follow from the data."""
+    for name, value in own.items():
+        if state[name] != value:
+            raise ConfigError(
+                f"{start} was made with other data: {name} {state[name]} there, {value} here"
+            )
+
+
+def require_same_world(
+    start: Path, state: dict[str, Any], now: tuple[int, int, int], allowed: bool
+) -> None:
+    """Raise unless a checkpoint was made with as many processes, or another number is allowed.
+
+    Args:
+        start: The checkpoint.
+        state: Its state.
+        now: Number of processes, samples of a micro-batch, micro-batches per step and process.
+        allowed: Only log the difference.
+    """
+    before = (state["world_size"], *state["micro_batch"])
+    if before == now:
+        return
+    text = "{} processes x {} samples x {} micro-batches".format(
+        *before
+    ) + " before, {} x {} x {} now".format(*now)
+    if not allowed:
+        raise ConfigError(
+            f"{start}: {text}; set run.allow_world_size_change=true to continue all the same"
+        )
+    logger.warning(
+        "%s: the order of samples, their augmentation, the global batch and the lr stay; "
+        "mixup, erasing and drop path draw differently, and sums round differently",
+        text,
+    )

@@ -73,12 +73,27 @@ def train_step(
     Returns:
         The sum of this rank's losses, and the norm of the gradient before clipping.
     """
+    rank = state.accelerator.process_index
+    loss_sum = backward(state, micro_batches, num_samples, step, transform, rank=rank)
+    return loss_sum, apply_gradient(state, step)
+
+
+def backward(
+    state: TrainState,
+    micro_batches: list[MicroBatch],
+    num_samples: int,
+    step: int,
+    transform: BatchTransform,
+    *,
+    rank: int,
+) -> Tensor:
+    """Add the gradient of a rank's micro-batches; return the sum of their losses."""
     accelerator = state.accelerator
     # DDP and FSDP average the ranks' gradients; the product makes it their sum.
     scale = accelerator.num_processes / num_samples
     loss_sum = torch.zeros((), device=accelerator.device)
     for micro_step, (images, labels) in enumerate(micro_batches):
-        at = {"update": step, "micro_step": micro_step, "rank": accelerator.process_index}
+        at = {"update": step, "micro_step": micro_step, "rank": rank}
         images, targets = transform(
             images.to(accelerator.device, non_blocking=True),
             labels.to(accelerator.device, non_blocking=True),
@@ -91,9 +106,13 @@ def train_step(
             loss = F.cross_entropy(logits, targets, reduction="sum")
             accelerator.backward(loss * scale)
         loss_sum += loss.detach()
+    return loss_sum
 
+
+def apply_gradient(state: TrainState, step: int) -> Tensor:
+    """Clip the gradient, change the weights, and return the norm of the gradient before that."""
     limit = float("inf") if state.clip_grad is None else state.clip_grad
-    grad_norm = accelerator.clip_grad_norm_(state.model.parameters(), limit)
+    grad_norm = state.accelerator.clip_grad_norm_(state.model.parameters(), limit)
     assert isinstance(grad_norm, Tensor)
     if isinstance(grad_norm, DTensor):
         grad_norm = grad_norm.full_tensor()
@@ -106,7 +125,7 @@ def train_step(
         instrument.after_step(step)
     if state.ema is not None:
         state.ema.update(state.module, step=step + 1)
-    return loss_sum, grad_norm
+    return grad_norm
 
 
 def step_if_finite(state: TrainState, grad_norm: Tensor) -> None:

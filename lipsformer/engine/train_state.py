@@ -76,6 +76,17 @@ class TrainState:
             kinds["ema"] = self.ema.module
         return kinds
 
+    def agree_on_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, such as the running statistics of BatchNorm.
+
+        These are what a checkpoint holds. Every rank must call it.
+        """
+        if self.accelerator.num_processes > 1:
+            for module in self.weights().values():
+                plain = [b for b in module.buffers() if not isinstance(b, DTensor)]
+                for buffer in plain:
+                    torch.distributed.broadcast(buffer, src=0)
+
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return file name -> tensors on the CPU.
 

@@ -6,7 +6,6 @@ When to log, evaluate, save and stop is decided here and nowhere else.
 import json
 import logging
 import math
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,20 +15,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lipsformer._configfile import ConfigError, dump_config
+from lipsformer._configfile import dump_config
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import MODEL, STATE, read_state, write_atomically
+from lipsformer.engine.claim import Claim
 from lipsformer.engine.distributed import environment, memory_gib, on_main
+from lipsformer.engine.lock import FolderLock
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, summarize
 from lipsformer.engine.plots import plot_run
-from lipsformer.engine.resume import FORMAT
+from lipsformer.engine.resume import FORMAT, require_same_data, require_same_world
 from lipsformer.engine.run_folder import (
     CONFIG,
-    ENVIRONMENT,
-    METRICS,
     PLOTS,
     REPLAY,
-    SKIPPED,
     SUMMARY,
     TENSORBOARD,
     TIMM_CONFIG,
@@ -143,8 +141,16 @@ class Trainer:
         # What the instruments found before the evaluation that comes next.
         self.eval_figures: dict[str, dict[str, float]] = {}
         self.run_id = on_main(self.accelerator, lambda: uuid.uuid4().hex[:12])
-        metrics_bytes = 0 if start is None else self._load(start)
-        on_main(self.accelerator, lambda: self._claim_folder(start))
+        self.lock = FolderLock(self.folder.path)
+        on_main(self.accelerator, self.lock.acquire)
+        try:
+            metrics_bytes = 0 if start is None else self._load(start)
+            metrics_bytes, self.best = on_main(
+                self.accelerator, lambda: self._claim_folder(start, metrics_bytes)
+            )
+        except Exception:
+            self._leave()
+            raise
         pending = self.metrics.stats
         self.tracking = Tracking(
             self.accelerator,
@@ -168,6 +174,12 @@ class Trainer:
             NonFiniteError: See `train.max_nonfinite_updates`.
             CheckpointError: If a checkpoint cannot be written.
         """
+        try:
+            return self._train()
+        finally:
+            self._leave()
+
+    def _train(self) -> int:
         self.tracking.log(self._batch_text())
         self.tracking.log(
             f"{self.config.train.epochs} epochs x {self.steps_per_epoch} updates, "
@@ -228,6 +240,7 @@ class Trainer:
         return every is not None and self.step % every == 0
 
     def _prepare_eval(self) -> None:
+        self.state.agree_on_buffers()
         self.eval_figures = {kind: {} for kind in self.state.weights()}
         for module in self.state.weights().values():
             module.eval()
@@ -286,6 +299,14 @@ class Trainer:
                 values |= {**rates, "memory_gib": memory_gib(self.accelerator.device)}
             self.tracking.record("train", made, made / self.steps_per_epoch, values)
         mean = summarize(stats)
+        if mean["skipped"]:
+            logger.warning(
+                "%d of the last %d updates were skipped, because loss or gradient was not finite; "
+                "%d in the whole run",
+                mean["skipped"],
+                len(stats),
+                self.metrics.nonfinite_total,
+            )
         left = (time.perf_counter() - self.started) / (self.step - self.first_step)
         self.tracking.progress(
             self.step,
@@ -300,6 +321,7 @@ class Trainer:
 
     def _save(self) -> None:
         metrics = self.metrics.state_dict()
+        self.state.agree_on_buffers()
         tensors = self.state.state_dict()
         for name, tensor in tensors[MODEL].items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
@@ -321,9 +343,10 @@ class Trainer:
             "micro_batch": list(self.parts.micro_batch),
             "classes": list(self.parts.classes),
         }
-        on_main(
-            self.accelerator,
-            lambda: self.checkpoints.save(
+
+        def write() -> None:
+            self.lock.check()
+            self.checkpoints.save(
                 self.step,
                 tensors=tensors,
                 texts={
@@ -332,21 +355,18 @@ class Trainer:
                     TIMM_CONFIG: self.parts.timm_config,
                 },
                 best_step=None if self.best is None else self.best["update"],
-            ),
-        )
+            )
+
+        on_main(self.accelerator, write)
 
     def _load(self, start: Path) -> int:
         """Restore a checkpoint; return the length that metrics.jsonl had at its step."""
         state = read_state(start)
-        for name, own in {
-            "classes": list(self.parts.classes),
-            "updates_per_epoch": self.steps_per_epoch,
-        }.items():
-            if state[name] != own:
-                raise ConfigError(
-                    f"{start} was made with other data: {name} {state[name]} there, {own} here"
-                )
-        self._compare_world(start, state)
+        require_same_data(
+            start, state, classes=list(self.parts.classes), updates_per_epoch=self.steps_per_epoch
+        )
+        world = (self.accelerator.num_processes, *self.parts.micro_batch)
+        require_same_world(start, state, world, self.config.run.allow_world_size_change)
         self.state.load_checkpoint(start)
         self.step = state["update"]
         self.history = state["history"]
@@ -356,40 +376,26 @@ class Trainer:
         self.metrics.load_state_dict(state["metrics"])
         return state["metrics_bytes"]
 
-    def _compare_world(self, start: Path, state: dict[str, Any]) -> None:
-        before = (state["world_size"], *state["micro_batch"])
-        now = (self.accelerator.num_processes, *self.parts.micro_batch)
-        if before == now:
-            return
-        text = "{} processes x {} samples x {} micro-batches".format(
-            *before
-        ) + " before, {} x {} x {} now".format(*now)
-        if not self.config.run.allow_world_size_change:
-            raise ConfigError(
-                f"{start}: {text}; set run.allow_world_size_change=true to continue all the same"
-            )
-        logger.warning(
-            "%s: the order of samples, their augmentation, the global batch and the lr stay; "
-            "mixup, erasing and drop path draw differently, and sums round differently",
-            text,
-        )
+    def _leave(self) -> None:
+        self.stop.close()
+        if self.accelerator.is_main_process:
+            self.lock.release()
 
-    def _claim_folder(self, start: Path | None) -> None:
-        path = self.folder.path
-        path.mkdir(parents=True, exist_ok=True)
-        if start is not None and start.parents[1].resolve() != path.resolve():
-            shutil.copy(start.parents[1] / METRICS, path / METRICS)
-        write_atomically(path / CONFIG, dump_config(self.config))
+    def _claim_folder(self, start: Path | None, metrics_bytes: int) -> tuple[int, Any]:
+        """Write what a start writes; return the length of metrics.jsonl and the best evaluation."""
+        claim = Claim(self.folder, self.checkpoints, self.step, metrics_bytes, self.best)
+        claim.check(start)
+        if claim.is_elsewhere(start):
+            assert start is not None
+            claim.bring(start, self.history)
         entry = {
             "from": str(start) if start else None,
             "update": self.step,
             **environment(self.accelerator),
             "batch": self._batch_text(),
         }
-        starts = [*self.folder.environment(), entry]
-        write_atomically(path / ENVIRONMENT, json.dumps(starts, indent=1))
-        if self.config.data.skip_list is not None:
-            shutil.copy(self.config.data.skip_list, path / SKIPPED)
+        claim.write(self.config, entry)
+        return claim.metrics_bytes, claim.best
 
     def _batch_text(self) -> str:
         samples, steps = self.parts.micro_batch
@@ -409,6 +415,8 @@ class Trainer:
             "update": step,
             "samples": self.parts.train_batches.indices(epoch, position),
             "checkpoint": None if newest is None else newest.name,
+            "world_size": self.accelerator.num_processes,
+            "micro_batch": self.parts.micro_batch[0],
         }
         write_atomically(self.folder.path / REPLAY, json.dumps(record, indent=1))
         logger.error("python -m scripts.replay %s  finds where it began", self.folder.path)

@@ -67,6 +67,10 @@ def remove_the_manifest(path: Path) -> None:
     (path / "manifest.json").unlink()
 
 
+def empty_the_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("{}")
+
+
 def garble_the_manifest(path: Path) -> None:
     (path / "manifest.json").write_text('{"model')
 
@@ -79,6 +83,7 @@ def garble_the_manifest(path: Path) -> None:
         (remove_a_file, "state.json is missing"),
         (remove_the_manifest, "incomplete, manifest.json is missing"),
         (garble_the_manifest, "manifest.json cannot be read"),
+        (empty_the_manifest, "manifest.json does not list model.safetensors and state.json"),
     ],
 )
 def test_a_damaged_newest_is_named_and_the_one_before_is_used(
@@ -110,6 +115,28 @@ def test_an_unfinished_save_is_invisible(tmp_path: Path) -> None:
     assert folder.newest() == good
     save(folder, 10)
     assert numbers(folder) == ["update-000000005", "update-000000010"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where a file that another process reads is renamed instead of removed."""
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=1)
+    busy, foreign = save(folder, 5), folder.path / "update-notes"
+    foreign.mkdir()
+
+    def refuse(path: Path, **_: object) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        newest = folder.path / "update-000000010"
+        patch.setattr("shutil.rmtree", lambda p, **o: None if o else refuse(p))
+        assert save(folder, 10) == newest
+    assert f"{busy} cannot be removed" in caplog.text
+    assert folder.newest() == newest
+    assert foreign.exists(), "not a checkpoint"
+    save(folder, 15)
+    assert numbers(folder) == ["update-000000015", "update-notes"]
 
 
 @contextmanager

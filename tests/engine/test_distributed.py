@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import eval as evaluation
 from tests.launch import Event, launch
 from tests.runs import DIGITS, write_config
 
@@ -109,3 +110,25 @@ def test_another_number_of_processes_needs_the_option(tmp_path: Path) -> None:
     assert "mixup, erasing and drop path draw differently" in (tmp_path / "allowed.0").read_text()
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [r["update"] for r in records if r["kind"] == "train"] == list(range(1, 31))
+
+
+@pytest.mark.dist
+def test_batch_norm_is_evaluated_with_the_statistics_that_are_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = {"name": "resnet10t", "kwargs": {}}
+    train = {**PLAIN["train"], "global_batch_size": 479, "ema_decay": 0.5}
+    settings = {**PLAIN, "model": model, "train": train}
+    config = write_config(tmp_path, settings, tmp_path / "out")
+    arguments = ["--config", str(config), "run.report=false"]
+    arguments += ["train.global_batch_size=478", "train.drop_last=true"]
+    assert launch(arguments, tmp_path / "log", world_size=2) == [0, 0]
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    in_run = {r["kind"]: r for r in map(json.loads, lines) if "top1" in r}
+    folder = max((tmp_path / "out" / "checkpoints").iterdir())
+    for kind, name in (("raw", "model"), ("ema", "ema")):
+        command = ["--checkpoint", str(folder / f"{name}.safetensors")]
+        assert evaluation.main([*command, "--json", str(tmp_path / name)]) == 0
+        (record,) = json.loads((tmp_path / name).read_text())
+        assert record["loss"] == pytest.approx(in_run[kind]["loss"], rel=1e-6)
+        assert record["top1"] == in_run[kind]["top1"]

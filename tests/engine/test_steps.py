@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lipsformer.config import OptimConfig
+from lipsformer.engine.distributed import make_accelerator
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
@@ -26,9 +27,12 @@ def make_model() -> nn.Module:
 
 
 def make_state(
-    model: nn.Module, ema_decay: float | None = None, compiled: bool = False
+    model: nn.Module,
+    ema_decay: float | None = None,
+    compiled: bool = False,
+    accelerator: Accelerator | None = None,
 ) -> TrainState:
-    accelerator = Accelerator()
+    accelerator = accelerator or Accelerator()
     ema = None if ema_decay is None else ModelEmaV3(model, ema_decay)
     if compiled:
         model.compile(backend="eager")
@@ -83,6 +87,17 @@ def test_gradient_is_the_mean_over_the_update_however_it_is_dealt(sizes: list[in
     model = make_model().double()
     loss = F.cross_entropy(model(samples[0].double()), samples[1], reduction="sum")
     torch.testing.assert_close(loss_sum.double(), loss, rtol=1e-6, atol=1e-6)
+
+
+def test_accumulation_that_a_launcher_sets_does_not_scale_the_gradient(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    samples = make_samples(8)
+    state = make_state(make_model(), accelerator=make_accelerator("fp32"))
+    _, grad_norm = train_step(state, [samples], 8, 0, transform)
+    torch.testing.assert_close(grad_norm.double(), reference_gradient(samples)[1])
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored" in caplog.text
 
 
 def test_accumulated_training_equals_whole_batches_with_a_short_last_group() -> None:

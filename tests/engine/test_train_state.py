@@ -66,3 +66,22 @@ def test_another_model_is_refused(tmp_path: Path, other: nn.Module, reason: str)
     folder = save(make_state(make_model()), tmp_path, 1)
     with pytest.raises(CheckpointError, match=f"does not fit the model: .*{reason}"):
         make_state(other).load_checkpoint(folder)
+
+
+def test_a_parameter_without_a_gradient_has_no_state_and_continues(tmp_path: Path) -> None:
+    def with_unused() -> nn.Module:
+        model = make_model()
+        model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+        return model
+
+    samples = make_samples(6)
+    first, second = make_state(with_unused()), make_state(with_unused())
+    train_step(first, [samples], 6, 0, transform)
+    second.load_checkpoint(save(first, tmp_path, 1))
+    for state in (first, second):
+        train_step(state, [samples], 6, 1, transform)
+    taken, again = first.state_dict(), second.state_dict()
+    assert "unused.exp_avg" not in taken[OPTIMIZER]
+    for name, tensors in taken.items():
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(again[name][key], tensor, rtol=0, atol=0)

@@ -38,6 +38,9 @@ def test_every_config_and_script_that_is_named_exists(path: Path) -> None:
         read_config(Config, ROOT / config)
     assert "train.py --config" in text
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in text
+    # Two minutes of grace reach the processes, and each of the signals reaches every rank.
+    assert re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT(=|.*\n +value: \")110\b", text)
+    assert "--signals-to-handle SIGTERM,SIGINT,SIGUSR1,SIGUSR2" in text
 
 
 def test_skypilot_task() -> None:

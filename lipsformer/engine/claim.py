@@ -1,0 +1,103 @@
+"""What a start of a run writes into the folder of the run before it trains."""
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lipsformer._configfile import ConfigError, dump_config
+from lipsformer.config import Config
+from lipsformer.engine.checkpoint import CheckpointFolder, find_fault, write_atomically
+from lipsformer.engine.run_folder import (
+    CONFIG,
+    ENVIRONMENT,
+    EXIT,
+    METRICS,
+    SKIPPED,
+    RunFolder,
+    better_kind,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Claim:
+    """A start of a run that owns the lock of its folder.
+
+    Attributes:
+        folder: The folder of the run.
+        checkpoints: Its checkpoints.
+        step: Number of steps made so far.
+        metrics_bytes: Length of metrics.jsonl after these steps.
+        best: The best evaluation so far, if there was one.
+
+    Example:
+        >>> import tempfile
+        >>> run = RunFolder(tempfile.mkdtemp())
+        >>> Claim(run, run.checkpoints(), 0, 0, None).is_elsewhere(None)
+        False
+    """
+
+    folder: RunFolder
+    checkpoints: CheckpointFolder
+    step: int
+    metrics_bytes: int
+    best: dict[str, Any] | None
+
+    def is_elsewhere(self, start: Path | None) -> bool:
+        """Return whether the run continues a checkpoint that lies in another folder."""
+        return start is not None and start.resolve().parent != self.checkpoints.path.resolve()
+
+    def check(self, start: Path | None) -> None:
+        """Raise if another process wrote a checkpoint after this one chose where to start."""
+        newest = self.checkpoints.newest()
+        chosen = None if start is None or self.is_elsewhere(start) else start.resolve()
+        if chosen != (newest and newest.resolve()):
+            raise ConfigError(
+                f"another process has continued {self.folder.path} meanwhile: repeat the command"
+            )
+
+    def bring(self, start: Path, history: Sequence[dict[str, Any]]) -> None:
+        """Copy the checkpoint, the best one and the records, so that the folder is complete.
+
+        Records and the best checkpoint may be missing, as in a checkpoint that was moved.
+        """
+        records = start.resolve().parent.parent / METRICS
+        if records.exists() and records.stat().st_size >= self.metrics_bytes:
+            shutil.copy(records, self.folder.path / METRICS)
+        else:
+            logger.warning("%s has no records of the updates before %d", start, self.step)
+            self.metrics_bytes = 0
+        if self.best is not None and self.best["update"] != self.step:
+            best = start.resolve().parent / self.checkpoints.path_of(self.best["update"]).name
+            if fault := find_fault(best):
+                logger.warning("the best checkpoint so far, %s, is left out: %s", best, fault)
+                self.best = _evaluation(history, self.step)
+            else:
+                self.checkpoints.copy(best, self.best["update"])
+        self.checkpoints.copy(start, self.step)
+
+    def write(self, config: Config, entry: dict[str, Any]) -> None:
+        """Write config, environment and the list of images that are left out."""
+        path = self.folder.path
+        write_atomically(path / CONFIG, dump_config(config))
+        starts = [*self.folder.environment(), entry]
+        write_atomically(path / ENVIRONMENT, json.dumps(starts, indent=1))
+        if config.data.skip_list is not None:
+            shutil.copy(config.data.skip_list, path / SKIPPED)
+        (path / EXIT).unlink(missing_ok=True)
+
+
+def _evaluation(history: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
+    """Return the evaluation after `step` steps as a best one; None if there was none."""
+    for entry in history:
+        if entry["update"] == step:
+            figures = {kind: entry[kind] for kind in ("raw", "ema") if kind in entry}
+            kind = better_kind(figures)
+            named = {"weights": kind, "top1": figures[kind]["top1"]}
+            return {"epoch": entry["epoch"], "update": step, **named}
+    return None

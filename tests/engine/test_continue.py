@@ -1,0 +1,185 @@
+"""Which command continues which run: in-process runs of three updates an epoch."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from lipsformer.engine import steps
+from lipsformer.engine.distributed import EXIT_NONFINITE
+from lipsformer.engine.lock import FolderLock
+from tests.data.trees import write_tree
+from tests.runs import DIGITS, outcome, write_config
+
+SMALL = {
+    **DIGITS,
+    "train": {**DIGITS["train"], "global_batch_size": 479, "batch_size_per_device": None},
+    "run": {"save_every_updates": 1, "report": False, "keep": 9, "log_every": 1},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture):
+    """Start `train.main` on the small run; return exit code and all that was printed."""
+    config = write_config(tmp_path, SMALL, tmp_path / "out")
+
+    def start(*overrides: str) -> tuple[int, str]:
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            code = train.main(["--config", str(config), *overrides])
+        return code, caplog.text + capsys.readouterr().err
+
+    return start
+
+
+@pytest.fixture
+def finished(run, tmp_path: Path) -> Path:
+    assert run()[0] == 0
+    return tmp_path / "out"
+
+
+def newest(folder: Path) -> Path:
+    return max((folder / "checkpoints").iterdir())
+
+
+def rewind(folder: Path, step: int) -> None:
+    """Remove the checkpoints after a step, as if the run had been killed there."""
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.removeprefix("update-")) > step:
+            shutil.rmtree(path)
+
+
+def test_what_leaves_the_mathematics_may_change(run, finished: Path) -> None:
+    expected = outcome(finished)
+    rewind(finished, 4)
+    code, text = run(
+        "train.grad_checkpointing=true",
+        "train.deterministic=true",
+        "data.num_workers=1",
+        "train.max_nonfinite_updates=5",
+    )
+    assert code == 0, text
+    assert "train.grad_checkpointing False -> True" in text
+    assert "train.max_nonfinite_updates 3 -> 5" in text
+    assert "does not change the mathematics" in text
+    assert not torch.are_deterministic_algorithms_enabled(), "the process is left as it was"
+    assert outcome(finished)["tensors"] == expected["tensors"]
+    rewind(finished, 4)
+    code, text = run("optim.lr=0.5", "train.compile=true")
+    assert code == 2
+    assert "another config (optim.lr 0.01 -> 0.5): set these back" in text
+
+
+def test_a_run_that_met_its_limit_says_what_may_change_and_continues(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = steps.apply_gradient
+
+    def broken(state, step):
+        if 1 <= step <= 4:
+            next(state.module.parameters()).grad[:] = torch.nan
+        return apply(state, step)
+
+    monkeypatch.setattr(steps, "apply_gradient", broken)
+    code, text = run()
+    assert code == EXIT_NONFINITE
+    assert "train.max_nonfinite_updates=3 in a row are tolerated. This number may change" in text
+    assert "last finite update 0" in text
+    assert json.loads((tmp_path / "out" / "exit.json").read_text())["code"] == EXIT_NONFINITE
+
+    code, text = run()
+    assert code == EXIT_NONFINITE
+    assert "this run ended with exit code 3, and the same start would end so again" in text
+    assert "3 epochs" not in text, "it began to train"
+
+    code, text = run("train.max_nonfinite_updates=9")
+    assert code == 0, text
+    assert "4 in the whole run" in text
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["nonfinite_updates"] == 4
+    assert json.loads((tmp_path / "out" / "exit.json").read_text())["code"] == 0
+
+
+def test_a_moved_checkpoint_begins_a_run_that_the_same_command_continues(
+    run, finished: Path, tmp_path: Path
+) -> None:
+    expected = outcome(finished)
+    moved = tmp_path / "moved"
+    shutil.copytree(finished / "checkpoints" / "update-000000003", moved)
+    command = (f"run.resume={moved}", f"run.output_dir={tmp_path / 'new'}")
+    code, text = run(*command)
+    assert code == 0, text
+    assert "has no records of the updates before 3" in text
+    found = outcome(tmp_path / "new")
+    assert found["tensors"] == expected["tensors"]
+    assert found["history"] == expected["history"]
+
+    rewind(tmp_path / "new", 4)
+    shutil.rmtree(moved)
+    code, text = run(*command)
+    assert code == 0, text
+    assert "from update 4" in text
+    assert outcome(tmp_path / "new")["tensors"] == expected["tensors"]
+    best = json.loads((tmp_path / "new" / "summary.json").read_text())["best"]
+    assert (tmp_path / "new" / "checkpoints" / f"update-{best['update']:09d}").exists()
+
+    code, text = run(f"run.resume={tmp_path}", command[1])
+    assert code == 2
+    assert "already holds a run" in text
+
+
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_checkpoints_without_their_config_are_refused(run, finished: Path, resume: str) -> None:
+    (finished / "config.yaml").unlink()
+    code, text = run(f"run.resume={resume}")
+    assert code == 2
+    assert "holds checkpoints, but their config.yaml is missing" in text
+
+
+@pytest.mark.filterwarnings("ignore:1 images of train are left out")
+def test_another_list_of_skipped_images_is_another_run(run, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_tree(tmp_path / "set" / split, {"a": 6, "b": 6}, size=(19, 17))
+    for name, image in {"one": "a/001.png", "two": "b/002.png"}.items():
+        (tmp_path / name).write_text(f"train/{image}\n")
+    shutil.copy(tmp_path / "one", tmp_path / "three")
+    data = ["data.source=folder", f"data.root={tmp_path / 'set'}", "train.global_batch_size=11"]
+    data += ["train.epochs=1"]
+    assert run(*data, f"data.skip_list={tmp_path / 'one'}")[0] == 0
+    assert run(*data, f"data.skip_list={tmp_path / 'three'}")[0] == 0
+    code, text = run(*data, f"data.skip_list={tmp_path / 'two'}")
+    assert code == 2
+    assert "data.skip_list" in text
+    assert run(*data)[0] == 2
+
+
+def test_the_second_start_says_who_owns_the_folder(run, finished: Path) -> None:
+    rewind(finished, 4)
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    lock = FolderLock(finished)
+    lock.acquire()
+    code, text = run()
+    assert code == 2
+    assert f"{finished} is in use by process " in text
+    lock.release()
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+    assert run()[0] == 0
+    assert not (finished / "lock.json").exists()
+
+
+def test_a_run_that_was_taken_over_saves_nothing_more(run, tmp_path: Path, monkeypatch) -> None:
+    def lost(state, step):
+        if step == 2:
+            (tmp_path / "out" / "lock.json").unlink()
+            FolderLock(tmp_path / "out").acquire()
+        return apply(state, step)
+
+    apply = steps.apply_gradient
+    monkeypatch.setattr(steps, "apply_gradient", lost)
+    code, text = run()
+    assert code == 4
+    assert "was taken over by process" in text
+    assert newest(tmp_path / "out").name == "update-000000002"
