@@ -16,6 +16,7 @@ from timm.data.transforms import str_to_pil_interp
 from data.errors import DataError
 from data.images import ArrayPicture, EncodedPicture, Picture, read_picture
 
+MOST_DIGIT_PIXELS = 1024  # on a side; all digits are kept in memory, which is 1.8 GB then
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -203,8 +204,13 @@ def digits(split: str, *, img_size: int, interpolation: str = "bicubic") -> Arra
         interpolation: timm's name of the resampling filter.
 
     Raises:
-        DataError: If scikit-learn is not installed.
+        DataError: If scikit-learn is not installed, or the images would fill the memory.
     """
+    if img_size > MOST_DIGIT_PIXELS:
+        raise DataError(
+            f"data.img_size={img_size}: the digits are kept in memory, enlarged to at most "
+            f"{MOST_DIGIT_PIXELS} pixels"
+        )
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -256,5 +262,8 @@ def torchvision_set(source: str, split: str, *, root: Path, download: bool) -> A
 def _split_of(split: str, *, train, val):
     """Choose the value of a split in a source that has only the two fixed splits."""
     if split not in ("train", "val"):
-        raise DataError(f"no split {split!r} in this source: use 'train' or 'val'")
+        raise DataError(
+            f"no split {split!r} in this source: data.train_split and data.val_split can be "
+            "'train' or 'val'"
+        )
     return train if split == "train" else val

@@ -10,6 +10,7 @@ from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import find_fault, read_state
 from lipsformer.engine.distributed import on_main
+from lipsformer.engine.preflight import check_folder
 from lipsformer.engine.run_folder import CONFIG, RunFolder
 
 FORMAT = 2  # of checkpoints; version 1 had other names of parameters
@@ -46,8 +47,7 @@ def find_start(config: Config, accelerator: Accelerator) -> Path | None:
 
 def _find_start(config: Config) -> Path | None:
     output_dir, resume = Path(config.run.output_dir), config.run.resume
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigError(f"run.output_dir={str(output_dir)!r} is a file; name a folder")
+    check_folder(output_dir)
     run = RunFolder(output_dir)
     if run.exists() and resume != "auto":
         raise ConfigError(
