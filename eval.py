@@ -22,7 +22,7 @@ from typing import Any
 
 from data import DataError, build_eval_dataset, build_eval_sets
 from data.evalsets import STANDARD, EvalSet, corruption_summary
-from lipsformer._configfile import ConfigError, read_config
+from lipsformer._configfile import ConfigError, read_config, require_writable
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
 from lipsformer.engine.checkpoint import CheckpointError
@@ -38,6 +38,8 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one record for each data set."""
     if options.batch_size is not None and options.batch_size < 1:
         raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
+    if options.json not in (None, "-") and os.environ.get("RANK", "0") == "0":
+        require_writable("--json", options.json)
     distances = [parse_distance(text) for text in options.certify or ()]
     weights = find_weights(options.checkpoint, options.weights)
     overrides = [f"data.{override}" for override in options.data]

@@ -112,10 +112,11 @@ class FolderSource:
 
 def image_files(folder: Path) -> list[str]:
     """List the image files at any depth below `folder`, relative to it, in torchvision's order."""
-    start = len(str(folder)) + 1  # os.path.relpath takes 10 us per file
+    top = os.path.join(folder, "")
+    start = len(top)  # os.path.relpath takes 10 us per file
     return [
         os.path.join(parent, name)[start:]
-        for parent, _, names in sorted(os.walk(folder, followlinks=True))
+        for parent, _, names in sorted(os.walk(top, followlinks=True))
         for name in sorted(names)
         if name.lower().endswith(EXTENSIONS)
     ]
@@ -251,7 +252,13 @@ def torchvision_set(source: str, split: str, *, root: Path, download: bool) -> A
     }[source]
     try:
         loaded = kind(str(root), train=_split_of(split, train=True, val=False), download=download)
-    except RuntimeError as error:  # torchvision's "not found or corrupted"
+    except Exception as error:  # of torchvision, of the network, or of a damaged archive
+        if download:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise DataError(
+                f"data.download=true: {kind.__name__} cannot be fetched into {root}: {reason}; "
+                "copy torchvision's files there"
+            ) from error
         raise DataError(
             f"{kind.__name__} is not in {root} or is incomplete; set data.download=true to fetch "
             "it, or copy torchvision's files there"

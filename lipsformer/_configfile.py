@@ -49,6 +49,23 @@ def require(condition: bool, path: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{path}={value!r} is not possible: {allowed}")
 
 
+def require_writable(option: str, file: str | Path) -> None:
+    """Raise a `ConfigError` that names the option unless a file can be written; leave it as it is.
+
+    Commands call it before their work, whose result would be lost otherwise.
+    """
+    path = Path(file)
+    try:
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{option} {str(file)!r} cannot be written: {reason}") from None
+
+
 def numbers_in(value: object) -> list[int | float]:
     """Return all numbers in a value, which may be a list or mapping of values; no booleans."""
     if isinstance(value, Mapping):
@@ -234,6 +251,8 @@ def _check_container(path: str, value: Any, hint: Any) -> None:
         require(isinstance(value, list), path, value, "must be a list of values")
         values = next(typing.get_args(o) for o in options if typing.get_origin(o) is tuple)
         fits = ... in values or len(value) == len(values)
+        nested = any(isinstance(item, list | dict) for item in value)
+        require(not nested, path, value, "must be a list of single values")
         require(fits, path, value, f"must have length {len(values)}, not length {len(value)}")
     elif bool in kinds:
         require(isinstance(value, bool), path, value, "must be true or false")

@@ -123,6 +123,18 @@ def test_wrong_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert "--batch-size=0" in refused(capsys, *arguments, program=evaluation.main)
 
 
+def test_eval_says_before_its_work_that_a_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ("--checkpoint", str(tmp_path), "--json", "/nowhere/at/all")
+    error = refused(capsys, *arguments, program=evaluation.main)
+    assert "--json '/nowhere/at/all' cannot be written: No such file or directory" in error
+    written = tmp_path / "records.json"
+    arguments = ("--checkpoint", str(tmp_path / "none"), "--json", str(written))
+    assert "no such file or folder" in refused(capsys, *arguments, program=evaluation.main)
+    assert not written.exists()
+
+
 def test_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / "out"
     config = write_config(tmp_path, DIGITS, output)
