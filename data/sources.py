@@ -250,8 +250,9 @@ def torchvision_set(source: str, split: str, *, root: Path, download: bool) -> A
         "cifar100": datasets.CIFAR100,
         "fashion_mnist": datasets.FashionMNIST,
     }[source]
+    train = _split_of(split, train=True, val=False)
     try:
-        loaded = kind(str(root), train=_split_of(split, train=True, val=False), download=download)
+        loaded = kind(str(root), train=train, download=download)
     except Exception as error:  # of torchvision, of the network, or of a damaged archive
         if download:
             reason = str(error).partition("\n")[0] or type(error).__name__

@@ -3,6 +3,7 @@
 The docstrings of the sections are what `lipsformer train --help` prints.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -366,8 +367,9 @@ class LipschitzConfig:
         caps = ("sigma_cap", "residual_scale_cap", "gain_cap")
         for name in (*caps, "update_limit", "bound_limit"):
             value = getattr(self, name)
-            allowed = "must be > 0, or null for off"
-            require(value is None or value > 0, f"lipschitz.{name}", value, allowed)
+            most = math.inf if name == "bound_limit" else 1e15  # far below float32's range
+            allowed = f"must be > 0 and at most {most:g}, or null for off"
+            require(value is None or 0 < value <= most, f"lipschitz.{name}", value, allowed)
         strength = self.cap_strength
         require(0 < strength <= 1, "lipschitz.cap_strength", strength, "must be in (0, 1]")
         if self.cap_mode == "soft" and all(getattr(self, name) is None for name in caps):

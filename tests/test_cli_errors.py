@@ -47,6 +47,8 @@ def refused(capsys: pytest.CaptureFixture, *arguments: str, program=train.main) 
         ("model.name=lipsformer_tinny", ["'lipsformer_tinny'", "lipsformer_tiny"]),
         ("model.kwargs.dept=3", ["cannot be built", "dept"]),
         ("data.img_size=2000", ["data.img_size=2000", "at most 1024"]),
+        ("run.trackers=[[1], 2]", ["run.trackers", "list of single values"]),
+        ("lipschitz.sigma_cap=1e30", ["lipschitz.sigma_cap=1e+30", "at most 1e+15"]),
         ("model.kwargs=[1]", ["model.kwargs=[1]", "must be a mapping"]),
         ("model.kwargs.mlp_ratio=0", ["model.kwargs.mlp_ratio=0", "> 0"]),
         ("model.kwargs.embed_dim=-1", ["model.kwargs.embed_dim=-1", "> 0"]),
