@@ -73,7 +73,9 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = build_model(config, STANDARD if options.set else sets[0].dataset.classes)
         load_weights(model, weights.file)
 
-    accelerator = make_accelerator(config.train.precision if config else "fp32")
+    accelerator = make_accelerator(
+        options.precision or (config.train.precision if config else "fp32")
+    )
     if accelerator.is_main_process:
         print(weights, file=sys.stderr if options.json == "-" else sys.stdout)
     model.to(accelerator.device)
@@ -110,6 +112,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", help="YAML of model and data for a bare file of weights")
     parser.add_argument("--batch-size", type=int, help="of a device; default: of the run's config")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="default: that of the run",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the records there; - for stdout")
     return parser
 

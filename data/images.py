@@ -9,6 +9,7 @@
 | 16-bit gray | scaled from 0..65535 to 0..255 (Pillow would clip nearly all of it to white) |
 | 32-bit integer or float | refused: the range of the values is unknown |
 | truncated, undecodable, not an image | refused |
+| any format that `FORMATS` does not name, such as EPS | refused |
 | more than `MAX_PIXELS` pixels by its header | refused before anything is decoded |
 
 The content decides, not the file's extension. A damaged JPEG that still decodes is not detected.

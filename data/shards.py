@@ -94,7 +94,7 @@ def read_index(path: Path) -> dict[str, Any]:
         names = [shard["file"] for shard in index["shards"] if int(shard["bytes"]) >= 0]
         whole = bool(names) and int(index["images"]) > 0 and len(index["classes"]) > 0
     except (OSError, ValueError, KeyError, TypeError):
-        whole, names = False, []
+        index, names, whole = {}, [], False
     if not whole:
         raise DataError(f"{path / INDEX} is damaged: write it again with scripts.make_shards")
     for name in names:

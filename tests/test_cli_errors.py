@@ -6,10 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 from PIL import Image
+from safetensors.torch import save_file
 
 import eval as evaluation
 import train
+from lipsformer._configfile import read_config
+from lipsformer.config import Config
+from lipsformer.engine.build import build_model
 from tests.engine.conftest import fresh_process  # noqa: F401
 from tests.runs import DIGITS, write_config
 
@@ -135,6 +140,21 @@ def test_eval_says_before_its_work_that_a_file_cannot_be_written(
     arguments = ("--checkpoint", str(tmp_path / "none"), "--json", str(written))
     assert "no such file or folder" in refused(capsys, *arguments, program=evaluation.main)
     assert not written.exists()
+
+
+def test_eval_takes_another_precision_than_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    fp16 = {"precision": "fp16", "max_nonfinite_updates": 10}
+    settings = {**DIGITS, "train": {**DIGITS["train"], **fp16}}
+    config = write_config(tmp_path, settings, tmp_path / "out")
+    weights = tmp_path / "model.safetensors"
+    classes = [str(digit) for digit in range(10)]
+    save_file(build_model(read_config(Config, config), classes).state_dict(), weights)
+    arguments = ("--checkpoint", str(weights), "--config", str(config))
+    assert "fp16' is not possible on cpu" in refused(capsys, *arguments, program=evaluation.main)
+    AcceleratorState._reset_state(True)
+    assert evaluation.main([*arguments, "--precision", "fp32"]) == 0
 
 
 def test_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
