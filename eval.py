@@ -23,7 +23,7 @@ from typing import Any
 from data import DataError, build_eval_dataset, build_eval_sets
 from data.evalsets import STANDARD, EvalSet, corruption_summary
 from lipsformer._commands import documented_parser
-from lipsformer._configfile import ConfigError, read_config
+from lipsformer._configfile import ConfigError, read_config, require_writable
 from lipsformer.config import Config
 from lipsformer.engine import exits
 from lipsformer.engine.build import build_model
@@ -47,6 +47,8 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one record for each data set."""
     if options.batch_size is not None and options.batch_size < 1:
         raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
+    if options.json not in (None, "-") and os.environ.get("RANK", "0") == "0":
+        require_writable("--json", options.json)
     distances = [parse_distance(text) for text in options.certify or ()]
     weights = find_weights(options.checkpoint, options.weights)
     overrides = [f"data.{override}" for override in options.data]
@@ -79,7 +81,9 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = build_model(config, STANDARD if options.set else sets[0].dataset.classes)
         load_weights(model, weights.file)
 
-    accelerator = make_accelerator(config.train.precision if config else "fp32")
+    accelerator = make_accelerator(
+        options.precision or (config.train.precision if config else "fp32")
+    )
     if accelerator.is_main_process:
         print(weights, file=sys.stderr if options.json == "-" else sys.stdout)
     model.to(accelerator.device)
@@ -114,6 +118,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", help="YAML of model and data for a bare file of weights")
     parser.add_argument("--batch-size", type=int, help="of a device; default: of the run's config")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="default: that of the run",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the records there; - for stdout")
     return parser
 

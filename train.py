@@ -7,12 +7,14 @@
 
 The same command continues a run that was stopped.
 
-Exit codes: 0 the run is complete; 2 a mistake in config, data or checkpoint, nothing was written;
-3 the loss or gradient was not finite; 4 a checkpoint could not be written or read; 5 the Lipschitz
-bound exceeded lipschitz.bound_limit; 75 a signal stopped the run after it was saved.
+Exit codes: 0 the run is complete; 2 a mistake in config, data or checkpoint; 3 the loss or gradient
+was not finite; 4 a file of the run could not be written or read; 5 the Lipschitz bound exceeded
+lipschitz.bound_limit; 75 a signal stopped the run after it was saved. With code 2 nothing was
+written, unless training met an image that cannot be read.
 """
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -43,6 +45,8 @@ EXIT_CODES = {
     CheckpointError: distributed.EXIT_STORAGE,
     BoundExceededError: distributed.EXIT_BOUND,
 }
+# Errors of the disk, not of the program: full, over the quota, read-only, broken, gone.
+STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 def train(config: Config) -> int:
@@ -117,7 +121,13 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
             if first:
                 print(text)
             return 0
-        return distributed.EXIT_STOPPED if train(config) else 0
+        try:
+            return distributed.EXIT_STOPPED if train(config) else 0
+        except OSError as error:
+            if error.errno not in STORAGE:
+                raise
+            message = f"a file of the run cannot be written or read: {error}"
+            raise CheckpointError(message) from error
 
     return exits.run(work, EXIT_CODES)
 

@@ -165,8 +165,15 @@ def _skipped(data: DataConfig, split: str) -> frozenset[str]:
         return frozenset()
     try:
         lines = Path(data.skip_list).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.skip_list={data.skip_list!r} cannot be read: {error}") from error
+    folder = data_root(data.root) / (data.name or "")
+    stray = [line for line in lines if line and not (folder / line).exists()]
+    if stray:
+        raise DataError(
+            f"data.skip_list={data.skip_list!r} names {len(stray)} files that are not in {folder}, "
+            f"such as {stray[0]!r}: its paths are relative to that folder, as {split}/..."
+        )
     prefix = f"{split}/"
     skipped = frozenset(line[len(prefix) :] for line in lines if line.startswith(prefix))
     if skipped:

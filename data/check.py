@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from data.errors import UnreadableImageError
-from data.images import read_picture
+from data.images import FORMATS, read_picture
 
 ORIENTATION = 0x0112  # EXIF tag: 1 is upright, 2 to 8 are rotated or mirrored
 
@@ -51,7 +51,7 @@ def check_file(folder: str, file: str) -> Finding:
         return Finding(file, error=str(error.__cause__).split("\n")[0] or repr(error.__cause__))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             extension = os.path.splitext(file)[1].lower()
             return Finding(
                 file,

@@ -9,6 +9,7 @@
 | 16-bit gray | scaled from 0..65535 to 0..255 (Pillow would clip nearly all of it to white) |
 | 32-bit integer or float | refused: the range of the values is unknown |
 | truncated, undecodable, not an image | refused |
+| any format that `FORMATS` does not name, such as EPS | refused |
 | more than `MAX_PIXELS` pixels by its header | refused before anything is decoded |
 
 The content decides, not the file's extension. A damaged JPEG that still decodes is not detected.
@@ -29,6 +30,8 @@ ADVICE = (
     "; repair it, remove it or name it in data.skip_list "
     "(`python -m scripts.check_data` finds all such files)"
 )
+# Pillow's other readers, such as that of EPS, which starts Ghostscript, are never used.
+FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
 MAX_PIXELS = 89_478_485  # Pillow warns above it; it needs 360 MB for such an RGB image
 
 
@@ -150,7 +153,7 @@ class EncodedPicture:
         return size if plain else None
 
     def _open(self) -> Image.Image:
-        image = Image.open(io.BytesIO(self.content))
+        image = Image.open(io.BytesIO(self.content), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_PIXELS} allowed")
         if image.mode in ("I", "F"):
@@ -205,5 +208,5 @@ def _readable(decode, name: str) -> Image.Image:
 def _unreadable(name: str, error: Exception) -> UnreadableImageError:
     reason = str(error).split("\n")[0] or type(error).__name__
     if isinstance(error, UnidentifiedImageError):
-        reason = "not an image in a format that Pillow knows"
+        reason = f"not an image of the formats {', '.join(FORMATS)}"
     return UnreadableImageError(f"cannot read image {name}: {reason}{ADVICE}")

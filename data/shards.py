@@ -14,6 +14,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from data.rng import permutation
 from data.sources import FolderSource
 
 INDEX = "index.json"
+PLACES = ("offsets", "sizes", "labels")  # the arrays of a shard's .npz file
 
 
 class ShardSource:
@@ -47,7 +49,7 @@ class ShardSource:
             raise DataError(
                 f"no {INDEX} in {path}: make it from a folder with `python -m scripts.make_shards`"
             )
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        index = read_index(path)
         self.classes = tuple(index["classes"])
         self.shards = [str(path / shard["file"]) for shard in index["shards"]]
         for shard in index["shards"]:
@@ -55,12 +57,15 @@ class ShardSource:
             found = file.stat().st_size if file.exists() else "missing"
             if found != shard["bytes"]:
                 raise DataError(f"{file}: expected {shard['bytes']} bytes, found {found}")
-        places = [np.load(Path(shard).with_suffix(".npz")) for shard in self.shards]
+        places = [_read_places(Path(shard).with_suffix(".npz")) for shard in self.shards]
         self.shard = np.repeat(np.arange(len(places)), [len(place["labels"]) for place in places])
         self.offsets, self.sizes, self.labels = (
-            np.concatenate([place[name] for place in places])
-            for name in ("offsets", "sizes", "labels")
+            np.concatenate([place[name] for place in places]) for name in PLACES
         )
+        if len(self.labels) != index["images"]:
+            raise DataError(f"{path}: {len(self.labels)} images, {index['images']} in {INDEX}")
+        if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
+            raise DataError(f"{path}: labels outside of the {len(self.classes)} classes")
 
     def load(self, index: int) -> Picture:
         """Read one image.
@@ -76,6 +81,41 @@ class ShardSource:
         if len(content) != size:
             raise UnreadableImageError(f"cannot read image {name}: the shard is truncated")
         return EncodedPicture(content, name)
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """Read the index of a split's folder.
+
+    Raises:
+        DataError: If the file is not a whole index, or names a file of another folder.
+    """
+    try:
+        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        names = [shard["file"] for shard in index["shards"] if int(shard["bytes"]) >= 0]
+        whole = bool(names) and int(index["images"]) > 0 and len(index["classes"]) > 0
+    except (OSError, ValueError, KeyError, TypeError):
+        index, names, whole = {}, [], False
+    if not whole:
+        raise DataError(f"{path / INDEX} is damaged: write it again with scripts.make_shards")
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise DataError(f"{path / INDEX}: {name!r} is not the bare name of a file")
+    return index
+
+
+def _read_places(file: Path) -> dict[str, np.ndarray]:
+    """Read the offsets, sizes and labels of a shard's images."""
+    try:
+        with np.load(file) as found:
+            places = {name: found[name] for name in PLACES}
+    except FileNotFoundError:
+        raise DataError(f"{file} is missing; scripts.make_shards writes it") from None
+    except Exception as error:  # NumPy and zipfile raise whatever a damaged file makes them raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(f"{file} is damaged: {reason}") from None
+    if len({places[name].shape for name in PLACES}) != 1:
+        raise DataError(f"{file} is damaged: {', '.join(PLACES)} differ in length")
+    return places
 
 
 def shard_name(number: int) -> str:
@@ -116,6 +156,8 @@ def write_shard(source: FolderSource | ParquetSource, members: np.ndarray, path:
                 member = tarfile.TarInfo(key + suffix)
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
+    with open(temporary, "rb") as written:
+        os.fsync(written.fileno())  # a shard with its final name is whole, also after a crash
     np.savez(
         path.with_suffix(".npz"),
         offsets=np.array(offsets, np.int64),
@@ -152,6 +194,6 @@ def checksum(path: Path) -> str:
 
 def damaged_shards(path: Path) -> Iterator[tuple[str, bool]]:
     """Yield each shard's name, and whether its checksum differs from the index."""
-    for shard in json.loads((path / INDEX).read_text(encoding="utf-8"))["shards"]:
+    for shard in read_index(path)["shards"]:
         file = path / shard["file"]
         yield shard["file"], not file.exists() or checksum(file) != shard["sha256"]

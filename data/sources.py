@@ -16,6 +16,7 @@ from timm.data.transforms import str_to_pil_interp
 from data.errors import DataError
 from data.images import ArrayPicture, EncodedPicture, Picture, read_picture
 
+MOST_DIGIT_PIXELS = 1024  # on a side; all digits are kept in memory, which is 1.8 GB then
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -111,10 +112,11 @@ class FolderSource:
 
 def image_files(folder: Path) -> list[str]:
     """List the image files at any depth below `folder`, relative to it, in torchvision's order."""
-    start = len(str(folder)) + 1  # os.path.relpath takes 10 us per file
+    top = os.path.join(folder, "")
+    start = len(top)  # os.path.relpath takes 10 us per file
     return [
         os.path.join(parent, name)[start:]
-        for parent, _, names in sorted(os.walk(folder, followlinks=True))
+        for parent, _, names in sorted(os.walk(top, followlinks=True))
         for name in sorted(names)
         if name.lower().endswith(EXTENSIONS)
     ]
@@ -203,8 +205,13 @@ def digits(split: str, *, img_size: int, interpolation: str = "bicubic") -> Arra
         interpolation: timm's name of the resampling filter.
 
     Raises:
-        DataError: If scikit-learn is not installed.
+        DataError: If scikit-learn is not installed, or the images would fill the memory.
     """
+    if img_size > MOST_DIGIT_PIXELS:
+        raise DataError(
+            f"data.img_size={img_size}: the digits are kept in memory, enlarged to at most "
+            f"{MOST_DIGIT_PIXELS} pixels"
+        )
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
@@ -243,9 +250,16 @@ def torchvision_set(source: str, split: str, *, root: Path, download: bool) -> A
         "cifar100": datasets.CIFAR100,
         "fashion_mnist": datasets.FashionMNIST,
     }[source]
+    train = _split_of(split, train=True, val=False)
     try:
-        loaded = kind(str(root), train=_split_of(split, train=True, val=False), download=download)
-    except RuntimeError as error:  # torchvision's "not found or corrupted"
+        loaded = kind(str(root), train=train, download=download)
+    except Exception as error:  # of torchvision, of the network, or of a damaged archive
+        if download:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise DataError(
+                f"data.download=true: {kind.__name__} cannot be fetched into {root}: {reason}; "
+                "copy torchvision's files there"
+            ) from error
         raise DataError(
             f"{kind.__name__} is not in {root} or is incomplete; set data.download=true to fetch "
             "it, or copy torchvision's files there"
@@ -256,5 +270,8 @@ def torchvision_set(source: str, split: str, *, root: Path, download: bool) -> A
 def _split_of(split: str, *, train, val):
     """Choose the value of a split in a source that has only the two fixed splits."""
     if split not in ("train", "val"):
-        raise DataError(f"no split {split!r} in this source: use 'train' or 'val'")
+        raise DataError(
+            f"no split {split!r} in this source: data.train_split and data.val_split can be "
+            "'train' or 'val'"
+        )
     return train if split == "train" else val

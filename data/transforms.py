@@ -5,6 +5,7 @@ timm's last step, normalization, follows on the device, with random erasing and 
 """
 
 import math
+import re
 from collections.abc import Callable
 from copy import copy
 
@@ -29,6 +30,26 @@ from data.images import Picture
 from data.ops import ON_ARRAYS
 
 Transform = Callable[[Picture], Tensor]
+
+
+# timm's notation: a policy and its options, each at most once. timm itself drops unknown options.
+_INT, _REAL = r"\d+", r"\d+(\.\d+)?"
+_RECIPES = {
+    "rand": (
+        *(rf"m{_INT}", rf"n{_INT}", r"p(0(\.\d+)?|1(\.0+)?)", rf"mstd{_REAL}"),
+        *(rf"mmax{_INT}", r"inc[01]", r"t(weights|3aw|3a)"),
+    ),
+    "augmix": (rf"m{_INT}", rf"w{_INT}", rf"d{_INT}", rf"a{_REAL}", r"b[01]", rf"mstd{_REAL}"),
+    **dict.fromkeys(("original", "originalr", "v0", "v0r", "3a"), (rf"mstd{_REAL}",)),
+}
+
+
+def _is_recipe(text: str) -> bool:
+    """Return whether timm knows a recipe and reads every part of it."""
+    policy, *parts = text.split("-")
+    found = [[o for o in _RECIPES.get(policy, ()) if re.fullmatch(o, part)] for part in parts]
+    options = [option for fitting in found for option in fitting]
+    return policy in _RECIPES and all(found) and len({*options}) == len(parts)
 
 
 class TrainTransform:
@@ -83,6 +104,12 @@ class TrainTransform:
                 f"augment.color_jitter={color_jitter} has no effect with augment.auto_augment="
                 f"{auto_augment!r}, which jitters colors itself: set one of them"
             )
+        unknown = DataError(
+            f"augment.auto_augment={auto_augment!r} is not in timm's notation, "
+            "such as 'rand-m9-mstd0.5-inc1'"
+        )
+        if auto_augment and not _is_recipe(auto_augment):
+            raise unknown
         try:
             stages = transforms_imagenet_train(
                 img_size=img_size,
@@ -94,10 +121,7 @@ class TrainTransform:
                 separate=True,
             )
         except (AssertionError, ValueError) as error:
-            raise DataError(
-                f"augment.auto_augment={auto_augment!r} is not in timm's notation, "
-                "such as 'rand-m9-mstd0.5-inc1'"
-            ) from error
+            raise unknown from error
         assert isinstance(stages, tuple)
         self.color = [_on_arrays(transform) for transform in stages[1].transforms]
 

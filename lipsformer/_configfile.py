@@ -49,13 +49,39 @@ def require(condition: bool, path: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{path}={value!r} is not possible: {allowed}")
 
 
+def require_writable(option: str, file: str | Path) -> None:
+    """Raise a `ConfigError` that names the option unless a file can be written; leave it as it is.
+
+    Commands call it before their work, whose result would be lost otherwise.
+    """
+    path = Path(file)
+    try:
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{option} {str(file)!r} cannot be written: {reason}") from None
+
+
+def numbers_in(value: object) -> list[int | float]:
+    """Return all numbers in a value, which may be a list or mapping of values; no booleans."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in numbers_in(item)]
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
 def require_finite(section: object, name: str) -> None:
     """Raise a `ConfigError` if a number of the section called `name` is NaN or infinite."""
     for item in dataclasses.fields(section):  # pyright: ignore[reportArgumentType]
         value = getattr(section, item.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float):
-                require(math.isfinite(number), f"{name}.{item.name}", number, "must be finite")
+        for number in numbers_in(value):
+            finite = isinstance(number, int) or math.isfinite(number)
+            require(finite, f"{name}.{item.name}", value, "must be finite")
 
 
 def read_config(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) -> Schema:
@@ -106,7 +132,9 @@ def make_config(
         if not separator or not key.strip():
             raise ConfigError(f"override {override!r} is not of the form key=value")
     try:
-        merged = OmegaConf.merge(*layers, OmegaConf.from_dotlist(list(overrides)))
+        merged = OmegaConf.merge(*layers)
+        for override in overrides:
+            merged = _override(merged, override)
         if missing := sorted(OmegaConf.missing_keys(merged)):  # ??? in a file
             be = "is" if len(missing) == 1 else "are"
             raise ConfigError(f"{', '.join(missing)} {be} required and not given")
@@ -120,7 +148,7 @@ def make_config(
         ) from None
     except MissingMandatoryValue as error:
         raise ConfigError(f"{origin}: {error.full_key} is required and not given") from None
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, TypeError) as error:
         raise ConfigError(f"{origin}: {_one_line(error)}") from None
     return typing.cast(Schema, config)
 
@@ -199,6 +227,38 @@ def _check_keys(given: Any, schema: type, prefix: str) -> None:
                 f"{path}={value} is text, but YAML reads an unquoted no, yes, on or off "
                 'as a boolean; quote it, e.g. "no"'
             )
+        else:
+            _check_container(path, value, hint)
+
+
+def _override(config: Any, override: str) -> Any:
+    """Return a config with one `key=value` replaced."""
+    try:
+        return OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
+    except TypeError:  # a list in place of a mapping
+        raise ConfigError(f"{override} is not possible: must be a mapping") from None
+
+
+def _check_container(path: str, value: Any, hint: Any) -> None:
+    """Refuse a value that is a list, a mapping or a boolean where the type is another, or not."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and types.NoneType in options:
+        return
+    kinds = {typing.get_origin(option) or option for option in options}
+    if dict in kinds:
+        require(isinstance(value, dict), path, value, "must be a mapping")
+    elif tuple in kinds:
+        require(isinstance(value, list), path, value, "must be a list of values")
+        assert isinstance(value, list)
+        values = next(typing.get_args(o) for o in options if typing.get_origin(o) is tuple)
+        fits = ... in values or len(value) == len(values)
+        nested = any(isinstance(item, list | dict) for item in value)
+        require(not nested, path, value, "must be a list of single values")
+        require(fits, path, value, f"must have length {len(values)}, not length {len(value)}")
+    elif bool in kinds:
+        require(isinstance(value, bool), path, value, "must be true or false")
+    else:
+        require(not isinstance(value, list | dict), path, value, "must be a single value")
 
 
 def _takes_text(hint: Any) -> bool:

@@ -3,11 +3,18 @@
 The docstrings of the sections are what `lipsformer train --help` prints.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer._configfile import ConfigError, require, require_finite
+from lipsformer._configfile import ConfigError, numbers_in, require, require_finite
 from lipsformer._renamed import renamed
+
+# Keyword arguments of models that count or measure something.
+SIZES = ("embed_dim", "depth", "depths", "num_heads", "patch_size", "window_size", "mlp_ratio")
+MOST_BLOCKS = 1000  # of a stage; each is built before its memory is known
+MOST_WORKERS = 1024
+MOST_PIXELS = 16384  # on a side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +40,22 @@ class ModelConfig:
             "pretrained": "set model.checkpoint",
             "checkpoint_path": "set model.checkpoint",
             "img_size": "set data.img_size",
+            "in_chans": "images have three channels",
+            "device": "it is that of the process",
+            "dtype": "set train.precision",
         }.items():
             if key in self.kwargs:
                 raise ConfigError(f"model.kwargs.{key} must not be set: {why}")
+        require_finite(self, "model")
+        for key, value in self.kwargs.items():
+            for number in numbers_in(value):
+                path = f"model.kwargs.{key}"
+                if key in SIZES:  # timm takes the wrong values of these in silence, or for ever
+                    require(number > 0, path, value, "must be > 0")
+                if key in ("depth", "depths"):
+                    require(number <= MOST_BLOCKS, path, value, f"must be <= {MOST_BLOCKS}")
+                if key.endswith("_rate"):
+                    require(0 <= number < 1, path, value, "must be in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +97,18 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_finite(self, "data")
-        require(self.img_size >= 1, "data.img_size", self.img_size, "must be >= 1 pixel")
-        require(self.num_workers >= 0, "data.num_workers", self.num_workers, "must be >= 0")
+        size, workers = self.img_size, self.num_workers
+        allowed = f"must be >= 1 pixel and <= {MOST_PIXELS}"
+        require(1 <= size <= MOST_PIXELS, "data.img_size", size, allowed)
+        allowed = f"must be >= 0 and <= {MOST_WORKERS}"
+        require(0 <= workers <= MOST_WORKERS, "data.num_workers", workers, allowed)
         require(0 <= self.holdout < 1, "data.holdout", self.holdout, "must be in [0, 1)")
         require(0 < self.crop_pct <= 1, "data.crop_pct", self.crop_pct, "must be in (0, 1]")
-        require(min(self.std) > 0, "data.std", self.std, "all must be > 0")
+        fits = all(0 <= value <= 1 for value in self.mean)
+        require(fits, "data.mean", self.mean, "all must be in [0, 1], as the values of the images")
+        require(
+            all(0 < value <= 1 for value in self.std), "data.std", self.std, "must be in (0, 1]"
+        )
         for name, sources in (
             ("name", ("folder", "shards", "parquet")),
             ("skip_list", ("folder",)),
@@ -129,13 +156,23 @@ class AugmentConfig:
             require(0 <= value <= 1, f"augment.{name}", value, "must be a probability in [0, 1]")
         for name in ("color_jitter", "mixup", "cutmix"):
             value = getattr(self, name)
-            require(value >= 0, f"augment.{name}", value, "must be >= 0")
+            require(0 <= value <= 1e6, f"augment.{name}", value, "must be in [0, 1e6]")
         low, high = self.scale
         require(0 < low <= high <= 1, "augment.scale", self.scale, "must be 0 < low <= high <= 1")
         low, high = self.ratio
         require(0 < low <= high, "augment.ratio", self.ratio, "must be 0 < low <= high")
         smoothing = self.label_smoothing
         require(0 <= smoothing < 1, "augment.label_smoothing", smoothing, "must be in [0, 1)")
+        for name, works, needs in (
+            ("remode", self.reprob > 0, "augment.reprob above 0"),
+            ("mixup_prob", self.mixup > 0 or self.cutmix > 0, "augment.mixup or augment.cutmix"),
+            ("mixup_switch_prob", self.mixup > 0 and self.cutmix > 0, "both mixup and cutmix"),
+        ):
+            value = getattr(self, name)
+            if not works and value != getattr(AugmentConfig, name):
+                raise ConfigError(
+                    f"augment.{name}={value!r} has no effect without {needs}: remove it or set them"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +276,7 @@ class TrainConfig:
             require(value >= 1, f"train.{name}", value, "must be >= 1")
         for name in ("seed", "max_nonfinite_updates"):
             value = getattr(self, name)
-            require(value >= 0, f"train.{name}", value, "must be >= 0")
+            require(0 <= value < 2**63, f"train.{name}", value, "must be >= 0 and below 2^63")
         micro, batch = self.batch_size_per_device, self.global_batch_size
         if micro is not None:
             require(micro >= 1, "train.batch_size_per_device", micro, "must be >= 1, or null")
@@ -330,8 +367,9 @@ class LipschitzConfig:
         caps = ("sigma_cap", "residual_scale_cap", "gain_cap")
         for name in (*caps, "update_limit", "bound_limit"):
             value = getattr(self, name)
-            allowed = "must be > 0, or null for off"
-            require(value is None or value > 0, f"lipschitz.{name}", value, allowed)
+            most = math.inf if name == "bound_limit" else 1e15  # far below float32's range
+            allowed = f"must be > 0 and at most {most:g}, or null for off"
+            require(value is None or 0 < value <= most, f"lipschitz.{name}", value, allowed)
         strength = self.cap_strength
         require(0 < strength <= 1, "lipschitz.cap_strength", strength, "must be in (0, 1]")
         if self.cap_mode == "soft" and all(getattr(self, name) is None for name in caps):

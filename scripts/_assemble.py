@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from timm.utils.model_ema import ModelEmaV3
+from torch import Tensor
 
 from data import (
+    DataError,
     Normalize,
     TrainBatches,
     build_batch_transform,
@@ -16,7 +18,8 @@ from data import (
     collate,
     eval_loader,
 )
-from lipsformer._configfile import make_config
+from data.dataset import ImageDataset, TrainDataset
+from lipsformer._configfile import ConfigError, make_config
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import (
     bound_domain,
@@ -27,6 +30,7 @@ from lipsformer.engine.build import (
 )
 from lipsformer.engine.distributed import micro_batches
 from lipsformer.engine.optim import make_optimizer
+from lipsformer.engine.preflight import check_model
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.engine.steps import shard_ema
 from lipsformer.engine.train_state import TrainState
@@ -47,6 +51,8 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     samples, steps = micro_batches(config.train, accelerator.num_processes)
     with accelerator.main_process_first():  # it may have to download
         train_set, val_set = build_datasets(config.data, config.augment, seed=config.train.seed)
+    image = check_images(config, train_set, val_set)
+    check_model(config, train_set.classes, image, samples)
     share = {
         "rank": accelerator.process_index,
         "world_size": accelerator.num_processes,
@@ -124,6 +130,31 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         micro_batch=(samples, steps),
         monitored=monitored,
     )
+
+
+def check_images(config: Config, train_set: TrainDataset, val_set: ImageDataset) -> Tensor:
+    """Return the first training image after its transform, as large as the validation image.
+
+    Raises:
+        ConfigError: If the transforms cannot make images of the config's size.
+        DataError: If one of the two images cannot be read.
+    """
+    size = config.data.img_size
+    try:
+        images = [train_set[0, 0][0], val_set[0][0]]
+    except DataError:
+        raise
+    except Exception as error:  # Pillow, OpenCV and torch raise whatever sizes make them raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"an image cannot be made with data.img_size={size}, data.crop_pct="
+            f"{config.data.crop_pct}, augment.scale={config.augment.scale} and augment.ratio="
+            f"{config.augment.ratio}: {reason}"
+        ) from None
+    for image in images:
+        if image.shape != (size, size, 3):
+            raise ConfigError(f"data.img_size={size}: an image became {tuple(image.shape)}")
+    return images[0]
 
 
 def data_config(known: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> DataConfig:

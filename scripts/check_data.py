@@ -4,7 +4,8 @@
 
 The list holds one path per line, relative to the folder. Given as `data.skip_list`, it makes
 training and evaluation leave these files out. Exit codes: 0 all images can be read; 1 some cannot;
-2 there are no images.
+2 there are no images, or an
+option is wrong.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from data.check import Finding, check_files
 from data.sources import image_files
 from lipsformer._commands import documented_parser
+from lipsformer._configfile import ConfigError, require_writable
 
 
 def report(findings: list[Finding]) -> str:
@@ -52,6 +54,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     options = (parser or make_parser()).parse_intermixed_args(arguments)
+    try:
+        if options.workers < 1:
+            raise ConfigError(f"--workers {options.workers} must be at least 1")
+        if options.list is not None:
+            require_writable("--list", options.list)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     files = image_files(options.folder)
     if not files:
         print(f"no image files in {options.folder}", file=sys.stderr)

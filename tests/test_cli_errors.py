@@ -6,10 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 from PIL import Image
+from safetensors.torch import save_file
 
 import eval as evaluation
 import train
+from lipsformer._configfile import read_config
+from lipsformer.config import Config
+from lipsformer.engine.build import build_model
 from tests.engine.conftest import fresh_process  # noqa: F401
 from tests.runs import DIGITS, write_config
 
@@ -46,6 +51,27 @@ def refused(capsys: pytest.CaptureFixture, *arguments: str, program=train.main) 
         ("train.global_batch_size=96000", ["96000", "drop_last"]),
         ("model.name=lipsformer_tinny", ["'lipsformer_tinny'", "lipsformer_tiny"]),
         ("model.kwargs.dept=3", ["cannot be built", "dept"]),
+        ("data.img_size=2000", ["data.img_size=2000", "at most 1024"]),
+        ("run.trackers=[[1], 2]", ["run.trackers", "list of single values"]),
+        ("lipschitz.sigma_cap=1e30", ["lipschitz.sigma_cap=1e+30", "at most 1e+15"]),
+        ("model.kwargs=[1]", ["model.kwargs=[1]", "must be a mapping"]),
+        ("model.kwargs.mlp_ratio=0", ["model.kwargs.mlp_ratio=0", "> 0"]),
+        ("model.kwargs.embed_dim=-1", ["model.kwargs.embed_dim=-1", "> 0"]),
+        ("model.kwargs.embed_dim=400000", ["embed_dim", "GiB of memory"]),
+        ("model.kwargs.num_heads=5", ["model.kwargs", "num_heads"]),
+        ("model.kwargs.patch_size=0", ["model.kwargs.patch_size=0", "> 0"]),
+        ("model.kwargs.drop_path_rate=.nan", ["model.kwargs", "drop_path_rate", "finite"]),
+        ("model.kwargs.global_pool=''", ["model.kwargs", "no logits", "(1, 10)"]),
+        ("model.kwargs.device=cuda", ["model.kwargs.device", "must not be set"]),
+        ("augment.auto_augment=rand-m9-xyz", ["augment.auto_augment", "timm's notation"]),
+        ("augment={mixup: 0, mixup_prob: 0.4}", ["augment.mixup_prob=0.4 has no effect"]),
+        ("augment.mixup_switch_prob=0.4", ["augment.mixup_switch_prob=0.4 has no effect"]),
+        ("augment={reprob: 0, remode: rand}", ["augment.remode='rand' has no effect"]),
+        ("augment.scale={a: 1}", ["augment.scale", "must be a list"]),
+        ("augment.hflip=[0.5]", ["augment.hflip", "single value"]),
+        ("train.drop_last=2", ["train.drop_last=2", "true or false"]),
+        ("run.output_dir=/proc/below", ["run.output_dir='/proc/below' cannot be written"]),
+        ("run.output_dir=/dev/null/x", ["run.output_dir='/dev/null/x'", "Not a directory"]),
         ("model.checkpoint=nowhere.pth", ["model.checkpoint", "nowhere.pth", "no such file"]),
         ("train={precision: fp16, max_nonfinite_updates: 10}", ["fp16", "on cpu", "bf16"]),
         ("run.trackers=[tensorbord]", ["'tensorbord'", "tensorboard"]),
@@ -104,6 +130,33 @@ def test_wrong_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert "--batch-size=0" in refused(capsys, *arguments, program=evaluation.main)
 
 
+def test_eval_says_before_its_work_that_a_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ("--checkpoint", str(tmp_path), "--json", "/nowhere/at/all")
+    error = refused(capsys, *arguments, program=evaluation.main)
+    assert "--json '/nowhere/at/all' cannot be written: No such file or directory" in error
+    written = tmp_path / "records.json"
+    arguments = ("--checkpoint", str(tmp_path / "none"), "--json", str(written))
+    assert "no such file or folder" in refused(capsys, *arguments, program=evaluation.main)
+    assert not written.exists()
+
+
+def test_eval_takes_another_precision_than_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    fp16 = {"precision": "fp16", "max_nonfinite_updates": 10}
+    settings = {**DIGITS, "train": {**DIGITS["train"], **fp16}}
+    config = write_config(tmp_path, settings, tmp_path / "out")
+    weights = tmp_path / "model.safetensors"
+    classes = [str(digit) for digit in range(10)]
+    save_file(build_model(read_config(Config, config), classes).state_dict(), weights)
+    arguments = ("--checkpoint", str(weights), "--config", str(config))
+    assert "fp16' is not possible on cpu" in refused(capsys, *arguments, program=evaluation.main)
+    AcceleratorState._reset_state(True)
+    assert evaluation.main([*arguments, "--precision", "fp32"]) == 0
+
+
 def test_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / "out"
     config = write_config(tmp_path, DIGITS, output)
@@ -115,6 +168,20 @@ def test_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     error = refused(capsys, "--config", str(config), "run.resume=none")
     assert "already holds a run" in error
     assert [path.name for path in output.iterdir()] == ["config.yaml"]
+
+
+def test_output_folder_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    (tmp_path / "out").write_text("a file")
+    assert "Not a directory" in refused(capsys, "--config", str(config))
+    (tmp_path / "out").unlink()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").write_text("a file")
+    assert "checkpoints is not a folder" in refused(capsys, "--config", str(config), "--dry-run")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoints"]
+    assert "cannot be written" in refused(
+        capsys, "--config", str(config), f"run.output_dir={'x' * 300}"
+    )
 
 
 def test_traceback_never_reaches_the_shell(tmp_path: Path) -> None:

@@ -47,10 +47,15 @@ def build_model(config: Config, classes: Sequence[str]) -> nn.Module:
             },
             **config.model.kwargs,
         )
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"{name} cannot be built: {str(error).splitlines()[0]}") from error
-    if config.train.grad_checkpointing:
-        model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
+        if config.train.grad_checkpointing:
+            model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
+    except NotImplementedError:  # the meta device lacks an operator
+        raise
+    except Exception as error:  # wrong arguments raise whatever timm and torch raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        kwargs = config.model.kwargs
+        more = f" with model.kwargs={kwargs}" if kwargs else ""
+        raise ConfigError(f"model.name={name!r} cannot be built{more}: {reason}") from error
     return model
 
 

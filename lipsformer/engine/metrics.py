@@ -34,8 +34,13 @@ class StepStats:
 
     @property
     def finite(self) -> bool:
-        """Whether the step changed the weights."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+        """Whether loss and gradient are both finite."""
+        return math.isfinite(self.loss) and self.applied
+
+    @property
+    def applied(self) -> bool:
+        """Whether the step changed the weights, which its gradient alone decides."""
+        return math.isfinite(self.grad_norm)
 
 
 class StepMetrics:
@@ -130,7 +135,7 @@ def summarize(stats: list[StepStats]) -> dict[str, float]:
     """
     finite = [s for s in stats if s.finite]
     samples = sum(s.num_samples for s in finite)
-    record = {"lr": stats[-1].lr, "skipped": float(len(stats) - len(finite))}
+    record = {"lr": stats[-1].lr, "skipped": float(sum(not s.applied for s in stats))}
     if finite:
         record["loss"] = sum(s.loss * s.num_samples for s in finite) / samples
         record["grad_norm"] = sum(s.grad_norm for s in finite) / len(finite)

@@ -121,7 +121,8 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         )
     except (TypeError, ValueError, AssertionError) as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"optim.name={optim.name!r} cannot be built: {message}") from error
+        more = f" with optim.kwargs={optim.kwargs}" if optim.kwargs else ""
+        raise ConfigError(f"optim.name={optim.name!r} cannot be built{more}: {message}") from error
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,7 +17,17 @@ _CURVES = {
 
 
 def plot_run(run: RunFolder) -> None:
-    """Draw loss, accuracy, learning rate, gradient norm and monitor records into `plots/`."""
+    """Draw loss, accuracy, learning rate, gradient norm and monitor records into `plots/`.
+
+    A disk that is full only costs the curves, because what ended the run is said by its own error.
+    """
+    try:
+        _plot(run)
+    except (OSError, ValueError) as error:
+        logger.warning("no curves: %s", error)
+
+
+def _plot(run: RunFolder) -> None:
     try:
         from matplotlib.figure import Figure  # not pyplot, which looks for a display
     except ImportError:

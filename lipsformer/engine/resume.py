@@ -11,7 +11,8 @@ from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import find_fault, read_state
 from lipsformer.engine.distributed import on_main
-from lipsformer.engine.run_folder import CONFIG, SKIPPED, RunFolder
+from lipsformer.engine.preflight import check_folder
+from lipsformer.engine.run_folder import CONFIG, METRICS, SKIPPED, RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +59,18 @@ def find_start(config: Config, accelerator: Accelerator) -> Path | None:
     Raises:
         ConfigError: If the output folder belongs to another run, or the checkpoint cannot be used.
     """
-    return on_main(accelerator, lambda: _find_start(config))
+    try:
+        return on_main(accelerator, lambda: _find_start(config))
+    except OSError as error:  # a folder or file of the run that cannot be read
+        raise ConfigError(
+            f"run.output_dir={config.run.output_dir!r} and run.resume={config.run.resume!r} "
+            f"cannot be read: {error}"
+        ) from None
 
 
 def _find_start(config: Config) -> Path | None:
     output_dir, resume = Path(config.run.output_dir), config.run.resume
-    if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigError(f"run.output_dir={str(output_dir)!r} is a file; name a folder")
+    check_folder(output_dir)
     run = RunFolder(output_dir)
     named = None if resume in ("auto", "none") else Path(resume)
     if run.exists() and not (resume == "auto" or (named and _began_with(run, named))):
@@ -82,6 +88,8 @@ def _find_start(config: Config) -> Path | None:
         _require_format(newest)
     if run.exists():
         _require_same(run.config(), config, str(output_dir), run.path / SKIPPED)
+    if newest is not None:
+        _require_records(run, newest)
     if newest is not None or named is None:
         return newest
     if fault := find_fault(named):
@@ -105,6 +113,18 @@ def _require_format(start: Path) -> None:
             f"{start} has checkpoint format {found} of another version of lipsformer and cannot be "
             f"continued by this one (format {FORMAT}): start a new run from its weights with "
             f"model.checkpoint={start} and another run.output_dir"
+        )
+
+
+def _require_records(run: RunFolder, start: Path) -> None:
+    """Refuse to continue a run whose records up to the checkpoint are lost."""
+    path = run.path / METRICS
+    found = path.stat().st_size if path.exists() else 0
+    expected = read_state(start)["metrics_bytes"]
+    if found < expected:
+        raise ConfigError(
+            f"{path} has {found} bytes, but had {expected} at {start.name}: records are lost; "
+            "restore the file, or start a new run in another run.output_dir"
         )
 
 

@@ -56,11 +56,6 @@ class Tracking:
         self.is_main = accelerator.is_main_process
         if self.is_main:
             self.path.touch()
-            if self.path.stat().st_size < metrics_bytes:
-                raise RuntimeError(
-                    f"{self.path} has {self.path.stat().st_size} bytes, but had {metrics_bytes} "
-                    f"after update {step}: records are lost; restore the file or start a new run"
-                )
             os.truncate(self.path, metrics_bytes)
         accelerator.init_trackers(
             "lipsformer",
@@ -130,4 +125,7 @@ class Tracking:
         if self._terminal:
             self._redirect.__exit__(None, None, None)
         for tracker in self.accelerator.trackers:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except OSError as error:  # a full disk, which the run's own error reports
+                logger.warning("the tracker %s lost its last records: %s", tracker.name, error)

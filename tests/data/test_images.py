@@ -1,6 +1,7 @@
 """Each kind of input against Pillow, and the real odd and broken files against their manifests."""
 
 import csv
+import io
 import subprocess
 import sys
 import warnings
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFilter
+from PIL import EpsImagePlugin, Image, ImageFilter
 
 from data import UnreadableImageError
 from data.images import EncodedPicture, read_picture
@@ -18,7 +19,7 @@ REFUSED = {
     "truncated_jpeg.jpg": "image file is truncated",
     "broken_data_stream.png": "unrecognized data stream",
     "truncated_image.png": "image file is truncated",
-    "broken.png": "not an image in a format that Pillow knows",
+    "broken.png": "not an image of the formats",
     "decompression_bomb.gif": "4364696535 pixels",
     "png_decompression_dos.png": "Decompressed data too large",
     "zero_width.gif": "not an image",
@@ -134,3 +135,12 @@ def test_reduced_pixels_are_a_smaller_image(reduction):
 def test_a_missing_file_is_named():
     with pytest.raises(UnreadableImageError, match=r"cannot read image /nowhere/a.png: .*No such"):
         read_picture("/nowhere/a.png")
+
+
+def test_only_formats_of_pictures_are_opened(monkeypatch):
+    """EPS would start Ghostscript, whatever the file is called."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "EPS")
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("was started"))
+    with pytest.raises(UnreadableImageError, match="not an image of the formats JPEG, PNG"):
+        EncodedPicture(buffer.getvalue(), "x.jpg").pixels()

@@ -154,6 +154,37 @@ def test_damage_is_found(made, tmp_path, capsys):
         ShardSource(copy)
 
 
+def cut_index(split):
+    text = (split / "index.json").read_text()
+    (split / "index.json").write_text(text[: len(text) // 2])
+
+
+def leave_the_folder(split):
+    text = (split / "index.json").read_text()
+    (split / "index.json").write_text(text.replace("shard-00001.tar", "../other/shard-00001.tar"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (cut_index, r"index.json is damaged: write it again"),
+        (lambda split: (split / "index.json").write_text("{}"), r"index.json is damaged"),
+        (lambda split: (split / "index.json").write_text("[1]"), r"index.json is damaged"),
+        (leave_the_folder, r"'../other/shard-00001.tar' is not the bare name of a file"),
+        (lambda split: (split / "shard-00001.npz").unlink(), r"shard-00001.npz is missing"),
+        (lambda split: (split / "shard-00001.npz").write_bytes(b"PK"), r"00001.npz is damaged"),
+        (lambda split: (split / "shard-00001.npz").write_bytes(b""), r"00001.npz is damaged"),
+    ],
+)
+def test_a_damaged_split_is_one_clear_error(made, tmp_path, harm, message):
+    copy = tmp_path / "copy"
+    shutil.copytree(made[1] / "train", copy)
+    harm(copy)
+    with pytest.raises(DataError, match=message) as caught:
+        ShardSource(copy)
+    assert "\n" not in str(caught.value)
+
+
 def test_mistakes_are_one_line(tmp_path, capsys):
     assert main([str(tmp_path / "none"), str(tmp_path / "shards")]) == 2
     assert "no data folder" in capsys.readouterr().err

@@ -1,3 +1,7 @@
+import zipfile
+from pathlib import Path
+from urllib.error import URLError
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +9,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, FashionMNIST, ImageFolder
 
 from data import DataError, build_datasets, build_eval_dataset
-from data.sources import FolderSource, digits, held_out, torchvision_set
+from data.sources import FolderSource, digits, held_out, image_files, torchvision_set
 from lipsformer.config import AugmentConfig, DataConfig
 from tests.data.trees import write_tree
 
@@ -91,10 +95,10 @@ def test_a_skip_list_that_does_not_fit_is_one_clear_error(tmp_path):
     write_tree(tmp_path / "val", {"a": 1, "b": 2})
     (tmp_path / "skip.txt").write_text("val/c/001.png\n")
     config = folder_config(tmp_path, skip_list=str(tmp_path / "skip.txt"))
-    with (
-        pytest.warns(UserWarning, match="left out"),
-        pytest.raises(DataError, match=r"1 files to skip are not in .*/val, such as c/001.png"),
-    ):
+    with pytest.raises(DataError, match=r"names 1 files that are not in .*, such as 'val/c/001"):
+        build_eval_dataset(config, classes=None)
+    (tmp_path / "skip.txt").write_text("a/000.png\n")  # as of `check_data DATA/val`
+    with pytest.raises(DataError, match=r"names 1 files .* relative to that folder, as val/"):
         build_eval_dataset(config, classes=None)
     (tmp_path / "skip.txt").write_text("val/a/000.png\n")
     with (
@@ -144,8 +148,28 @@ def test_an_absent_torchvision_set_is_one_clear_error(tmp_path, source):
         torchvision_set(source, "train", root=tmp_path, download=False)
 
 
+@pytest.mark.parametrize("reason", [URLError("no route"), EOFError(), zipfile.BadZipFile("cut")])
+def test_a_download_that_fails_is_one_clear_error(tmp_path, monkeypatch, reason):
+    def fail(self):
+        raise reason
+
+    monkeypatch.setattr(CIFAR10, "download", fail)
+    with pytest.raises(DataError, match=r"data.download=true: CIFAR10 cannot be fetched") as caught:
+        torchvision_set("cifar10", "train", root=tmp_path, download=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_may_be_the_working_folder(tmp_path, monkeypatch):
+    write_tree(tmp_path, {"a": 1, "b": 1})
+    (tmp_path / "top.png").touch()
+    monkeypatch.chdir(tmp_path)
+    assert image_files(Path(".")) == ["top.png", "a/000.png", "b/000.png"]
+    source = FolderSource(Path("."))
+    assert [Path(source.file(i)) for i in (0, 1)] == [Path("a/000.png"), Path("b/000.png")]
+
+
 def test_an_unknown_split_is_one_clear_error(tmp_path):
-    with pytest.raises(DataError, match="no split 'test' in this source: use 'train' or 'val'"):
+    with pytest.raises(DataError, match=r"no split 'test' in this source: data.train_split"):
         torchvision_set("cifar10", "test", root=tmp_path, download=False)
 
 

@@ -152,6 +152,23 @@ def test_contradicting_or_unknown_recipes_are_one_clear_error():
         TrainTransform(224, auto_augment="fancy")
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    ["rand-m9-xyz", "rand-m9-n", "rand-m9-m8", "rand-m9-tweight", "rand-", "randm9", "v0-m9", "v1"],
+)
+def test_a_part_of_a_recipe_that_timm_would_drop_is_refused(recipe):
+    with pytest.raises(DataError, match=rf"auto_augment='{recipe}' is not in timm's notation"):
+        TrainTransform(224, auto_augment=recipe)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["rand-m9-mstd0.5-inc1", "rand-m15-n3-p0.4-mmax20-tweights", "augmix-m5-w4-d2", "3a", "v0r"],
+)
+def test_the_recipes_of_timms_documentation_are_taken(recipe):
+    assert TrainTransform(32, auto_augment=recipe).color
+
+
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (1, 50), (300, 2)])
 def test_tiny_and_narrow_images_train(size):
     picture = ArrayPicture(np.full((size[1], size[0], 3), 77, np.uint8))

@@ -85,3 +85,14 @@ def test_real_odd_and_broken_files_are_told_apart(datasets, name):
         turned = {n for n, f in by_name.items() if f.rotated}
         expected = {f"exif_orientation_{i}.JPEG" for i in range(2, 9)}
         assert turned == expected | {"n02951585_can_opener.JPEG", "hopper_orientation_6.jpg"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--workers", "0"), ("--list", "/nowhere/at/all"), ("--list", "/")]
+)
+def test_wrong_options_end_before_the_work(tree, capsys, option, value):
+    assert main([str(tree), option, value]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"error: {option} ")
+    assert output.err.count("\n") == 1

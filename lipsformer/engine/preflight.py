@@ -1,0 +1,124 @@
+"""What can be known of a run before anything is written: its folder, its images, its model."""
+
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipsformer._configfile import ConfigError
+from lipsformer.config import Config
+from lipsformer.engine.build import build_model
+from lipsformer.engine.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    PLOTS,
+    SUMMARY,
+    TENSORBOARD,
+)
+
+
+def check_folder(output_dir: Path) -> None:
+    """Check that a run can write into a folder, and leave nothing in it.
+
+    Permission bits do not tell: root ignores them, and a mount can be read-only. Therefore a folder
+    is made in the nearest folder that exists, and removed at once.
+
+    Raises:
+        ConfigError: If the folder cannot be made, read or written.
+    """
+    where = f"run.output_dir={str(output_dir)!r}"
+    try:
+        for name in (CHECKPOINTS, PLOTS, TENSORBOARD):
+            if (path := output_dir / name).exists() and not path.is_dir():
+                raise ConfigError(f"{where} cannot be used: {path} is not a folder")
+        for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY):
+            if (path := output_dir / name).exists() and not path.is_file():
+                raise ConfigError(f"{where} cannot be used: {path} is not a file")
+        existing = output_dir
+        while not existing.exists():
+            existing = existing.parent
+        if existing.is_dir():
+            os.listdir(existing)
+        os.rmdir(tempfile.mkdtemp(prefix=".lipsformer-", dir=existing))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{where} cannot be written: {reason}; name another folder") from None
+
+
+def check_model(config: Config, classes: Sequence[str], image: Tensor, batch: int) -> None:
+    """Check that the model can be built, fits into the memory, and takes an image of the transform.
+
+    The model is built on the meta device, where tensors have no memory, and runs in evaluation and
+    in training. A model that cannot be built there is built on the CPU.
+
+    Args:
+        config: The config of the run.
+        classes: Names of the classes.
+        image: An image after its transform, [H, W, 3].
+        batch: Number of images of a training batch on one device.
+
+    Raises:
+        ConfigError: If anything fails; the message names the keys that decide it.
+    """
+    height, width, _ = image.shape
+    try:
+        _run_once(config, classes, (min(batch, 2), 3, height, width), "meta")
+    except NotImplementedError:  # a model of timm that reads values when it is built
+        _run_once(config, classes, (min(batch, 2), 3, height, width), "cpu")
+
+
+def _run_once(config: Config, classes: Sequence[str], shape: tuple[int, ...], device: str) -> None:
+    with warnings.catch_warnings(), torch.device(device), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        model = build_model(config, classes)
+        _require_memory(config, model)
+        for training, count in ((False, 1), (True, shape[0])):
+            outputs = _outputs(config, model.train(training), (count, *shape[1:]))
+            expected = (count, len(classes))
+            if not isinstance(outputs, Tensor) or outputs.shape != expected:
+                found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs)
+                raise ConfigError(
+                    f"{_settings(config)} gives no logits: expected a tensor of shape "
+                    f"{expected}, found {found}"
+                )
+
+
+def _outputs(config: Config, model: nn.Module, shape: tuple[int, ...]) -> Any:
+    try:
+        with torch.no_grad():
+            return model(torch.zeros(shape))
+    except NotImplementedError:
+        raise
+    except Exception as error:  # a model raises whatever its operators raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        size = config.data.img_size
+        raise ConfigError(
+            f"{_settings(config)} does not take images of data.img_size={size} in batches of "
+            f"{shape[0]}: {reason}"
+        ) from None
+
+
+def _require_memory(config: Config, model: nn.Module) -> None:
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > present:
+        raise ConfigError(
+            f"{_settings(config)}: its weights alone take {needed / 2**30:,.0f} GiB, and this "
+            f"machine has {present / 2**30:,.0f} GiB of memory"
+        )
+
+
+def _settings(config: Config) -> str:
+    """Return how the config describes the model."""
+    kwargs = config.model.kwargs
+    more = f" with model.kwargs={kwargs}" if kwargs else ""
+    return f"model.name={config.model.name!r}{more}"

@@ -1,0 +1,72 @@
+"""A full disk and lost records: one line, the right exit code, and nothing lost that was saved."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+import train
+from lipsformer.engine import plots
+from lipsformer.engine.checkpoint import CheckpointFolder
+from lipsformer.engine.run_folder import METRICS, RunFolder
+from lipsformer.engine.tracking import Tracking
+from tests.runs import DIGITS, write_config
+
+SETTINGS = {
+    **DIGITS,
+    "train": {
+        **DIGITS["train"],
+        **{"epochs": 1, "global_batch_size": 480, "batch_size_per_device": 480, "ema_decay": None},
+    },
+    "run": {**DIGITS["run"], "save_every_updates": 1, "log_every": 1},
+}
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def lines_of(capsys: pytest.CaptureFixture) -> list[str]:
+    return [s for s in capsys.readouterr().err.splitlines() if s.startswith("error: ")]
+
+
+def test_disk_full_to_the_last_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    output = tmp_path / "out"
+    arguments = ["--config", str(write_config(tmp_path, SETTINGS, output))]
+    saved = CheckpointFolder.save
+    save_file = "lipsformer.engine.checkpoint.save_file"
+
+    def second_fails(self, step: int, **content) -> Path:
+        if step == 2:  # neither the checkpoint nor the curves find a free byte
+            monkeypatch.setattr(save_file, full)
+            monkeypatch.setattr(plots, "_plot", full)
+        return saved(self, step, **content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "save", second_fails)
+        assert train.main(arguments) == 4
+    (line,) = lines_of(capsys)
+    assert "cannot write checkpoint" in line
+    assert "No space left on device" in line
+    assert RunFolder(output).weights().step == 1
+
+    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracking, "record", full)
+        assert train.main(arguments) == 4
+    (line,) = lines_of(capsys)
+    assert line.endswith("[Errno 28] No space left on device")
+
+    records = (output / METRICS).read_bytes()
+    (output / METRICS).unlink()
+    before = sorted(path.name for path in output.iterdir())
+    for more in ([], ["--dry-run"]):
+        assert train.main([*arguments, *more]) == 2
+        (line,) = lines_of(capsys)
+        assert f"{METRICS} has 0 bytes, but had" in line
+        assert sorted(path.name for path in output.iterdir()) == before
+    (output / METRICS).write_bytes(records)
+    assert train.main(arguments) == 0
+    assert RunFolder(output).summary() is not None
