@@ -6,7 +6,7 @@
 
 A run stands for its best evaluated weights, raw or EMA. Model, class names and preprocessing come
 from the checkpoint's config.json, the data from its config.yaml; `--data key=value` replaces
-settings of the latter. A file of weights without a config.json in its folder needs `--config`.
+settings of config.yaml. A file of weights without a config.json in its folder needs `--config`.
 `--set` evaluates on ImageNet's sets instead: val real v2 a r sketch c, each also as `name=folder`
 (docs/data.md). `--certify` adds the share of images that keep their class within a 2-norm distance,
 proved and under attack (docs/lipschitz.md). Exit code 2 for a mistake.
@@ -22,6 +22,7 @@ from typing import Any
 
 from data import DataError, build_eval_dataset, build_eval_sets
 from data.evalsets import STANDARD, EvalSet, corruption_summary
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
 from lipsformer.engine import exits
@@ -55,13 +56,12 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         else weights.config(overrides)
     )
     timm_config = weights.timm_config()
-    if timm_config is not None:
-        known = timm_config["pretrained_cfg"]
+    if config is not None:
+        data = config.data
+    elif timm_config is not None:  # a folder of timm's format, which no run wrote
         settings = ["source=folder", *options.data] if options.set else options.data
         origin = f"{weights.folder} with --data"
-        data = config.data if config else data_config(known, settings, origin=origin)
-    elif config is not None:
-        data = config.data
+        data = data_config(timm_config["pretrained_cfg"], settings, origin=origin)
     else:
         raise ConfigError(
             f"{weights.file}: its folder has no config.json; give --config configs/x.yaml"
@@ -99,9 +99,7 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--checkpoint", required=True, help="run, checkpoint or weights file")
     parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="e.g. root=/d")

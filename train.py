@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from data import DataError
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, describe, dump_config, read_config
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
@@ -91,11 +92,7 @@ def dry_run(config: Config) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"settings:\n\n{describe(Config)}",
-    )
+    parser = documented_parser(__doc__, epilog=f"settings:\n\n{describe(Config)}")
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument(
         "--dry-run",

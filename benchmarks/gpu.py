@@ -8,12 +8,13 @@ Results are written to benchmarks/results and docs/images. A command that fails 
 others; the exit code tells.
 """
 
-import argparse
 import shlex
 import subprocess
 import sys
 
 import torch
+
+from lipsformer._commands import documented_parser
 
 TINY = "swin_tiny_patch4_window7_224 lipsformer_swin_tiny lipsformer_tiny"
 OTHERS = (
@@ -23,6 +24,7 @@ OTHERS = (
 )
 CUDA = "--device cuda --precision bf16"
 RESULTS = "benchmarks/results"
+STUDIES = ("cifar10_nano", "cifar10_tiny", "imagenette_nano", "imagenette_tiny")
 COMMANDS = (
     "python -m pytest -m gpu tests",
     f"python -m benchmarks.models {TINY} {CUDA} --modes eager compiled graphs "
@@ -46,18 +48,13 @@ COMMANDS = (
     f"--output {RESULTS}/graph/layers_large_cuda.json",
     f"python -m benchmarks.scaling {CUDA} --processes {max(1, torch.cuda.device_count())} "
     f"--batch-size 128 --rounds 21 --warmup 5 --output {RESULTS}/scaling_cuda.json",
-    "python -m benchmarks.convergence cifar10-nano cifar10-tiny data.download=true "
-    f"--output {RESULTS}/convergence_cifar10.json",
-    "python -m benchmarks.convergence imagenette-nano imagenette-tiny "
-    f"--output {RESULTS}/convergence_imagenette.json",
+    *(f"python -m benchmarks.study benchmarks/studies/convergence_{name}.yaml" for name in STUDIES),
 )
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument(
         "--only", nargs="+", metavar="PART", help="commands with one of these words"
     )

@@ -5,16 +5,16 @@
         "GAT, LipschitzNorm=outputs/graph/gradients_25/seed0.jsonl"
 """
 
-import argparse
 from pathlib import Path
 
+from lipsformer._commands import documented_parser
 from lipsformer.graph.plots import plot_epochs
 from lipsformer.jsonl import read_jsonl
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = documented_parser(__doc__)
     parser.add_argument("runs", nargs="+", help="name=path of a seed's JSON lines")
     parser.add_argument("--keys", nargs="+", default=["gradient_norm", "loss"])
     parser.add_argument("--output", type=Path, required=True)

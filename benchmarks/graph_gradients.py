@@ -5,7 +5,6 @@
 Writes benchmarks/results/graph/gradients_<depth>.json and docs/images/graph_gradients_<depth>.png.
 """
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from data.graphs import graph_root, load_graph
+from lipsformer._commands import documented_parser
 from lipsformer.graph import create_model
 from lipsformer.graph.diagnostics import layer_profile
 from lipsformer.graph.plots import plot_layers
@@ -37,7 +37,7 @@ def _rounded(value: float) -> float | str:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = documented_parser(__doc__)
     parser.add_argument("--root", default="datasets")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/graph"))
     parser.add_argument("--images", type=Path, default=Path("docs/images"))

@@ -14,7 +14,6 @@ a plain `edge_index` and sorts it in every step. "sorted edges" means that PyG's
 are sorted by target. "messages" is our layer without its fused pass.
 """  # noqa: E501
 
-import argparse
 import json
 import random
 import statistics
@@ -30,6 +29,7 @@ from torch_geometric.nn import GATConv, GCNConv, TransformerConv
 
 from benchmarks.machine import machine, peak_memory, synchronize
 from data.graphs import graph_root, load_graph
+from lipsformer._commands import documented_parser
 from lipsformer.graph import (
     LipschitzGATConv,
     LipschitzTransformerConv,
@@ -179,9 +179,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("layers", nargs="*", default=list(LAYERS), help="the first is the base")
     parser.add_argument("--graph", choices=("pubmed", *GRAPHS), default="pubmed")
     parser.add_argument("--root", default="datasets")

@@ -8,7 +8,6 @@ setting: the test accuracy in % at the best validation epoch / at the last epoch
 standard deviation.
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from lipsformer._commands import documented_parser
 from lipsformer.jsonl import read_jsonl
 
 _PERCENT = ("test_acc", "last_test_acc", "highest_train_acc", "val_acc")
@@ -73,7 +73,7 @@ def _mean(values: list[float]) -> str:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = documented_parser(__doc__)
     parser.add_argument("root", type=Path, help="folder of output folders")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args()

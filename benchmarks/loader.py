@@ -11,7 +11,6 @@ Three sets: the ImageNet sample as stored (short side 256), the same enlarged to
 index gives for the originals (JPEG quality 90), and the untouched originals among the odd files.
 """
 
-import argparse
 import csv
 import json
 import os
@@ -39,6 +38,7 @@ from data import TrainBatches, build_datasets, eval_loader
 from data.build import train_transform
 from data.images import EncodedPicture, read_picture
 from data.rng import preserve_rng, seed_all
+from lipsformer._commands import documented_parser
 from lipsformer.config import AugmentConfig, DataConfig
 
 BATCH_SIZE = 64
@@ -247,9 +247,7 @@ def make_sets(root: Path, scratch: Path, limit: int) -> dict[str, Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--root", type=Path, required=True, help="folder of the unpacked sets")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each loader")

@@ -9,7 +9,6 @@ engine's with `train.deterministic`. They take turns on batches held in memory; 
 that a busy machine slows none.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 import lipsformer  # noqa: F401  (registers the models)
+from lipsformer._commands import documented_parser
 from lipsformer.config import OptimConfig
 from lipsformer.engine.metrics import StepMetrics, summarize
 from lipsformer.engine.optim import make_optimizer
@@ -143,7 +143,7 @@ def overhead(loop: list[tuple[float, float]], base: list[tuple[float, float]]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = documented_parser(__doc__)
     parser.add_argument("--model", default="lipsformer_nano")
     parser.add_argument("--img-size", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=2, help="small, for short updates")

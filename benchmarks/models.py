@@ -36,6 +36,7 @@ from torch.nn.functional import cross_entropy
 import lipsformer
 from benchmarks.counting import OperatorCounter
 from benchmarks.machine import PRECISIONS, limits, machine, peak_memory, synchronize
+from lipsformer._commands import documented_parser
 from lipsformer.analysis.cost import count_parameters, part_costs
 from lipsformer.models import LipsFormerCSwin, LipsFormerSwin, LipsFormerViT
 
@@ -220,9 +221,7 @@ def figures(own: dict[str, float]) -> str:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS), help="the first is the base")
     parser.add_argument("--peer", action="append", default=[], metavar="module:function")
     parser.add_argument("--device", default="cpu")

@@ -9,7 +9,6 @@ steps of one default interval. Every singular value of every record is compared 
 `torch.linalg.svdvals` of the weight in float64.
 """
 
-import argparse
 import inspect
 import json
 import os
@@ -26,6 +25,7 @@ from accelerate import Accelerator
 
 import lipsformer  # noqa: F401  (registers the models)
 from data import Normalize, build_eval_dataset, collate
+from lipsformer._commands import documented_parser
 from lipsformer.analysis.bounds import image_domain
 from lipsformer.analysis.instruments import Monitor
 from lipsformer.analysis.sigma import operators
@@ -58,7 +58,7 @@ class TimedMonitor(Monitor):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = documented_parser(__doc__)
     parser.add_argument("--model", default="lipsformer_nano")
     parser.add_argument("--img-size", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=64)

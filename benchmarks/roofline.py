@@ -14,7 +14,6 @@ FLOP/s and its traffic over the measured bandwidth. "moved" is what the operator
 read and write, over that traffic: what fusing them could save.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -31,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.counting import OperatorCounter
 from benchmarks.machine import PRECISIONS, limits, machine, synchronize
+from lipsformer._commands import documented_parser
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 from lipsformer.models.lipsformer_cswin import StripeAttention
 from lipsformer.models.lipsformer_swin import WindowAttention
@@ -278,9 +278,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("model", nargs="?", default="lipsformer_swin_tiny")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")

@@ -34,6 +34,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.machine import PRECISIONS, machine, synchronize
+from lipsformer._commands import documented_parser
 from lipsformer.analysis.cost import count_parameters
 
 
@@ -122,9 +123,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--model", default="lipsformer_swin_tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--processes", type=int, default=2)

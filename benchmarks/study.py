@@ -28,12 +28,15 @@ import torch
 
 import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.machine import machine
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.analysis.cost import part_costs
 from lipsformer.config import Config
+from lipsformer.engine.distributed import EXIT_STOPPED
+from lipsformer.engine.run_folder import RunFolder
+from lipsformer.jsonl import append_jsonl, read_jsonl
 
 ROOT = Path(__file__).parents[1]
-EXIT_STOPPED = 75
 # glibc keeps freed memory: a step of a nano model takes 8,000 page faults otherwise.
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"
 
@@ -76,13 +79,6 @@ class Study:
         return [*self.overrides, *self.rows[row].split(), f"train.seed={seed}"]
 
 
-def read_results(study: Study) -> list[dict[str, Any]]:
-    """Return the finished runs; a line that was cut off by a kill counts as not there."""
-    path = ROOT / study.results
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 def train(study: Study, name: str, row: str, seed: int, runs: Path) -> dict[str, Any] | None:
     """Train one run to its end in a process of its own; None if a signal stopped it."""
     folder = runs / name / f"{row}-seed{seed}"
@@ -105,8 +101,7 @@ def record(
 ) -> dict[str, Any]:
     """Return the line of a finished run, with everything that a table of the study needs."""
     config = read_config(Config, ROOT / study.config, study.settings(row, seed))
-    metrics = folder / "metrics.jsonl"
-    lines = [json.loads(text) for text in metrics.read_text().splitlines()]
+    lines = RunFolder(folder).metrics()
     trained = [line for line in lines if line["kind"] == "train" and "images_per_s" in line]
     evaluations = [
         {key: line[key] for key in ("kind", "epoch", "update", "top1", "loss", "images")}
@@ -118,7 +113,7 @@ def record(
     )
     image = torch.zeros(1, 3, config.data.img_size, config.data.img_size)
     macs = sum(part.macs for part in part_costs(model, image))
-    starts = json.loads((folder / "environment.json").read_text())
+    starts = RunFolder(folder).environment()
     images = (lines[-1]["update"] if lines else 0) * config.train.global_batch_size
     return {
         "row": row,
@@ -136,14 +131,14 @@ def record(
         "wall_seconds": round(seconds, 1),
         "starts": len(starts),
         "commit": starts[-1]["git_commit"],
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "evaluations": evaluations,
     }
 
 
 def run(study: Study, name: str, runs: Path, workers: int, only: Sequence[str]) -> None:
     """Train what is missing, `workers` runs at a time, and append a line for each that ends."""
-    done = {(line["row"], line["seed"]) for line in read_results(study)}
+    done = {(line["row"], line["seed"]) for line in read_jsonl(ROOT / study.results)}
     missing = [r for r in study.runs() if r not in done and (not only or r[0] in only)]
     path, lock = ROOT / study.results, threading.Lock()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,8 +148,8 @@ def run(study: Study, name: str, runs: Path, workers: int, only: Sequence[str]) 
         if line is None:
             print(f"{job[0]} seed {job[1]} was stopped; the same command continues it", flush=True)
             return
-        with lock, path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with lock:
+            append_jsonl(path, line)
         print(f"{job[0]} seed {job[1]}: {outcome(line)}", flush=True)
 
     with ThreadPoolExecutor(workers) as pool:
@@ -177,7 +172,7 @@ def last_evaluation(line: dict[str, Any]) -> dict[str, Any] | None:
 
 def table(study: Study) -> str:
     """Return a markdown table of means over seeds, and the runs that are missing."""
-    results = read_results(study)
+    results = list(read_jsonl(ROOT / study.results))
     lines = [
         "| row | settings | last epoch, % | best epoch, % | seeds | M parameters | MMACs "
         "| PFLOP | images/s | hours |",
@@ -229,7 +224,7 @@ def plot(study: Study, path: Path) -> None:
     figure = Figure(figsize=(8.0, 5.0), layout="constrained")
     axes = figure.subplots()
     rows = list(study.rows)
-    results = read_results(study)
+    results = list(read_jsonl(ROOT / study.results))
     for row in rows:
         for index, line in enumerate(own for own in results if own["row"] == row):
             raw = [entry for entry in line["evaluations"] if entry["kind"] == "raw"]
@@ -249,9 +244,7 @@ def plot(study: Study, path: Path) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("study", type=Path, help="YAML file of the study")
     parser.add_argument("--runs", type=Path, default=Path("outputs/studies"), help="run folders")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, one thread each")

@@ -68,11 +68,13 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 class DollarMath(griffe.Extension):
-    """Docstrings' `.. math::` and `:math:` in the notation of the pages."""
+    """Docstrings in the notation of the pages: `.. math::`, `:math:` and `Example:`."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object."""
         if obj.docstring:
             text = MATH_BLOCK.sub(lambda m: f"{m[1]}$$ {m[2].strip()} $$\n", obj.docstring.value)
             text = re.sub(r":math:`(.+?)`", r"$\1$", text, flags=re.DOTALL)
-            obj.docstring.value = re.sub(r":(?:func|class):`~?(.+?)`", r"`\1`", text)
+            text = re.sub(r":(?:func|class):`~?(.+?)`", r"`\1`", text)
+            # griffe knows only the plural; it would read the code of another section as Markdown
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)

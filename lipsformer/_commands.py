@@ -2,7 +2,7 @@
 
 import argparse
 import importlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
@@ -33,6 +33,17 @@ COMMANDS = {
 }
 COMPLETION = "completion"
 RENAMED = {"convert": "import-weights"}  # names of the previous release
+
+
+def documented_parser(text: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Build a parser whose help shows the docstring of its module, line for line.
+
+    Args:
+        text: The docstring.
+        **options: Further arguments of `ArgumentParser`.
+    """
+    style = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=text, formatter_class=style, **options)
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:

@@ -23,6 +23,12 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one record to a file, and create the file if it is missing."""
+    """Append one record to a file, and create the file if it is missing.
+
+    A line that an interruption cut off is removed first.
+    """
+    text = path.read_bytes() if path.exists() else b""
+    if not text.endswith(b"\n"):
+        path.write_bytes(text[: text.rfind(b"\n") + 1])
     with path.open("a") as stream:
         stream.write(json.dumps(record) + "\n")

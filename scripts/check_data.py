@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from data.check import Finding, check_files
 from data.sources import image_files
+from lipsformer._commands import documented_parser
 
 
 def report(findings: list[Finding]) -> str:
@@ -42,9 +43,7 @@ def report(findings: list[Finding]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("folder", type=Path, help="folder of images, at any depth")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="number of processes")
     parser.add_argument("--list", type=Path, help="write the paths of unreadable files to it")

@@ -28,6 +28,7 @@ from torch import Tensor
 from data import DataError, UnreadableImageError
 from data.images import ADVICE, ArrayPicture, EncodedPicture, Picture
 from data.sources import digits
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.checkpoint import CheckpointError
@@ -335,9 +336,7 @@ def serve(checkpoint: str, which: str, *, host: str, port: int | None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--checkpoint", required=True, help="run, checkpoint or timm's folder")
     parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")

@@ -23,6 +23,7 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.run_folder import (
@@ -162,9 +163,7 @@ def export_model(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("name", help="a run, its checkpoint, or any timm model")
     parser.add_argument("out", type=Path, help="folder to be created")
     parser.add_argument("--formats", nargs="+", choices=EXPORTS, default=list(EXPORTS))

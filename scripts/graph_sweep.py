@@ -6,7 +6,6 @@ Every finished run adds one line to `results.jsonl`. The same command runs only 
 that file.
 """
 
-import argparse
 import itertools
 import json
 import multiprocessing
@@ -19,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from data.errors import DataError
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig
 from lipsformer.graph.plots import plot_sweep
@@ -120,7 +120,7 @@ def _with_std(row: dict[str, Any], key: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code; 2 means that the config or the data are wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = documented_parser(__doc__)
     parser.add_argument(
         "--config", required=True, type=Path, help="YAML file of a GraphSweepConfig"
     )

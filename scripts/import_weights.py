@@ -29,6 +29,7 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
+from lipsformer._commands import documented_parser
 from lipsformer.models import lipsformer_cswin, lipsformer_swin
 from lipsformer.models._timm import unwrap
 
@@ -253,9 +254,7 @@ def import_weights(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("source", type=Path, help="released .pth or .safetensors file")
     parser.add_argument("out", type=Path, help="folder to create")
     parser.add_argument("--num-heads", type=int, nargs="+", help="CSwin: heads of every stage")

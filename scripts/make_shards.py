@@ -11,7 +11,6 @@ command continues after an interruption and keeps the complete shards. Train fro
 damaged; 2 a mistake in the arguments or the source.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -31,6 +30,7 @@ from data.shards import (
     write_shard,
 )
 from data.sources import FolderSource
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.config import DataConfig
 
@@ -92,9 +92,7 @@ def _progress(items: list) -> tqdm:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("source", type=Path, nargs="?", help="folder of class folders, or parquet")
     parser.add_argument("shards", type=Path, help="folder of the shards")
     parser.add_argument("--images-per-shard", type=int, default=2000)

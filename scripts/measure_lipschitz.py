@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from data import DataError, Normalize, build_eval_dataset, collate
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.bounds import (
     UnknownModuleError,
@@ -122,9 +123,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("model", metavar="MODEL", help="timm name, run, checkpoint or folder")
     parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="source=digits")

@@ -9,7 +9,6 @@ folders of the standard index, whose order `data.source=folder` follows, with th
 of images. Exit codes: 0 both splits are complete; 2 something is missing or wrong.
 """
 
-import argparse
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torchvision.datasets import imagenet
 
 from data.errors import DataError
 from data.sources import FolderSource
+from lipsformer._commands import documented_parser
 
 IMAGES = {"train": 1_281_167, "val": 50_000}
 
@@ -70,9 +70,7 @@ def check(folder: Path, split: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("folder", type=Path, help="folder of the archives")
     folder = parser.parse_intermixed_args(arguments).folder
     try:

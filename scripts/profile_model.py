@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
+from lipsformer._commands import documented_parser
 from lipsformer.analysis.cost import (
     PartCost,
     PeakMemory,
@@ -141,9 +142,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help="any timm model")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--img-size", type=int, help="side in pixels; default: the model's own")

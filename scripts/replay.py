@@ -6,7 +6,6 @@ every module and the gradient of every parameter. One process takes the shares o
 run in turn, with their random numbers. Nothing is written. Exit code 2 for a mistake.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from data.loader import TrainBatches, Update
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.engine import distributed
 from lipsformer.engine.checkpoint import CheckpointError, read_state
@@ -144,9 +144,7 @@ def finite(tensor: Tensor) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("run", type=Path, help="folder of the run")
     try:
         print(json.dumps(replay(parser.parse_args(argv).run), indent=1))

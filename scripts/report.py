@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.engine.distributed import EXIT_USER_ERROR
 from lipsformer.engine.run_folder import REPORT, WHICH, WHICH_HELP
@@ -22,9 +23,7 @@ from scripts.reporting.write import IMAGES, write_report
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
     parser.add_argument("--out", type=Path, help="HTML file; default: report.html in the run")
     parser.add_argument("--markdown", type=Path, metavar="FOLDER", help="also as Markdown, there")

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from data.errors import DataError
 from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
+from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphDataConfig
@@ -163,9 +164,7 @@ def _identity(config: GraphConfig) -> tuple[object, ...]:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--config", required=True, help="YAML file of a GraphConfig")
     parser.add_argument("overrides", nargs="*", help="key=value")
     return parser

@@ -66,7 +66,11 @@ def check_command(words: Sequence[str], own_scripts: Sequence[str] = ()) -> None
             pass  # typed into a shell by tests.newcomer
         case ["lipsformer", "train", *arguments]:
             check_script("train.py", arguments, own_scripts)
+        case ["python", script, "train" | "eval" as command, *arguments] if script in own_scripts:
+            check_script(f"{command}.py", arguments, own_scripts)
         case ["lipsformer", "--help"]:
+            pass
+        case ["python", "-m", "pytest", file] if file in own_scripts:
             pass
         case ["python", "-m", module, *arguments]:
             check_module(module, arguments)

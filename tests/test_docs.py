@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import io
 import os
 import re
@@ -60,7 +61,7 @@ def fake_ray(monkeypatch) -> list[Config]:
 def test_blocks_of_a_page_work_in_order(page, tmp_path, monkeypatch, fake_ray):
     """In an empty folder: Python runs, what it prints is shown, commands and configs are accepted.
 
-    A Python block with a title is a file to save.
+    A Python block with a title is a file to save. The tests in it are run.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -75,7 +76,7 @@ def test_blocks_of_a_page_work_in_order(page, tmp_path, monkeypatch, fake_ray):
                     if block.title:
                         saved.append(block.title)
                         (tmp_path / block.title).write_text(block.text)
-                        importlib.import_module(Path(block.title).stem)
+                        run_tests(importlib.import_module(Path(block.title).stem), tmp_path)
                     else:
                         exec(block.text, names)
                 printed = output.getvalue()
@@ -89,6 +90,13 @@ def test_blocks_of_a_page_work_in_order(page, tmp_path, monkeypatch, fake_ray):
             case language:
                 assert page == README and not language, f"no check for a block of {language!r}"
     assert [type(config) for config in fake_ray] == [Config] * (page.name == "several-nodes.md")
+
+
+def run_tests(module: types.ModuleType, tmp_path: Path) -> None:
+    """Call the test functions of a module, which may use pytest's fixture `tmp_path`."""
+    for name, value in vars(module).items():
+        if name.startswith("test_"):
+            value(*[tmp_path for _ in inspect.signature(value).parameters])
 
 
 def test_the_newcomer_types_every_command_or_says_why_not():

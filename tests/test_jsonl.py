@@ -11,3 +11,5 @@ def test_records_come_back_in_order_up_to_a_line_that_was_cut_off(tmp_path):
     with path.open("a") as stream:
         stream.write('{"epoch": 2, "lo')
     assert list(read_jsonl(path)) == records
+    append_jsonl(path, {"epoch": 2})
+    assert list(read_jsonl(path)) == [*records, {"epoch": 2}]

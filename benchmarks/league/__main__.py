@@ -20,15 +20,12 @@ from benchmarks.league.plots import plot_all
 from benchmarks.league.pool import run
 from benchmarks.league.results import read_results
 from benchmarks.league.table import page
+from lipsformer._commands import documented_parser
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.league",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = documented_parser(__doc__, prog="python -m benchmarks.league")
     parser.add_argument("--runs", type=Path, default=Path("outputs/league"), help="scratch folder")
     parser.add_argument("--workers", type=int, default=1, help="cells at a time, one thread each")
     parser.add_argument("--data", nargs="+", choices=FOLDERS, default=list(FOLDERS))

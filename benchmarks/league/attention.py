@@ -13,9 +13,23 @@ class DotProductAttention(nn.Module):
         q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].
     """
 
+    def __init__(self, num_heads: int) -> None:
+        """Keep the number of heads, by which the windows are cut.
+
+        Args:
+            num_heads: Number of heads H.
+        """
+        super().__init__()
+        self.num_heads = num_heads
+
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k such that their plain products are the scores."""
         return q * q.shape[-1] ** -0.5, k
+
+    def scores(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        """Return what the softmax is taken of, [B, H, N, N]; the values do not enter."""
+        q, k = self.normalize(q, k)
+        return q @ k.mT + bias
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores."""
@@ -33,13 +47,14 @@ class QKNormAttention(DotProductAttention):
         arXiv:2302.05442; Wortsman et al. 2023, arXiv:2309.14322.
     """
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, num_heads: int, head_dim: int) -> None:
         """Create the two norms, which all heads share.
 
         Args:
+            num_heads: Number of heads H.
             head_dim: Number of channels d of a head.
         """
-        super().__init__()
+        super().__init__(num_heads)
         self.q_norm = nn.LayerNorm(head_dim)
         self.k_norm = nn.LayerNorm(head_dim)
 

@@ -10,8 +10,6 @@ from functools import partial
 from typing import Any
 
 import timm
-from lipsformer.analysis.control import SpectralCap, UpdateLimit
-from lipsformer.analysis.instrument import Instrument
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
@@ -21,8 +19,10 @@ from benchmarks.league.pointwise_norms import Derf, DyT
 from benchmarks.league.residual_scales import layer_scale_, rezero_
 from benchmarks.league.sigma_reparam import sigma_reparam_
 from benchmarks.league.simple_norm import RMSNorm, simple_norm_
+from lipsformer.analysis.instruments import SpectralCap, UpdateLimit
+from lipsformer.engine.instrument import Instrument
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
-from lipsformer.models.lipsformer import ConvBranch, LipsFormerBlock, Mlp
+from lipsformer.models.lipsformer import LipsFormerBlock
 from lipsformer.models.lipsformer_swin import WindowAttention
 
 Model = Any
@@ -62,18 +62,24 @@ def replace_norms(model: Model, make: Callable[[int], nn.Module]) -> None:
     replace_modules(model, CenterNorm, lambda norm: make(norm.dim))
 
 
-def replace_attention(model: Model, make: Callable[[int], nn.Module]) -> None:
-    """Put another attention on q, k and v, made from the channels of a head, into every block."""
+def replace_attention(model: Model, make: Callable[[int, int], nn.Module]) -> None:
+    """Put another attention on q, k and v into every block.
+
+    Args:
+        model: Changed in place.
+        make: Called with the number of heads and the channels of a head.
+    """
     for module in model.modules():
         if isinstance(module, WindowAttention):
-            module.attention = make(module.dim // module.num_heads)
+            module.attention = make(module.num_heads, module.dim // module.num_heads)
 
 
 def normalize_before(model: Model, make: Callable[[int], nn.Module]) -> None:
     """Move the norms of the blocks from behind the sums to the start of all four branches.
 
     This is the pre-norm arrangement of today's transformers. The norms of the patches, of merging
-    and before the classifier stay where they are.
+    and before the classifier stay where they are. A norm is a hook of its branch, so the residual
+    may still leave the branch's last step to itself.
 
     Args:
         model: Changed in place.
@@ -85,10 +91,9 @@ def normalize_before(model: Model, make: Callable[[int], nn.Module]) -> None:
             dim = getattr(block, norms[0]).dim
             for name in norms:
                 setattr(block, name, nn.Identity())
-            for branch in block.modules():
-                if isinstance(branch, (ConvBranch, WindowAttention, Mlp)):
-                    branch.input_norm = make(dim)
-                    branch.register_forward_pre_hook(_normalize_input)
+            for residual in residuals(block):
+                residual.branch.input_norm = make(dim)
+                residual.branch.register_forward_pre_hook(_normalize_input)
     replace_norms(model, make)
 
 
@@ -96,7 +101,7 @@ def _normalize_input(branch: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (branch.input_norm(args[0]), *args[1:])
 
 
-def residuals(model: Model) -> list[WeightedResidual]:
+def residuals(model: nn.Module) -> list[WeightedResidual]:
     """Return the residual branches."""
     return [module for module in model.modules() if isinstance(module, WeightedResidual)]
 
@@ -114,7 +119,7 @@ def layer_norm(model: Model, blocks: int) -> None:
 
 def dot_product(model: Model, blocks: int) -> None:
     """Swap scaled cosine attention for dot-product attention."""
-    replace_attention(model, lambda head_dim: DotProductAttention())
+    replace_attention(model, lambda num_heads, head_dim: DotProductAttention(num_heads))
 
 
 def plain_residual(model: Model, blocks: int) -> None:
@@ -203,12 +208,12 @@ class Body:
     Attributes:
         change: Changes a LipsFormer-Swin in place; called with the number of blocks.
         weight_decay: Whether the method is trained with weight decay.
-        instrument: What acts around every update.
+        instruments: Make what acts around every update, from the model.
     """
 
     change: Callable[[Model, int], None]
     weight_decay: bool = True
-    instrument: Callable[[Model], Instrument] = lambda model: Instrument()
+    instruments: tuple[Callable[[Model], Instrument], ...] = ()
 
 
 # Largest ratio of sigma_1(update) to sigma_1(weight) of UpdateLimit, and the cap of SpectralCap:
@@ -226,9 +231,9 @@ BODIES = {
     "Derf": Body(partial(pre_norm, norm=Derf)),
     "sigmaReparam": Body(sigma_reparam, weight_decay=False),
     "SimpleNorm": Body(simple_norm),
-    "nViT": Body(make_normalized, weight_decay=False, instrument=NormalizeWeights),
-    "plain + SpectralCap": Body(plain, instrument=lambda model: SpectralCap(model, CAP)),
-    "plain + UpdateLimit": Body(plain, instrument=lambda model: UpdateLimit(model, SHARE)),
+    "nViT": Body(make_normalized, weight_decay=False, instruments=(NormalizeWeights,)),
+    "plain + SpectralCap": Body(plain, instruments=(partial(SpectralCap, sigma=CAP),)),
+    "plain + UpdateLimit": Body(plain, instruments=(partial(UpdateLimit, share=SHARE),)),
     "lipsformer, LayerNorm": Body(layer_norm),
     "lipsformer, dot product": Body(dot_product),
     "lipsformer, plain residual": Body(plain_residual),

@@ -87,7 +87,7 @@ def run_cell(cell: Cell, images: Images) -> dict[str, Any]:
     decay = optimizer_of.weight_decay if body.weight_decay else 0.0
     optim = OptimConfig(name=cell.optimizer, lr=cell.lr, weight_decay=decay)
     optimizer = make_optimizer(model, optim)
-    instrument = body.instrument(model)
+    instruments = [make(model) for make in body.instruments]
     schedule = CosineSchedule(
         peak=cell.lr,
         final=0.0,
@@ -107,16 +107,19 @@ def run_cell(cell: Cell, images: Images) -> dict[str, Any]:
             break
         optimizer.zero_grad()
         loss.backward()
-        instrument.before_step(update)
+        for instrument in instruments:
+            instrument.before_step(update)
         optimizer.step()
         try:
-            instrument.after_step(update)
+            for instrument in instruments:
+                instrument.after_step(update)
         except torch.linalg.LinAlgError:  # of weights that are not finite
             losses.append(math.nan)
             break
     finite = math.isfinite(losses[-1])
     if finite:
-        instrument.before_eval()
+        for instrument in instruments:
+            instrument.before_eval()
         signals.append(_signals(model, probe, len(losses)))
     last = losses[-math.ceil(len(losses) / 10) :]
     final = sum(last) / len(last) if finite else None

@@ -3,11 +3,11 @@
 Every token, and every vector of a weight along the channels of the tokens, has length 1.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lipsformer.analysis.instrument import Instrument
 from torch import Tensor, nn
 
 from benchmarks.league.attention import DotProductAttention
@@ -55,14 +55,15 @@ class NormalizedAttention(DotProductAttention):
         \tilde x = s_{qk} \odot x / |x|_2
     """
 
-    def __init__(self, head_dim: int, dim: int) -> None:
+    def __init__(self, num_heads: int, head_dim: int, dim: int) -> None:
         """Create the scale.
 
         Args:
+            num_heads: Number of heads H.
             head_dim: Number of channels d of a head.
             dim: Number of channels of a token.
         """
-        super().__init__()
+        super().__init__(num_heads)
         self.scale = Scale(head_dim, dim)
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,8 +166,8 @@ def make_normalized(model: Any, blocks: int) -> None:
     for stage in model.stages:
         attentions = [m for m in stage.blocks.modules() if isinstance(m, WindowAttention)]
         for attention in attentions:
-            dim = attention.dim
-            attention.attention = NormalizedAttention(dim // attention.num_heads, dim)
+            dim, heads = attention.dim, attention.num_heads
+            attention.attention = NormalizedAttention(heads, dim // heads, dim)
             for layer in (attention.qkv, attention.proj):
                 layer.register_parameter("bias", None)
         made = [NormalizedBlock(a.dim, a, 1.0 / (4 * blocks)) for a in attentions]
@@ -182,7 +183,7 @@ def make_normalized(model: Any, blocks: int) -> None:
     NormalizeWeights(model).after_step(0)
 
 
-class NormalizeWeights(Instrument):
+class NormalizeWeights:
     """Bring every vector of the weights along the tokens' channels back to length 1.
 
     These are the rows of a weight that reads tokens and the columns of one that writes them: the
@@ -195,7 +196,6 @@ class NormalizeWeights(Instrument):
         Args:
             model: Made by ``make_normalized``.
         """
-        self.trackers = {}
         writing: list[Any] = [m.proj for m in model.modules() if isinstance(m, WindowAttention)]
         writing += [m.mlp[2] for m in model.modules() if isinstance(m, NormalizedBlock)]
         self.columns: list[Tensor] = [layer.weight for layer in writing]
@@ -204,6 +204,13 @@ class NormalizeWeights(Instrument):
             for layer in model.modules()
             if isinstance(layer, (nn.Linear, nn.Conv2d, DepthwiseConv2d)) and layer not in writing
         ]
+
+    def before_step(self, step: int) -> None:
+        """Do nothing: only new weights need normalizing.
+
+        Args:
+            step: Number of steps made before the current one.
+        """
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -216,3 +223,18 @@ class NormalizeWeights(Instrument):
             weight.copy_(F.normalize(weight, dim=0))
         for weight in self.rows:
             weight.copy_(F.normalize(weight.flatten(1), dim=1).view_as(weight))
+
+    def before_eval(self) -> Mapping[str, Mapping[str, float]]:
+        """Return no figures: the weights are normalized after every step."""
+        return {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return nothing: the next step depends on the weights alone."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load nothing.
+
+        Args:
+            state: The result of `state_dict`.
+        """

@@ -74,7 +74,7 @@ def cells(records: Sequence[Record]) -> set[Cell]:
 def first_grid(records: Sequence[Record], body: str, optimizer: str = "adamw") -> list[Record]:
     """Return the lines of a row from which further runs are chosen."""
     row = {"body": body, "optimizer": optimizer, "warmup": WARMUPS[0], "seed": SEEDS[0]}
-    return select(records, data="cifar10", blocks=6, **row)
+    return select(records, **row, data="cifar10", blocks=6)
 
 
 def imagenette_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -86,13 +86,12 @@ def imagenette_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
 def depth_cells(records: Sequence[Record]) -> list[Cell]:
     """Return the cells of the depths, each body at its best stable learning rate of six blocks."""
     found = []
-    for depth in DEPTHS:
-        for body in BODIES:
-            best = max(first_grid(records, body), key=lambda r: (r["stable"], r["top1"]))
-            cell = {"body": body, "optimizer": "adamw", "lr": best["lr"], "blocks": depth}
-            cell["updates"] = DEPTH_UPDATES
-            found.append(Cell(data="cifar10", warmup=WARMUPS[0], seed=SEEDS[0], **cell))
-    return found
+    for body in BODIES:
+        best = max(first_grid(records, body), key=lambda r: (r["stable"], r["top1"]))
+        cell = {"body": body, "optimizer": "adamw", "lr": best["lr"], "updates": DEPTH_UPDATES}
+        cell |= {"data": "cifar10", "warmup": WARMUPS[0], "seed": SEEDS[0]}
+        found += [Cell(blocks=depth, **cell) for depth in DEPTHS]
+    return sorted(found, key=lambda cell: cell.blocks)
 
 
 def next_cell(

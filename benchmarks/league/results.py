@@ -1,6 +1,5 @@
 """Reading, writing and summarizing the cells of the league."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,21 +7,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lipsformer.jsonl import append_jsonl
+from lipsformer.jsonl import append_jsonl, read_jsonl
 
 Record = dict[str, Any]
 
 
 def read_results(folder: Path) -> list[Record]:
-    """Return the finished cells; a line that a kill cut off is removed from its file."""
-    records: list[Record] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        text = path.read_text()
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            path.write_text(whole)
-        records += [json.loads(line) for line in whole.splitlines()]
-    return records
+    """Return the finished cells of all data sets."""
+    return [record for path in sorted(folder.glob("*.jsonl")) for record in read_jsonl(path)]
 
 
 def append_result(folder: Path, record: Record) -> None:

@@ -12,8 +12,9 @@ class SigmaReparam(nn.Module):
     .. math:: \hat W = \frac{\gamma}{\sigma(W)} W, \quad \sigma(W) = u^T W v
 
     gamma is one learned number, 1 at the start. The singular vectors u and v come from a singular
-    value decomposition at the start and follow the weight by one step of power iteration per use
-    in training. A convolution's weight is reshaped to [out, in * k * k], as in the authors' code.
+    value decomposition at the start and follow the weight by one step of power iteration whenever
+    the weight is read in training, which a layer does one to three times per forward pass. A
+    convolution's weight is reshaped to [out, in * k * k], as in the authors' code.
 
     Reference:
         Zhai et al. 2023, "Stabilizing Transformer Training by Preventing Attention Entropy

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipsformer.analysis.attention_maps import attention_scores
+from lipsformer.layers import ScaledCosineAttention
 from lipsformer.models.lipsformer_swin import WindowAttention
 
 LARGEST = 2  # of the 8 singular values of a head
@@ -30,9 +32,11 @@ def attention_entropy(model: nn.Module, images: Tensor) -> list[float]:
     found: list[float] = []
 
     def measure(core: Any, args: tuple[Tensor, ...]) -> None:
-        q, k, _, bias = args
-        q, k = core.normalize(q, k)
-        attn = (q @ k.mT + bias).softmax(-1)
+        if isinstance(core, ScaledCosineAttention):
+            scores = attention_scores(core, *args)
+        else:
+            scores = core.scores(*args)
+        attn = scores.softmax(-1)
         entropy = torch.special.entr(attn).sum(-1).mean() / math.log(attn.shape[-1])
         found.append(entropy.item())
 

@@ -13,7 +13,6 @@ from lipsformer.layers import (
     LipschitzNormAttention,
     ScaledCosineAttention,
     cosine_normalize,
-    merge_heads,
 )
 from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
 
@@ -145,10 +144,10 @@ def _record_maps(
         maps[name] = []
 
     def keep_map(core: nn.Module, args: tuple[Tensor, ...]) -> None:
-        window, size, num_prefix_tokens, shift = layout(module, len(maps[name]), x[0])
+        window, size, num_prefix_tokens, shift, merge = layout(module, len(maps[name]), x[0])
         attn = attention_scores(core, *args).softmax(-1)
         received = attn.sum(-2)[..., num_prefix_tokens:]
-        merged = merge_heads(received.unsqueeze(-1), window, size)
+        merged = merge(received.unsqueeze(-1), window, size)
         maps[name].append(merged.roll(shift, (1, 2)).permute(0, 3, 1, 2).float())
 
     yield module.register_forward_pre_hook(keep_input)

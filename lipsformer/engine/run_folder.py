@@ -4,6 +4,8 @@ This module alone knows how the files of a run are called. A run holds several s
 checkpoint has raw weights, and EMA weights if the run averages. "best" is the evaluated set with
 the highest top-1, raw or EMA, as the run recorded it. "last" is the better set of the newest
 checkpoint. Every command that takes a run uses "best" unless `--weights last` is given.
+
+A step of the optimizer is called an update in files, in config keys and in what commands print.
 """
 
 import json
@@ -200,23 +202,23 @@ def _of_checkpoint(folder: Path, kind: str | None = None) -> Weights:
     step, epoch = state["update"], state["update"] / state["updates_per_epoch"]
     figures = next((entry for entry in state["history"] if entry["update"] == step), {})
     if kind is None:
-        present = [kind for kind, name in FILES.items() if (folder / name).exists()]
-        kind = better_kind({kind: figures[kind] for kind in present}) if figures else present[-1]
+        present = [k for k, name in FILES.items() if (folder / name).exists()]
+        # EMA comes after raw in FILES, so the last one present is EMA if there is one
+        kind = better_kind({k: figures[k] for k in present}) if figures else present[-1]
     return Weights(folder / FILES[kind], kind, step, epoch, figures.get(kind))
 
 
 def better_kind(figures: dict[str, dict[str, Any]]) -> str:
-    """Return the kind of weights with the higher top-1; EMA if they are equal."""
+    """Return the kind of weights with the higher top-1; the last one, EMA, if they are equal."""
     return max(reversed(figures), key=lambda kind: figures[kind]["top1"])
 
 
 def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
-    """Build a model, with its weights.
+    """Build a model and load its weights.
 
     Args:
-        source: The name of a timm model, which gives its initial weights; or the path of a run, a
-            checkpoint, a folder of timm's format or a file of weights beside its config.json; or
-            weights that `find_weights` found.
+        source: A path as `find_weights` takes it, with a config.json in its folder; or weights that
+            `find_weights` returned; or the name of a timm model, which keeps its random weights.
         which: "best" or "last", for a run.
 
     Raises:
@@ -233,6 +235,7 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
         raise ConfigError(
             f"{source.folder} has no {TIMM_CONFIG}, which says to which model the weights belong"
         )
+    # timm builds the model that config.json describes; load_weights fills it from the right file
     model = timm.create_model(f"local-dir:{source.folder}", pretrained=False)
     load_weights(model, source.file)
     return model

@@ -1,7 +1,7 @@
 """How a processor computes the formulas of ``lipsformer.layers`` faster, with the same results.
 
 Every function takes tensors and numbers. A layer asks ``usable`` first and otherwise computes its
-formula with PyTorch's operators.
+formula with PyTorch's operators. ``add_gelu`` and ``center`` decide that themselves.
 
 Example:
     >>> import torch
@@ -12,15 +12,15 @@ Example:
 """
 
 from lipsformer.kernels.attention import normalize_rows, recomputed_attention
-from lipsformer.kernels.depthwise import KERNEL_SIZES, depthwise_conv
+from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
 from lipsformer.kernels.dispatch import usable
 from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
 from lipsformer.kernels.pointwise import add_gelu, center, centered_affine, gelu_residual
-from lipsformer.kernels.windows import MAX_TOKENS, cosine_windows
+from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
 
 __all__ = [
-    "KERNEL_SIZES",
-    "MAX_TOKENS",
+    "DEPTHWISE_SIZES",
+    "MAX_WINDOW_TOKENS",
     "add_gelu",
     "center",
     "centered_affine",

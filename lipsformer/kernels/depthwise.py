@@ -9,7 +9,7 @@ from torch import Tensor
 from lipsformer.kernels.bindings import name_of, run
 from lipsformer.kernels.dispatch import usable
 
-KERNEL_SIZES = (3, 7)  # those that csrc/depthwise.cpp is compiled for
+DEPTHWISE_SIZES = (3, 7)  # sides K for which csrc/depthwise.cpp is compiled
 
 
 def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     Args:
         x: [B, H, W, C] in float32 or bfloat16; autocast casts it.
-        weight: [C, 1, K, K], K in ``KERNEL_SIZES``.
+        weight: [C, 1, K, K], K in ``DEPTHWISE_SIZES``.
         bias: [C].
     """
     if torch.is_autocast_enabled("cpu"):

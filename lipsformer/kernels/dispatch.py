@@ -26,12 +26,14 @@ class Needs(NamedTuple):
     """What the kernel of an operator needs.
 
     Attributes:
-        backends: "csrc" for our compiled kernels and "onednn" for PyTorch's. One of them must be
-            available. An empty tuple means that the operator consists of PyTorch's operators.
+        backends: "csrc" for our compiled kernels and "onednn" for PyTorch's, which computes float32
+            without autocast only. One of them must be available. An empty tuple means that the
+            operator consists of PyTorch's operators.
         dtypes: Data types of the first tensor. Under autocast, an operator whose ``casts`` is true
             sees the type that autocast gives it.
         casts: Whether autocast changes the type of the operator's input.
-        mixed: Whether the other tensors may have a type that differs from the first one's.
+        mixed: Whether the other tensors may have a type that differs from the first one's. For an
+            operator whose ``casts`` is true, this holds only under autocast.
         contiguous: Whether all tensors must be contiguous.
         min_dims: Least number of dimensions of the first tensor.
     """
@@ -48,8 +50,8 @@ _POINTWISE = Needs(("csrc",), contiguous=True)
 NEEDS = {
     # asked by the layers
     "center_norm": Needs(),
-    "cosine_normalize": Needs(("onednn",)),
-    "attention": Needs(("onednn",)),
+    "cosine_normalize": Needs(("onednn",)),  # not oneDNN itself: it excludes autocast, which would
+    "attention": Needs(("onednn",)),  # cast the operators of the forward pass only
     "cosine_windows": Needs(("csrc",), _BOTH, mixed=True),
     "depthwise": Needs(("csrc", "onednn"), _BOTH, casts=True, mixed=True),
     "gelu_residual": Needs(),
@@ -75,9 +77,9 @@ def usable(
 ) -> bool:
     """Return whether the kernel of an operator may compute a call.
 
-    The gradients of the kernels are first-order, so with gradients a kernel is used only in
-    training mode. Evaluation with gradients and ``torch.func`` keep the plain operators, which can
-    be differentiated twice. The compiler keeps them too, because it fuses them itself.
+    The gradients of most kernels cannot be differentiated again, so with gradients a kernel is used
+    only in training mode. Evaluation with gradients and ``torch.func`` keep the plain operators,
+    which can be differentiated twice. The compiler keeps them too, because it fuses them itself.
 
     Args:
         operator: A key of ``NEEDS``.
@@ -111,7 +113,8 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
     dtype = torch.get_autocast_dtype("cpu") if autocast and needs.casts else x.dtype
     if dtype not in needs.dtypes:
         return f"the input is {dtype}"
-    if not (needs.mixed and (autocast or not needs.casts)):
+    may_differ = needs.mixed and (autocast or not needs.casts)
+    if not may_differ:
         for other in others:
             if other.dtype != dtype:
                 return f"the input is {dtype} and a parameter is {other.dtype}"

@@ -14,7 +14,8 @@ from torch import Tensor
 from lipsformer.kernels.bindings import run
 from lipsformer.kernels.dispatch import usable
 
-MAX_OFFSET = 64.0  # |bias / gain| up to which the output gives the centered input back
+# Up to this |bias / gain| the centered input can be computed from the output without much rounding.
+MAX_OFFSET = 64.0
 
 
 def centered_affine(x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
@@ -35,8 +36,8 @@ class _CenteredAffine(torch.autograd.Function):
     """Keep the result, which the next layer keeps as well, and nothing else.
 
     The gradient of the gain needs the centered input, which is (result - bias) / gain, as in Rota
-    Bulo et al. 2018 (in-place activated batch norm). Where the gain is too small against the bias
-    for that, down to zero, the centered input of the channel is kept.
+    Bulo et al. 2018 (in-place activated batch norm). For a channel whose gain is too small for this
+    division, or zero, the centered input is kept.
     """
 
     @staticmethod
@@ -52,8 +53,8 @@ class _CenteredAffine(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         y, gain, bias, lost, centered = ctx.saved_tensors
         (grad,) = grad_outputs
-        grad_x, offset, grad_bias = center_backward(grad, y, gain * ctx.factor, bias)
-        grad_gain = offset / gain
+        grad_x, product_sum, grad_bias = center_backward(grad, y, gain * ctx.factor, bias)
+        grad_gain = product_sum / gain
         if centered is not None:
             grad_gain[lost] = (grad[..., lost] * centered).flatten(0, -2).sum(0) * ctx.factor
         return grad_x, grad_gain, grad_bias, None
@@ -109,7 +110,7 @@ def add_gelu(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -
         index: [K], increasing, the samples that z holds; None for all.
     """
     fits = x.shape[1:] == z.shape[1:] and (index is not None or len(x) == len(z))
-    if fits and _scales(z, scale) and usable("gelu_residual.csrc", x, z, scale):
+    if fits and _scale_fits(z, scale) and usable("gelu_residual.csrc", x, z, scale):
         y = torch.empty_like(x)
         run("gelu_residual", x, z, *_rows(scale), index, y, len(x), *_sizes(z))
         return y
@@ -122,7 +123,7 @@ def add_gelu_backward(
     grad: Tensor, z: Tensor, scale: Tensor, index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``add_gelu`` with respect to ``z`` and ``scale``."""
-    if _scales(z, scale) and usable("gelu_residual.csrc", grad, z, scale):
+    if _scale_fits(z, scale) and usable("gelu_residual.csrc", grad, z, scale):
         grad_z, grad_scale = torch.empty_like(z), torch.empty_like(scale)
         sizes = (grad_z, grad_scale, *_sizes(z))
         run("gelu_residual_gradients", grad, z, *_rows(scale), index, *sizes)
@@ -161,7 +162,8 @@ def center_backward(
         shift: [C].
 
     Returns:
-        The gradient, the sum of grad * (y - shift) and that of grad ([C] both).
+        The gradient with respect to ``x``, the sum over the rows of grad * (y - shift), and the
+        sum over the rows of grad; both sums are [C].
     """
     if usable("center.csrc", grad, y, gain, shift):
         grad_x = torch.empty_like(grad)
@@ -171,10 +173,10 @@ def center_backward(
         return grad_x, *sums
     rows = grad.reshape(-1, len(gain))
     grad_shift = rows.sum(0)
-    offset = (rows * y.reshape(rows.shape)).sum(0) - shift * grad_shift
+    product_sum = (rows * y.reshape(rows.shape)).sum(0) - shift * grad_shift
     grad_x = grad * gain
     grad_x -= grad_x.mean(dim=-1, keepdim=True)
-    return grad_x, offset, grad_shift
+    return grad_x, product_sum, grad_shift
 
 
 def sum_rows(x: Tensor) -> Tensor:
@@ -186,8 +188,8 @@ def sum_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).sum(0)
 
 
-def _scales(z: Tensor, scale: Tensor) -> bool:
-    """Return whether ``scale`` is one row of channels or one per sample of ``z`` ([K, ..., C])."""
+def _scale_fits(z: Tensor, scale: Tensor) -> bool:
+    """Return whether ``scale`` has one row, or one row for each sample of ``z`` ([K, ..., C])."""
     channels = z.shape[-1]
     per_sample = (len(z), *[1] * (z.ndim - 2), channels)
     return z.ndim > 1 and scale.shape in ((channels,), per_sample)

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from lipsformer.kernels.bindings import name_of, run
 
-MAX_TOKENS = 1024  # per window: scores and their gradients take 8 MB in every thread
+MAX_WINDOW_TOKENS = 1024  # scores and their gradients then take 8 MB in every thread
 
 
 def cosine_windows(
@@ -29,7 +29,7 @@ def cosine_windows(
     Args:
         qkv: [B, H, W, 3, P, C], queries, keys and values of the P partitions of the heads, in
             float32 or bfloat16.
-        windows: (h, w) in tokens of each partition, at most ``MAX_TOKENS`` tokens.
+        windows: (h, w) in tokens of each partition, at most ``MAX_WINDOW_TOKENS`` tokens.
         tau: [P, heads], factors of the cosines.
         nu: Length of the normalized values of each partition; 0 leaves the values as they are.
         eps: Smoothing constant of the normalization of each partition.

@@ -4,12 +4,12 @@ from lipsformer._renamed import renamed
 from lipsformer.layers.center_norm import CenterNorm
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import (
-    LipschitzNormAttention,
     ScaledCosineAttention,
     attend_in_windows,
     cosine_normalize,
 )
 from lipsformer.layers.linear import Linear
+from lipsformer.layers.lipschitz_norm import LipschitzNormAttention
 from lipsformer.layers.residual import WeightedResidual
 from lipsformer.layers.spectral import (
     largest_singular_value,

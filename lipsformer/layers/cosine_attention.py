@@ -1,4 +1,4 @@
-"""Attention with bounded scores: scaled cosines or LipschitzNorm, alone and in windows of a map.
+"""Scaled cosine attention, and attention of any kind within the windows of a map.
 
 Shapes in this file: B batch (windows included), H heads, N tokens, d channels per head.
 """
@@ -14,7 +14,6 @@ from timm.layers import register_notrace_function, register_notrace_module, use_
 from torch import Tensor, nn
 
 from lipsformer import kernels
-from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
 from lipsformer.layers.windows import merge_heads, partition_heads
 
 MAX_LOGIT_SCALE = 100.0  # the ceiling of a learned logit scale, as in SwinV2
@@ -36,7 +35,8 @@ def cosine_normalize(
         x: [..., d].
         eps: Smoothing constant inside the root, > 0.
         length: New length l, > 0, a number or a tensor that broadcasts to [..., 1].
-        training: Allow the first-order gradient that keeps less memory on the CPU.
+        training: Allow the kernel on the CPU, which keeps less memory and whose gradient cannot
+            be differentiated again.
 
     Example:
         >>> import torch
@@ -135,7 +135,7 @@ class ScaledCosineAttention(nn.Module):
         if learn_logit_scale:
             shape = (num_heads, 1, 1)
             self.log_logit_scale = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        # a buffer, so that a checkpoint tells in which of the two forms it was trained
+        # nu is a buffer, so that a checkpoint shows whether it was trained with normalized values
         value_scale_buffer = None
         if value_scale is not None:
             value_scale_buffer = torch.empty((), device=device, dtype=dtype)
@@ -163,7 +163,7 @@ class ScaledCosineAttention(nn.Module):
             v = cosine_normalize(v, self.eps, self.value_scale, self.training)
         dropout = self.attn_drop if self.training else 0.0
         if self.fused_attn:
-            return _fused_attention(q, k, v, bias, dropout, self.training)
+            return fused_attention(q, k, v, bias, dropout, self.training)
         scores = q @ k.transpose(-2, -1)
         if bias is not None:
             scores = scores + bias
@@ -182,65 +182,13 @@ class ScaledCosineAttention(nn.Module):
 register_notrace_module(ScaledCosineAttention)  # FX cannot trace the choice of a kernel
 
 
-class LipschitzNormAttention(nn.Module):
-    r"""Dot-product attention whose scores are divided by the norms of its inputs, per head.
-
-    .. math:: \mathrm{softmax}(Q K^T / \max(uv, uw, vw) + B) V, \quad
-        u = |Q|_F,\ v = \max_j |k_j|_2,\ w = \max_j |v_j|_2
-
-    Lipschitz in Frobenius norm, jointly in Q, K and V, with constant
-    :math:`\cosh(1) \sqrt{m/n} + 2 \sqrt 2` for m queries and n keys (proof: docs/graph.md).
-
-    Shape:
-        q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].
-
-    Example:
-        >>> import torch
-        >>> from lipsformer.layers import LipschitzNormAttention
-        >>> q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)  # 2 heads, 5 tokens, 8 channels
-        >>> LipschitzNormAttention(num_heads=2)(q, k, v).shape
-        torch.Size([1, 2, 5, 8])
-
-    Reference:
-        Dasoulas et al. 2021, LipschitzNorm for quadratic scores.
-    """
-
-    def __init__(self, num_heads: int, attn_drop: float = 0.0) -> None:
-        """Create the layer, which has no parameters.
-
-        Args:
-            num_heads: Number of heads H.
-            attn_drop: Dropout probability of the attention weights in training.
-        """
-        super().__init__()
-        self.num_heads = num_heads
-        self.attn_drop = attn_drop
-        self.fused_attn = use_fused_attn()
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores."""
-        q = (q * dense_quadratic_scale(q, k, v)).to(q.dtype)
-        dropout = self.attn_drop if self.training else 0.0
-        if self.fused_attn:
-            return _fused_attention(q, k, v, bias, dropout, self.training)
-        scores = q @ k.transpose(-2, -1)
-        if bias is not None:
-            scores = scores + bias
-        attn = F.dropout(scores.softmax(dim=-1), dropout)
-        return attn @ v
-
-    def extra_repr(self) -> str:
-        """Show the heads."""
-        return f"{self.num_heads}"
-
-
-register_notrace_module(LipschitzNormAttention)  # FX cannot trace the choice of a kernel
-
-
-def _fused_attention(
+def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, training: bool
 ) -> Tensor:
-    """Compute softmax(q k^T + bias) v without keeping the attention weights."""
+    """Compute softmax(q k^T + bias) v without keeping the attention weights.
+
+    The caller has already normalized or scaled q, so the factor of the scores is 1.
+    """
     tensors = (q, k, v) if bias is None else (q, k, v, bias)
     if training and dropout == 0.0 and kernels.usable("attention", *tensors, training=True):
         return kernels.recomputed_attention(q, k, v, bias)
@@ -256,15 +204,17 @@ def attend_in_windows(
 ) -> Tensor:
     """Attend within the windows of a map.
 
-    The heads may be split into partitions whose windows have different shapes.
+    A partition is a group of heads that share the shape of their windows. Swin has a single one,
+    CSwin has two: vertical and horizontal stripes. One kernel replaces all the modules where it
+    may; it is given their parameters.
 
     Args:
         qkv: [B, H, W, 3, P, C], queries, keys and values of the P partitions of the heads.
         windows: (h, w) in tokens of each partition.
         attentions: The attention of each partition, with its ``num_heads``.
         bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
-        lepes: Depthwise 3x3 convolution of the values of each partition, zero padded at the edge of
-            the window, that is added to the output; or none.
+        lepes: For each partition, a depthwise 3x3 convolution of the values, zero padded at the
+            edge of the window, whose result is added to the output. Empty for none.
 
     Returns:
         [B, H, W, P * C].
@@ -277,7 +227,7 @@ def attend_in_windows(
         training=attentions[0].training,
         unless=lambda: _kernel_obstacle(qkv, windows, attentions, lepes),
     ):
-        return kernels.cosine_windows(qkv, windows, *_numbers(attentions), bias, _taps(lepes))
+        return kernels.cosine_windows(qkv, windows, *_scales(attentions), bias, _lepe_table(lepes))
     outputs = []
     for part, (attention, window) in enumerate(zip(attentions, windows, strict=True)):
         num_heads: Any = attention.num_heads
@@ -298,11 +248,11 @@ def _kernel_obstacle(
     attentions: Sequence[nn.Module],
     lepes: Sequence[nn.Module],
 ) -> str | None:
-    """Return why the kernel would not compute what these modules compute, None if it would."""
+    """Return why the kernel must not replace these modules; None if it may."""
     if qkv.numel() == 0:
         return "the map is empty"
-    if any(h * w > kernels.MAX_TOKENS for h, w in windows):
-        return f"a window has more than {kernels.MAX_TOKENS} tokens"
+    if any(h * w > kernels.MAX_WINDOW_TOKENS for h, w in windows):
+        return f"a window has more than {kernels.MAX_WINDOW_TOKENS} tokens"
     for attention in attentions:
         if not isinstance(attention, ScaledCosineAttention):
             return f"the attention is {type(attention).__name__}"
@@ -317,7 +267,7 @@ def _kernel_obstacle(
     return "a module has hooks, which the kernel would not call" if hooked else None
 
 
-def _numbers(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:
+def _scales(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:
     """Return tau ([P, heads]), nu (0 for raw values) and eps of every partition."""
     taus, nu = [], []
     for attention in attentions:
@@ -328,8 +278,8 @@ def _numbers(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float
     return torch.stack(taus), nu, [attention.eps for attention in attentions]
 
 
-def _taps(lepes: Sequence[Any]) -> Tensor | None:
-    """Return the nine taps and the bias of every partition's convolution, [P, 10, C]."""
+def _lepe_table(lepes: Sequence[Any]) -> Tensor | None:
+    """Return the nine weights and the bias of every partition's convolution, [P, 10, C]."""
     if len(lepes) == 0:
         return None
     rows = [torch.cat((lepe.weight.flatten(1).t(), lepe.bias.unsqueeze(0))) for lepe in lepes]

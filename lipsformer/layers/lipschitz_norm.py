@@ -12,9 +12,14 @@ Application to Graph Neural Networks", ICML 2021.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from timm.layers import register_notrace_module, use_fused_attn
+from torch import Tensor, nn
+
+from lipsformer.layers.cosine_attention import fused_attention
 
 __all__ = [
+    "LipschitzNormAttention",
     "dense_max",
     "dense_quadratic_scale",
     "linear_scale",
@@ -177,3 +182,58 @@ def dense_quadratic_scale(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-12) -
     query_sq = squared_norm(q).sum(dim=-1, keepdim=True)
     scale = quadratic_scale(query_sq, squared_norm(k), squared_norm(v), reduce=dense_max, eps=eps)
     return scale.unsqueeze(-1)
+
+
+class LipschitzNormAttention(nn.Module):
+    r"""Dot-product attention whose scores are divided by the norms of its inputs, per head.
+
+    .. math:: \mathrm{softmax}(Q K^T / \max(uv, uw, vw) + B) V, \quad
+        u = |Q|_F,\ v = \max_j |k_j|_2,\ w = \max_j |v_j|_2
+
+    Lipschitz in Frobenius norm, jointly in Q, K and V, with constant
+    :math:`\cosh(1) \sqrt{m/n} + 2 \sqrt 2` for m queries and n keys (proof: docs/graph.md).
+
+    Shape:
+        q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import LipschitzNormAttention
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 8).unbind(0)  # 2 heads, 5 tokens, 8 channels
+        >>> LipschitzNormAttention(num_heads=2)(q, k, v).shape
+        torch.Size([1, 2, 5, 8])
+
+    Reference:
+        Dasoulas et al. 2021, LipschitzNorm for quadratic scores.
+    """
+
+    def __init__(self, num_heads: int, attn_drop: float = 0.0) -> None:
+        """Create the layer, which has no parameters.
+
+        Args:
+            num_heads: Number of heads H.
+            attn_drop: Dropout probability of the attention weights in training.
+        """
+        super().__init__()
+        self.num_heads = num_heads
+        self.attn_drop = attn_drop
+        self.fused_attn = use_fused_attn()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores."""
+        q = (q * dense_quadratic_scale(q, k, v)).to(q.dtype)
+        dropout = self.attn_drop if self.training else 0.0
+        if self.fused_attn:
+            return fused_attention(q, k, v, bias, dropout, self.training)
+        scores = q @ k.transpose(-2, -1)
+        if bias is not None:
+            scores = scores + bias
+        attn = F.dropout(scores.softmax(dim=-1), dropout)
+        return attn @ v
+
+    def extra_repr(self) -> str:
+        """Show the heads."""
+        return f"{self.num_heads}"
+
+
+register_notrace_module(LipschitzNormAttention)  # FX cannot trace the choice of a kernel

@@ -19,8 +19,8 @@ class WeightedResidual(nn.Module):
     :math:`\alpha = 1/L` over L branches the product over the network is at most
     :math:`e^{\max Lip(f)}`.
 
-    A branch may let the residual finish its last step, which saves a pass over the map. It says so
-    by a class attribute ``ends_in``:
+    A branch may leave its last step to the residual, which saves a pass over the map. Such a branch
+    has a class attribute ``ends_in``:
 
     - ``"linear"``: ``branch(x, output_scale=alpha)`` returns alpha * f(x), because its last linear
       layer multiplies alpha into its weight.
@@ -84,24 +84,26 @@ class WeightedResidual(nn.Module):
             *context: Further arguments of the branch, such as the edges of a graph.
         """
         mask = self.draw_mask(x)
-        index = _kept_samples(x, mask)
-        kept = x if index is None else x.index_select(0, index)
-        mask = mask if mask is None or index is None else mask[index]
+        kept = _kept_samples(x, mask)
+        inputs = x
+        if mask is not None and kept is not None:  # the dropped samples do not enter the branch
+            inputs, mask = x.index_select(0, kept), mask[kept]
         ends_in = getattr(self.branch, "ends_in", None)
         if ends_in == "linear":
-            scaled = self.branch(kept, *context, output_scale=self.residual_scale)
-            return _add(x, scaled, mask, index)
+            scaled = self.branch(inputs, *context, output_scale=self.residual_scale)
+            return _add(x, scaled, mask, kept)
         alpha = self.residual_scale if mask is None else self.residual_scale * mask
         if ends_in == "gelu" and kernels.usable("gelu_residual", x, alpha, training=self.training):
-            z = self.branch(kept, *context, last_gelu=False)
-            return kernels.gelu_residual(x, z, alpha, index)
-        return _add(x, self.branch(kept, *context), alpha, index)
+            z = self.branch(inputs, *context, last_gelu=False)
+            return kernels.gelu_residual(x, z, alpha, kept)
+        return _add(x, self.branch(inputs, *context), alpha, kept)
 
     def draw_mask(self, x: Tensor) -> Tensor | None:
         """Draw which samples of ``x`` ([B, ..., C]) keep their branch.
 
         Returns:
-            [B, 1, ..., 1] of 0 or 1 / (1 - drop_path); None where nothing can be dropped.
+            [B, 1, ..., 1]: 0 for a dropped sample, 1 / (1 - drop_path) for any other. None if
+            nothing can be dropped.
         """
         if not self.training or self.drop_path == 0.0:
             return None
@@ -119,10 +121,10 @@ register_notrace_module(WeightedResidual)  # FX cannot trace drop path
 
 
 def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return the samples whose branch needs computing, in order; None for all of them.
+    """Return the numbers of the samples whose branch must be computed; None for all samples.
 
-    Only on the CPU: elsewhere the host would have to wait for the number of samples. If every
-    sample is dropped all are computed, so that each parameter gets a gradient.
+    Samples are left out only on the CPU, because a GPU would make the host wait for their number.
+    If the mask drops every sample, all are computed, so that each parameter gets a gradient.
     """
     if mask is None or not kernels.usable("kept_samples", x, training=True):
         return None
@@ -130,9 +132,9 @@ def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
     return None if index.shape[0] in (0, x.shape[0]) else index
 
 
-def _add(x: Tensor, branch: Tensor, scale: Tensor | None, index: Tensor | None) -> Tensor:
-    """Return x + scale * branch, where the branch may hold only the samples of ``index``."""
-    if index is not None:
+def _add(x: Tensor, branch: Tensor, scale: Tensor | None, kept: Tensor | None) -> Tensor:
+    """Return x + scale * branch, where the branch may hold only the samples ``kept``."""
+    if kept is not None:
         branch = branch if scale is None else branch * scale
-        return x.index_add(0, index, branch.to(x.dtype))
+        return x.index_add(0, kept, branch.to(x.dtype))
     return x + branch if scale is None else torch.addcmul(x, branch, scale.to(x.dtype))

@@ -115,7 +115,7 @@ class FoldedResidual(nn.Module):
         gain = None
         if isinstance(norm, CenterNorm):
             fold_norm_behind(last, norm)
-            gain = _gain(norm).to(norm.weight.dtype)
+            gain = _full_gain(norm).to(norm.weight.dtype)
         self.register_buffer("gain", gain)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,30 +176,31 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     return folded.requires_grad_(False).eval()
 
 
-def _gain(norm: CenterNorm) -> Tensor:
+def _full_gain(norm: CenterNorm) -> Tensor:
+    """Return gamma d / (d - 1), which multiplies the centered channels."""
     return norm.weight.double() * (norm.dim / (norm.dim - 1))
 
 
 def fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
-    """Make ``linear`` compute what it computes behind ``norm``."""
+    """Change ``linear`` so that it also computes the ``norm`` that stood before it."""
     weight = linear.weight.double()
     shift = weight @ norm.bias.double()
-    centred = weight * _gain(norm)
-    centred -= centred.mean(1, keepdim=True)
+    centered = weight * _full_gain(norm)
+    centered -= centered.mean(1, keepdim=True)
     bias = shift if linear.bias is None else linear.bias.double() + shift
-    _assign(linear, centred, bias)
+    _assign(linear, centered, bias)
 
 
 def fold_norm_behind(layer: nn.Linear | nn.Conv2d, norm: CenterNorm) -> None:
-    """Make ``layer`` compute what ``norm`` gives behind it."""
-    weight, gain = layer.weight.double(), _gain(norm)
+    """Change ``layer`` so that it also computes the ``norm`` that stood behind it."""
+    weight, gain = layer.weight.double(), _full_gain(norm)
     bias = weight.new_zeros(norm.dim) if layer.bias is None else layer.bias.double()
     weight = (weight - weight.mean(0, keepdim=True)).movedim(0, -1) * gain
     _assign(layer, weight.movedim(-1, 0), (bias - bias.mean()) * gain + norm.bias.double())
 
 
 def scale_output(linear: nn.Linear, scale: Tensor) -> None:
-    """Make ``linear`` multiply its output by ``scale`` ([C_out])."""
+    """Change ``linear`` so that it also multiplies its output by ``scale`` ([C_out])."""
     scale = scale.double()
     bias = None if linear.bias is None else linear.bias.double() * scale
     _assign(linear, linear.weight.double() * scale[:, None], bias)

@@ -10,11 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from timm.layers import (
-    ClassifierHead,
-    register_notrace_module,
-    to_2tuple,
-)
+from timm.layers import ClassifierHead, register_notrace_module, to_2tuple
 from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
@@ -36,14 +32,15 @@ from lipsformer.models.inference import (
 )
 
 Device = torch.device | str | None
-PAPER_EPS = 1e-2  # the paper leaves it open; see ScaledCosineAttention
-RELEASED_EPS = 1e-6  # within float32's rounding of the released code's max(length, 1e-12)
+DEFAULT_EPS = 1e-2  # the paper leaves eps open; ScaledCosineAttention explains this value
+RELEASED_EPS = 1e-6  # for ordinary lengths float32 gives the released code's max(|x|, 1e-12)
 
 
 class PatchConv2d(nn.Conv2d):
-    """Convolution whose output is channels last whatever the layout of the images.
+    """Convolution whose output is channels last for images of any memory layout.
 
-    No block then has to transpose, and training need not keep a copy of the images.
+    PyTorch chooses the layout of the output by the layout of the weight. The blocks then need no
+    transposition, and training need not keep a second copy of the images.
     """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,8 +90,8 @@ class ConvBranch(nn.Module):
     .. math:: f(x) = \mathrm{GELU}(W\, \mathrm{GELU}(w * x)) \quad\text{or}\quad
         f(x) = \mathrm{GELU}(w * x)
 
-    The first branch of a block has the 1x1 convolution, which is a linear layer over the channels;
-    the second has not.
+    The first branch of a block has the 1x1 convolution, which is a linear layer over the channels.
+    The second branch has only the depthwise convolution.
 
     Shape:
         x: [B, H, W, C]; the output has the same shape.
@@ -106,7 +103,7 @@ class ConvBranch(nn.Module):
         torch.Size([1, 5, 7, 8])
     """
 
-    ends_in = "gelu"
+    ends_in = "gelu"  # WeightedResidual may compute the last GELU together with its sum
 
     def __init__(self, dim: int, pointwise: bool, **dd: Any) -> None:
         """Create the convolutions.
@@ -121,10 +118,10 @@ class ConvBranch(nn.Module):
         self.pointwise = Linear(dim, dim, **dd) if pointwise else None
 
     def forward(self, x: Tensor, last_gelu: bool = True) -> Tensor:
-        """Apply the branch to ``x`` ([B, H, W, C]), without its last GELU if so asked."""
+        """Apply the branch to ``x`` ([B, H, W, C]), without its last GELU unless ``last_gelu``."""
         x = self.depthwise(x)
         if self.pointwise is not None:
-            x = self.pointwise(x, act_before=True)
+            x = self.pointwise(x, act_before=True)  # act_before is the GELU between the two
         return F.gelu(x) if last_gelu else x
 
 
@@ -143,7 +140,7 @@ class Mlp(nn.Module):
         torch.Size([1, 5, 7, 8])
     """
 
-    ends_in = "linear"
+    ends_in = "linear"  # WeightedResidual passes its alpha as output_scale
 
     def __init__(self, dim: int, hidden_dim: int, drop: float = 0.0, **dd: Any) -> None:
         """Create the layers.
@@ -160,7 +157,7 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, output_scale: Tensor | None = None) -> Tensor:
-        """Apply the layers to ``x`` ([B, H, W, C]), times ``output_scale`` ([C])."""
+        """Apply the layers to ``x`` ([B, H, W, C]) and multiply by ``output_scale`` ([C])."""
         return self.drop(self.fc2(self.fc1(x), act_before=True, output_scale=output_scale))
 
 
@@ -225,7 +222,7 @@ class LipsFormerBlock(nn.Module):
 
 
 class LipsFormerStage(nn.Module):
-    """Downsampling, except in the first stage, and then blocks."""
+    """Downsampling, which the first stage does not have, and then blocks."""
 
     def __init__(self, downsample: nn.Module, blocks: list[LipsFormerBlock]) -> None:
         """Join a module from [B, H, W, C] to [B, H / 2, W / 2, 2 C], or an identity, and blocks."""
@@ -339,10 +336,10 @@ class LipsFormer(TimmInterface):
                 "logit_scale": logit_scale,
                 "learn_logit_scale": learn_logit_scale,
                 "value_scale": None if official_compat else value_scale,
-                "eps": RELEASED_EPS if official_compat else PAPER_EPS,
+                "eps": RELEASED_EPS if official_compat else DEFAULT_EPS,
                 **dd,
             }
-        self.proj_options = {"proj_drop": proj_drop_rate, **dd}
+        self.proj_options = {"proj_drop": proj_drop_rate, **dd}  # last arguments of a token mixer
         self.feature_info: list[dict[str, Any]] = []
 
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **dd)
@@ -354,7 +351,7 @@ class LipsFormer(TimmInterface):
             blocks = [
                 LipsFormerBlock(
                     dim,
-                    self.make_attn(stage, dim),
+                    self.make_attn(stage, i - first, dim),
                     attn_norm=self.attn_norm,
                     residual_scale=residual_scale,
                     mlp_ratio=mlp_ratio,
@@ -385,21 +382,33 @@ class LipsFormer(TimmInterface):
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
 
-    def make_attn(self, stage: int, dim: int) -> nn.Module:
-        """Build the attention of one block of a stage, on maps of ``dim`` channels."""
+    def make_attn(self, stage: int, block: int, dim: int) -> nn.Module:
+        """Build the attention of one block.
+
+        Args:
+            stage: Number of the stage, from 0.
+            block: Number of the block within its stage, from 0.
+            dim: Number of channels C of the stage.
+
+        Returns:
+            A module on [B, H, W, C] with a linear layer ``proj`` at its end, see ``ends_in`` of
+            ``WeightedResidual``.
+        """
         raise NotImplementedError
 
     def make_core(self, num_heads: int) -> nn.Module:
-        """Build the attention on q, k and v that the constructor's arguments describe."""
+        """Build the attention on projected q, k and v that the argument ``attn`` names."""
         if self.attn == "lipschitznorm":
             return LipschitzNormAttention(num_heads, **self.attn_options)
         return ScaledCosineAttention(num_heads, **self.attn_options)
 
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialize every linear and convolution weight spectrally; biases start at zero.
+        """Initialize every linear and convolution weight spectrally and set the biases to zero.
+
+        With ``official_compat`` the biases of convolutions keep PyTorch's random values.
 
         Args:
-            needs_reset: Reset the other parameters and the buffers too, as after ``to_empty``.
+            needs_reset: Reset all other parameters and the buffers first, as after ``to_empty``.
         """
         if needs_reset:
             for module in self.modules():
@@ -438,6 +447,7 @@ def _fold_patch_embed(embed: Any) -> None:
 
 @register_fold(LipsFormerBlock)
 def _fold_block(block: Any) -> None:
+    """Fold what is affine in a block; conv2 ends in GELU and has no other linear layer."""
     conv1, mlp = block.conv1.branch, block.mlp.branch
     pointwise = FrozenLinear(conv1.pointwise, act_after=True)
     block.conv1.branch = nn.Sequential(conv1.depthwise, nn.GELU(), pointwise)

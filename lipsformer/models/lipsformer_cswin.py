@@ -126,9 +126,8 @@ class StripeAttention(nn.Module):
         return attend_in_windows(qkv, stripes, list(self.attention), lepes=list(self.lepe))
 
 
-register_notrace_module(
-    StripeAttention
-)  # FX cannot trace stripes that depend on the size of the map
+# FX cannot trace stripes that depend on the size of the map
+register_notrace_module(StripeAttention)
 
 
 class ConvMerging(nn.Module):
@@ -207,7 +206,8 @@ class LipsFormerCSwin(LipsFormer):
                 says, the attention's output is divided by the root of the heads.
             **kwargs: Arguments of ``LipsFormer``.
         """
-        self.num_heads, self.split_sizes = num_heads, split_sizes  # make_attn needs them at once
+        # set before super().__init__, which calls make_attn
+        self.num_heads, self.split_sizes = num_heads, split_sizes
         if residual_scale is None and official_compat:
             residual_scale = 0.2
         super().__init__(
@@ -219,7 +219,7 @@ class LipsFormerCSwin(LipsFormer):
             **kwargs,
         )
 
-    def make_attn(self, stage: int, dim: int) -> StripeAttention:
+    def make_attn(self, stage: int, block: int, dim: int) -> StripeAttention:
         """Build the stripe attention of one block of a stage, on maps of ``dim`` channels."""
         num_heads, split_size = self.num_heads[stage], self.split_sizes[stage]
         num_branches = 1 if split_size is None else 2

@@ -44,8 +44,8 @@ class WindowAttention(nn.Module):
     """Scaled cosine attention inside windows, with a relative position bias.
 
     The map is cut into equal windows of at most ``window_size`` with the least padding. The bias
-    depends only on the offset of two tokens, so one table serves every map. Padded tokens are zeros
-    after the projection: their cosine with any token is 0.
+    depends only on the offset of two tokens, so one table serves every map. The projected tokens
+    are padded with zeros, so the cosine of a padded token with any token is 0.
 
     Shape:
         x: [B, H, W, C]; the output has the same shape.
@@ -59,7 +59,7 @@ class WindowAttention(nn.Module):
         torch.Size([1, 5, 7, 8])
     """
 
-    ends_in = "linear"
+    ends_in = "linear"  # WeightedResidual passes its alpha as output_scale
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class WindowAttention(nn.Module):
             dim: Number of channels C.
             num_heads: Number of heads, a divisor of C.
             window_size: Largest side, or (height, width), of a window in tokens.
-            attention: Attention on q, k, v of shape [B, heads, N, d] and a bias.
+            attention: Attention on q, k, v of shape [B, heads, N, d] and a bias, such as
+                ``ScaledCosineAttention``.
             proj_drop: Dropout probability after the output projection.
             device: Device of the parameters.
             dtype: Data type of the parameters.
@@ -103,7 +104,7 @@ class WindowAttention(nn.Module):
         self.init_non_persistent_buffers()
 
     def init_non_persistent_buffers(self) -> None:
-        """Fill the index of the table."""
+        """Fill the index of the table; timm calls this after ``to_empty``."""
         index = relative_position_index(self.window_size, self.relative_position_index.device)
         self.relative_position_index.copy_(index)
 
@@ -123,6 +124,10 @@ class WindowAttention(nn.Module):
         self.window_size = window_size
         self.relative_position_index = relative_position_index(window_size, table.device)
 
+    def window(self, height: int, width: int) -> tuple[int, int]:
+        """Return the (height, width) of the windows on a map of the given size."""
+        return fit_window(height, self.window_size[0]), fit_window(width, self.window_size[1])
+
     def position_bias(self, h: int, w: int) -> Tensor:
         """Return the bias [1, heads, h * w, h * w] of a window of h x w tokens."""
         index = self.relative_position_index[:h, :w, :h, :w].reshape(h * w, h * w)
@@ -140,15 +145,14 @@ class WindowAttention(nn.Module):
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
-        h, w = (fit_window(qkv.shape[i + 1], self.window_size[i]) for i in range(2))
+        h, w = self.window(qkv.shape[1], qkv.shape[2])
         bias = self.position_bias(h, w).to(qkv.dtype)
-        qkv = qkv.unflatten(-1, (3, 1, self.dim))
+        qkv = qkv.unflatten(-1, (3, 1, self.dim))  # a single partition: all heads share (h, w)
         return attend_in_windows(qkv, [(h, w)], [self.attention], bias)
 
 
-register_notrace_module(
-    WindowAttention
-)  # FX cannot trace windows that depend on the size of the map
+# FX cannot trace windows that depend on the size of the map
+register_notrace_module(WindowAttention)
 
 
 class PatchMerging(nn.Module):
@@ -218,10 +222,11 @@ class LipsFormerSwin(LipsFormer):
             window_size: Largest side, or (height, width), of a window in tokens.
             **kwargs: Arguments of ``LipsFormer``.
         """
-        self.num_heads, self.window_size = num_heads, window_size  # make_attn needs them at once
+        # set before super().__init__, which calls make_attn
+        self.num_heads, self.window_size = num_heads, window_size
         super().__init__(embed_dim=embed_dim, depths=depths, **kwargs)
 
-    def make_attn(self, stage: int, dim: int) -> WindowAttention:
+    def make_attn(self, stage: int, block: int, dim: int) -> WindowAttention:
         """Build the window attention of one block of a stage, on maps of ``dim`` channels."""
         num_heads = self.num_heads[stage]
         core = self.make_core(num_heads)
@@ -265,17 +270,24 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
     state_dict = official_swin_to_lipsformer(unwrap(state_dict))
     rename_earlier_version(state_dict)
     check_same_form(state_dict, model)
-    return {name: _fit_position_table(name, tensor, model) for name, tensor in state_dict.items()}
+    return fit_position_tables(state_dict, model)
 
 
-def _fit_position_table(name: str, tensor: Tensor, model: nn.Module) -> Tensor:
-    """Interpolate a table of biases to the window of the model."""
-    if not name.endswith("relative_position_bias_table"):
-        return tensor
-    attn = model.get_submodule(name.rpartition(".")[0])
-    assert isinstance(attn, WindowAttention)
-    shape = attn.relative_position_bias_table.shape
-    return resize_rel_pos_bias_table(tensor, attn.window_size, shape)
+def fit_position_tables(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Interpolate the tables of biases to the windows of the model.
+
+    Args:
+        state_dict: Names to tensors.
+        model: The model to be loaded, with ``WindowAttention``.
+    """
+    fitted = dict(state_dict)
+    for name in fitted:
+        if name.endswith("relative_position_bias_table"):
+            attn = model.get_submodule(name.rpartition(".")[0])
+            assert isinstance(attn, WindowAttention)
+            shape = attn.relative_position_bias_table.shape
+            fitted[name] = resize_rel_pos_bias_table(fitted[name], attn.window_size, shape)
+    return fitted
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> LipsFormerSwin:
@@ -284,7 +296,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> LipsFormerSwin:
 
 @register_fold(PatchMerging)
 def fold_patch_merging(merging: Any) -> None:
-    """Fold the CenterNorm of a patch merging into its linear layer."""
+    """Fold the CenterNorm of a patch merging, ours or timm's, into its linear layer."""
     if isinstance(merging.norm, CenterNorm):
         fold_norm_before(merging.norm, merging.reduction)
         merging.norm = nn.Identity()

@@ -18,10 +18,12 @@ _BLOCK_RULES = (
     (r"^head\.", "head.fc."),
 )
 _SWIN_RULES = ((r"\.attn\.(?!residual_scale)", ".attn.branch."),)
-_CSWIN_RULES = (
+_CSWIN_STEM_RULES = (
     (r"^stage1_conv_embed\.0\.", "patch_embed.proj."),
     (r"^stage1_conv_embed\.2\.", "patch_embed.norm."),
     (r"^merge(\d)\.", r"stages.\1.downsample."),
+)
+_CSWIN_BLOCK_RULES = (
     (r"\.qkv\.", ".attn.branch.qkv."),
     (r"\.proj\.(weight|bias)$", r".attn.branch.proj.\1"),
     (r"\.attns\.(\d)\.get_v\.", r".attn.branch.lepe.\1."),
@@ -31,8 +33,9 @@ _CSWIN_RULES = (
 def official_swin_to_lipsformer(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Rename the parameters of a released Swin checkpoint; any other is returned as it is.
 
-    The released code downsamples at the end of a stage, this project (as timm) at the start of the
-    next; its 1x1 convolution is a linear layer here; index buffers are dropped.
+    The released code downsamples at the end of a stage. This project downsamples at the start of
+    the next stage, as timm does. The released 1x1 convolution is a linear layer here. Index buffers
+    are dropped.
 
     Args:
         state_dict: Names to tensors.
@@ -66,9 +69,9 @@ def official_cswin_to_lipsformer(state_dict: dict[str, Any]) -> dict[str, Any]:
             continue
         if match := re.match(r"^stage(\d)\.(\d+)\.(.*)", name):
             name = f"stages.{int(match[1]) - 1}.blocks.{match[2]}.{match[3]}"
-            converted.update([_rename(name, tensor, _CSWIN_RULES[3:] + _BLOCK_RULES)])
+            converted.update([_rename(name, tensor, _CSWIN_BLOCK_RULES + _BLOCK_RULES)])
         else:
-            converted.update([_rename(name, tensor, _CSWIN_RULES[:3] + _BLOCK_RULES)])
+            converted.update([_rename(name, tensor, _CSWIN_STEM_RULES + _BLOCK_RULES)])
     return converted
 
 
@@ -102,11 +105,11 @@ def check_same_form(state_dict: dict[str, Any], model: nn.Module) -> None:
         ValueError: If the forms differ; the logits would be wrong without a sign of it.
     """
     suffix = ".value_scale"
-    has_blocks = any(name.endswith(".qkv.weight") for name in state_dict)
+    has_attention = any(name.endswith(".qkv.weight") for name in state_dict)
     weights_normalize = any(name.endswith(suffix) for name in state_dict)
     model_normalizes = any(name.endswith(suffix) for name in model.state_dict())
     names = {True: "paper", False: "released code"}
-    if has_blocks and weights_normalize != model_normalizes:
+    if has_attention and weights_normalize != model_normalizes:
         raise ValueError(
             f"the weights have the form of the {names[weights_normalize]}, the model that of the "
             f"{names[model_normalizes]}: create it with official_compat={not weights_normalize}"

@@ -19,6 +19,7 @@ from lipsformer.analysis.bounds import (
     registration_of,
 )
 from lipsformer.layers import LipschitzNormAttention, ScaledCosineAttention
+from lipsformer.models.lipsformer_swin import WindowAttention
 
 CORES = (ScaledCosineAttention, LipschitzNormAttention)
 
@@ -114,6 +115,15 @@ def test_a_class_without_a_bound_is_found():
     model = nano()
     model.stages[1].blocks[0].mlp.branch.drop = Softsign()
     assert uncovered(model) == {"Softsign has no bound"}
+
+
+def test_a_subclass_that_changes_what_forward_calls_has_no_bound():
+    class Doubled(WindowAttention):
+        def attend(self, qkv: torch.Tensor) -> torch.Tensor:
+            return 2.0 * super().attend(qkv)
+
+    model = nano(lambda: Doubled(32, 2, 2, ScaledCosineAttention(2)))
+    assert uncovered(model) == {"Doubled has no bound", "Doubled has no layout"}
 
 
 def test_an_attention_without_a_layout_is_found(monkeypatch):

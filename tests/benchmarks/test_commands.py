@@ -4,8 +4,9 @@ import shlex
 
 import pytest
 
-from benchmarks.convergence import ROWS, overrides
 from benchmarks.gpu import COMMANDS
+from benchmarks.study import ROOT, Study
+from lipsformer._configfile import read_config
 from tests.documents import check_command, check_training
 
 
@@ -14,8 +15,10 @@ def test_command_is_accepted(command):
     check_command(shlex.split(command))
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_every_run_of_a_row_is_a_model_and_a_config(row, tmp_path):
-    config, _, models = ROWS[row]
-    for model in models:
-        check_training(config, tuple(overrides(row, model, 1e-3, tmp_path)))
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("benchmarks/studies/*.yaml")), ids=lambda p: p.stem
+)
+def test_every_run_of_a_study_is_a_model_and_a_config(path):
+    study = read_config(Study, path)
+    for row, seed in study.runs():
+        check_training(study.config, tuple(study.settings(row, seed)))

@@ -11,10 +11,6 @@ from torch import nn
 import lipsformer  # noqa: F401  (registers)
 
 NAMES = ["lipsformer_nano", "lipsformer_swin_nano"]
-# timm's interpolation of the tables uses indexing that newer PyTorch warns about
-RESIZE_WARNINGS = pytest.mark.filterwarnings(
-    "ignore::UserWarning:timm", "ignore:torch.searchsorted"
-)
 
 
 def create(name, **kwargs):
@@ -76,7 +72,6 @@ def test_checkpointing_recomputes_in_training_only(name, training, passes):
     assert len(calls) == passes
 
 
-@RESIZE_WARNINGS
 def test_set_input_size_resizes_the_tables_as_timm_does():
     model = create("lipsformer_swin_nano")
     before = {n: p.clone() for n, p in model.named_parameters() if n.endswith("bias_table")}
@@ -90,7 +85,6 @@ def test_set_input_size_resizes_the_tables_as_timm_does():
     torch.testing.assert_close(model.eval()(images), fresh.eval()(images), rtol=0, atol=0)
 
 
-@RESIZE_WARNINGS
 def test_a_checkpoint_of_another_window_is_resized_on_loading(tmp_path):
     source = create("lipsformer_swin_nano", window_size=4)
     torch.save(source.state_dict(), tmp_path / "weights.pth")

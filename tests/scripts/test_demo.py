@@ -176,8 +176,8 @@ def test_a_model_without_known_attention_keeps_the_rest_of_the_page():
     plain = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=7)
     page = demo.Answers(DemoModel("vit", plain, CLASSES, DataConfig(source="folder", img_size=32)))
     assert page.block is None and page.heads == {}
-    message = "<p>VisionTransformer has no attention whose map could be drawn</p>"
-    assert page.attend(page.image, None, demo.ALL_HEADS) == message
+    message = "<p>VisionTransformer has no attention whose map is known"
+    assert page.attend(page.image, None, demo.ALL_HEADS).startswith(message)
 
 
 @cache

@@ -5,6 +5,7 @@ bounds of its children in the order in which its `forward` calls them. Import ev
 `lipsformer.analysis.bounds`, which loads the rules. The proofs are in docs/lipschitz.md.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lipsformer.analysis.sigma import full_tensor
+from lipsformer.layers import merge_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,8 @@ class Layout(NamedTuple):
         size: (H, W), the feature map.
         num_prefix_tokens: Number of class and register tokens before the tokens of the map.
         shift: Rows and columns by which the first window is shifted; the map is then cyclic.
+        merge: Function of (x, window, size) that joins windows [B * num_windows, heads, h * w, d]
+            to a map [B, H, W, heads * d]. The default is for windows of neighboring tokens.
 
     Example:
         >>> from lipsformer.analysis.bounds import Layout
@@ -94,6 +98,7 @@ class Layout(NamedTuple):
     size: tuple[int, int]
     num_prefix_tokens: int = 0
     shift: tuple[int, int] = (0, 0)
+    merge: Callable[[Tensor, tuple[int, int], tuple[int, int]], Tensor] = merge_heads
 
 
 # bound_rule(module, domain, scale) bounds diag(scale) o module, where `scale` holds one factor per
@@ -125,7 +130,8 @@ def bound_rule(
     """Register a function as the bound rule of one or more classes.
 
     Args:
-        *classes: The classes. Subclasses that do not override `forward` are included.
+        *classes: The classes. A subclass is included if it overrides neither `forward` nor a
+            method that `forward` calls.
         layout: Where the tokens lie, for a class that contains attention. `attention_maps` needs
             it.
 
@@ -142,10 +148,16 @@ def bound_rule(
 
 
 def registration_of(cls: type[nn.Module]) -> Registration | None:
-    """Return what is registered for a class or for the base class whose `forward` it inherits."""
+    """Return what is registered for a class, or for the base class that computes what it does.
+
+    A subclass computes what its base does if it inherits `forward` and every method that `forward`
+    names.
+    """
     for base in cls.__mro__:
-        if base in _REGISTERED and cls.forward is base.forward:
-            return _REGISTERED[base]
+        if base in _REGISTERED:
+            names = ("forward", *inspect.unwrap(base.forward).__code__.co_names)
+            if all(getattr(cls, name, None) is getattr(base, name, None) for name in names):
+                return _REGISTERED[base]
     return None
 
 
@@ -159,7 +171,7 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
 
     Raises:
         UnknownModuleError: If the class of the module or of a part has no rule. A subclass that
-            overrides `forward` needs its own rule.
+            overrides `forward`, or a method that `forward` calls, needs its own rule.
 
     Example:
         >>> import timm

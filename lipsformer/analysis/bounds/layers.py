@@ -151,7 +151,8 @@ def depthwise_radius(weight: Tensor, radius: float, scale: Tensor | None = None)
 
 
 @bound_rule(nn.Conv2d)
-def _conv2d(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bound:
+def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bound:
+    """Bound a convolution without dilation, padded with zeros or cyclically."""
     if module.dilation != (1, 1) or module.padding_mode not in ("zeros", "circular"):
         raise UnknownModuleError(
             f"no Lipschitz bound is known for {module}: use dilation 1 and padding_mode 'zeros' or "

@@ -33,6 +33,7 @@ from lipsformer.analysis.bounds.core import (
 from lipsformer.analysis.bounds.layers import (
     GELU_BOUND,
     bias_norm,
+    conv2d_bound,
     depthwise_channel_sigma,
     depthwise_radius,
 )
@@ -43,12 +44,13 @@ from lipsformer.models.lipsformer import (
     LipsFormerBlock,
     LipsFormerStage,
     Mlp,
+    PatchConv2d,
     PatchEmbed,
-    fit_window,
 )
 from lipsformer.models.lipsformer_cswin import ConvMerging, StripeAttention
 from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention
 
+bound_rule(PatchConv2d)(conv2d_bound)
 bound_rule(PatchEmbed)(children_in_order("proj", "norm"))
 bound_rule(LipsFormerBlock)(children_in_order("conv1", "conv2", "attn", "norm1", "mlp", "norm2"))
 bound_rule(LipsFormerStage)(children_in_order("downsample", "blocks"))
@@ -130,13 +132,16 @@ def _weighted_residual(module: Any, domain: Domain, scale: Tensor | None) -> Bou
 
 def _window_layout(_: Any, module: Any, __: int, x: Tensor) -> Layout:
     size = (x.shape[1], x.shape[2])
-    h, w = (fit_window(side, most) for side, most in zip(size, module.window_size, strict=True))
-    return Layout((h, w), size)
+    return Layout(module.window(*size), size)
 
 
 @bound_rule(WindowAttention, layout=_window_layout)
-def _window_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    h, w = (fit_window(s, m) for s, m in zip(domain.size, module.window_size, strict=True))
+def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    """Bound attention whose windows partition the map, whatever tokens a window joins.
+
+    Permuting the tokens of the map is an isometry, so the bound does not depend on their places.
+    """
+    h, w = module.window(*domain.size)
     attended = attention_bound(
         module.attention,
         split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads),

@@ -1,5 +1,8 @@
 """The bodies of the league: what each changes, and that each can be trained."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,10 +12,9 @@ from benchmarks.league.attention import DotProductAttention
 from benchmarks.league.bodies import BODIES, build, linear_maps, residuals
 from benchmarks.league.nvit import NormalizedBlock
 from benchmarks.league.signals import attention_entropy, spectral_concentration
-from lipsformer.analysis.attention_maps import attention_weights
 from lipsformer.config import OptimConfig
 from lipsformer.engine.optim import make_optimizer
-from lipsformer.layers import CenterNorm, ScaledCosineAttention
+from lipsformer.layers import CenterNorm, DepthwiseConv2d, ScaledCosineAttention
 from lipsformer.models.lipsformer_swin import WindowAttention
 
 
@@ -74,6 +76,79 @@ def test_norms_of_the_bodies_that_move_or_drop_them():
         assert torch.allclose(read.var(-1, unbiased=False), torch.ones(()), atol=1e-3)
 
 
+def map_by_hand(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return a linear map or depthwise convolution of x, with SimpleNorm behind it where it is."""
+    bias = None if layer.bias is None else layer.bias.double()
+    weight = layer.weight.double()
+    if isinstance(layer, DepthwiseConv2d):
+        maps = x.permute(0, 3, 1, 2)
+        y = F.conv2d(maps, weight, bias, padding=3, groups=x.shape[-1]).permute(0, 2, 3, 1)
+    else:
+        y = F.linear(x, weight, bias)
+    if not hasattr(layer, "output_norm"):
+        return y
+    parts = y.unflatten(-1, (layer.output_norm.parts, -1))
+    parts = parts / (parts.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return parts.flatten(-2) * layer.output_norm.gain.double()
+
+
+def norm_by_hand(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if not isinstance(norm, nn.LayerNorm):
+        return x
+    return F.layer_norm(x, x.shape[-1:], norm.weight.double(), norm.bias.double())
+
+
+def attend_by_hand(attn: WindowAttention, x: torch.Tensor) -> torch.Tensor:
+    """Return dot-product attention in windows of 4 x 4 of a map of 8 x 8."""
+    heads, d = attn.num_heads, attn.dim // attn.num_heads
+    qkv = map_by_hand(attn.qkv, x).view(len(x), 2, 4, 2, 4, 3, heads, d)
+    q, k, v = qkv.permute(5, 0, 1, 3, 6, 2, 4, 7).flatten(5, 6)
+    scores = q @ k.mT / d**0.5 + attn.position_bias(4, 4).double()
+    out = (scores.softmax(-1) @ v).unflatten(4, (4, 4)).permute(0, 1, 4, 2, 5, 3, 6)
+    return map_by_hand(attn.proj, out.reshape(x.shape))
+
+
+def block_by_hand(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return x + alpha f(norm(x)) for the four branches, with the norms behind the sums."""
+
+    def add(residual: nn.Module, x: torch.Tensor, f: Callable) -> torch.Tensor:
+        h = norm_by_hand(getattr(residual.branch, "input_norm", None), x)
+        return x + residual.residual_scale.double() * f(residual.branch, h)
+
+    def conv1(b: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        return F.gelu(map_by_hand(b.pointwise, F.gelu(map_by_hand(b.depthwise, h))))
+
+    x = add(block.conv1, x, conv1)
+    x = add(block.conv2, x, lambda b, h: F.gelu(map_by_hand(b.depthwise, h)))
+    x = norm_by_hand(block.norm1, add(block.attn, x, attend_by_hand))
+    x = add(block.mlp, x, lambda b, h: map_by_hand(b.fc2, F.gelu(map_by_hand(b.fc1, h))))
+    return norm_by_hand(block.norm2, x)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "pre-norm", "LayerScale", "ReZero", "sigmaReparam", "SimpleNorm"]
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_blocks_and_their_gradients_are_their_formulas(name, training):
+    block = make(name, blocks=2).stages[0].blocks[0].train(training)
+    for parameter_name, parameter in block.named_parameters():
+        if parameter.requires_grad and parameter.ndim == 1:
+            nn.init.normal_(parameter, 0.5 if parameter_name.endswith("bias") else 1.0)
+    x = torch.randn(2, 8, 8, 16)
+    with torch.no_grad():
+        truth = block_by_hand(block, x.double())
+        assert torch.allclose(block(x).double(), truth, rtol=1e-4, atol=1e-4)
+    grads = []
+    for compute, dtype in ((block, torch.float32), (partial(block_by_hand, block), torch.float64)):
+        block.zero_grad()
+        inputs = x.to(dtype, copy=True).requires_grad_()
+        compute(inputs).square().sum().backward()
+        found = [p.grad for p in block.parameters() if p.requires_grad]
+        grads.append([inputs.grad.double(), *(g.double().clone() for g in found)])
+    for ours, theirs in zip(*grads, strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + 1e-4
+
+
 def test_blocks_of_rezero_start_as_the_identity():
     x = torch.randn(2, 8, 8, 16)
     assert torch.equal(make("ReZero").stages[0](x), x)
@@ -82,15 +157,17 @@ def test_blocks_of_rezero_start_as_the_identity():
 @pytest.mark.parametrize("name", BODIES)
 def test_an_update_reaches_every_parameter(name):
     model = make(name, blocks=2).train()
-    instrument = BODIES[name].instrument(model)
+    instruments = [make_one(model) for make_one in BODIES[name].instruments]
     optimizer = make_optimizer(model, OptimConfig(lr=1e-2))
     for update in range(2):  # branches of ReZero get a gradient from the second update on
         optimizer.zero_grad()
         loss = F.cross_entropy(model(torch.randn(8, 3, 32, 32)), torch.arange(8))
         loss.backward()
-        instrument.before_step(update)
+        for instrument in instruments:
+            instrument.before_step(update)
         optimizer.step()
-        instrument.after_step(update)
+        for instrument in instruments:
+            instrument.after_step(update)
     assert loss.isfinite()
     for parameter_name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -100,7 +177,7 @@ def test_an_update_reaches_every_parameter(name):
 
 def test_vectors_of_the_normalized_transformer_have_length_one_after_an_update():
     model = make("nViT").train()
-    instrument = BODIES["nViT"].instrument(model)
+    (instrument,) = (make_one(model) for make_one in BODIES["nViT"].instruments)
     optimizer = make_optimizer(model, OptimConfig(lr=1e-1))
     F.cross_entropy(model(torch.randn(8, 3, 32, 32)), torch.arange(8)).backward()
     optimizer.step()
@@ -118,8 +195,8 @@ def test_vectors_of_the_normalized_transformer_have_length_one_after_an_update()
 
 def test_caps_and_limits_hold():
     model = make("plain + UpdateLimit", blocks=2).train()
-    instrument = BODIES["plain + UpdateLimit"].instrument(model)
-    weight = model.stages[0].blocks[0].mlp.fc1.weight
+    (instrument,) = (make_one(model) for make_one in BODIES["plain + UpdateLimit"].instruments)
+    weight = model.stages[0].blocks[0].mlp.branch.fc1.weight
     before = weight.detach().clone()
     instrument.before_step(0)
     with torch.no_grad():
@@ -128,11 +205,11 @@ def test_caps_and_limits_hold():
     moved = torch.linalg.svdvals(weight.detach() - before)[0] / torch.linalg.svdvals(before)[0]
     assert moved.item() == pytest.approx(0.02, rel=0.02)
     model = make("plain + SpectralCap", blocks=2).train()
-    instrument = BODIES["plain + SpectralCap"].instrument(model)
+    (instrument,) = (make_one(model) for make_one in BODIES["plain + SpectralCap"].instruments)
     with torch.no_grad():
-        model.stages[0].blocks[0].mlp.fc1.weight.mul_(100.0)
+        model.stages[0].blocks[0].mlp.branch.fc1.weight.mul_(100.0)
     instrument.before_eval()
-    sigma = torch.linalg.svdvals(model.stages[0].blocks[0].mlp.fc1.weight.detach())[0]
+    sigma = torch.linalg.svdvals(model.stages[0].blocks[0].mlp.branch.fc1.weight.detach())[0]
     assert sigma.item() == pytest.approx(1.0, abs=1e-4)
 
 
@@ -148,8 +225,13 @@ def test_entropy_is_one_where_attention_is_uniform_and_else_that_of_the_weights(
     cores = [m for m in model.modules() if isinstance(m, ScaledCosineAttention)]
     truths = []
 
+    def smooth_unit(x: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().sum(-1, keepdim=True) + 1e-2).sqrt()
+
     def keep(core: nn.Module, args: tuple) -> None:
-        rows = attention_weights(core, *args).double().flatten(0, 2).numpy()
+        q, k, _, bias = (tensor.detach().double() for tensor in args)
+        scores = 10.0 * smooth_unit(q) @ smooth_unit(k).mT + bias
+        rows = scores.softmax(-1).flatten(0, 2).numpy()
         truths.append(-(rows * torch.from_numpy(rows).log().numpy()).sum(-1).mean())
 
     for core in cores:

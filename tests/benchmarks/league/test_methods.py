@@ -53,13 +53,15 @@ def test_attention_is_the_softmax_of_its_scores():
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
     truths = {
-        DotProductAttention(): (q / math.sqrt(d), k),
-        QKNormAttention(d): (layer_norm(q) / math.sqrt(d), layer_norm(k)),
-        NormalizedAttention(d, 16): (unit(q) * math.sqrt(d), unit(k)),
+        DotProductAttention(3): (q / math.sqrt(d), k),
+        QKNormAttention(3, d): (layer_norm(q) / math.sqrt(d), layer_norm(k)),
+        NormalizedAttention(3, d, 16): (unit(q) * math.sqrt(d), unit(k)),
     }
     for attention, (left, right) in truths.items():
         truth = softmax_attention(left, right, v, bias)
         assert attention(*tensors).detach().numpy() == pytest.approx(truth, abs=1e-5)
+        weights = attention.scores(*tensors).softmax(-1)
+        assert (weights @ tensors[2]).detach().numpy() == pytest.approx(truth, abs=1e-5)
 
 
 @pytest.mark.parametrize("layer", [Linear(7, 5), nn.Conv2d(3, 6, 4, 4), DepthwiseConv2d(9, 7)])
@@ -98,7 +100,7 @@ def test_simple_norm_gives_every_map_unit_mean_square():
 
 
 def test_rezero_has_one_weight_per_branch_that_starts_at_zero():
-    residual = WeightedResidual(6, 0.5)
+    residual = WeightedResidual(nn.Identity(), 6, 0.5)
     rezero_(residual)
     (number,) = residual.parameters()
     assert number.shape == (1,) and residual.residual_scale.tolist() == [0.0] * 6
@@ -108,7 +110,7 @@ def test_rezero_has_one_weight_per_branch_that_starts_at_zero():
 
 @pytest.mark.parametrize(("blocks", "start"), [(6, 0.1), (18, 0.1), (24, 1e-5), (96, 1e-6)])
 def test_layer_scale_starts_as_its_paper_says(blocks, start):
-    residual = WeightedResidual(6, 0.5)
+    residual = WeightedResidual(nn.Identity(), 6, 0.5)
     layer_scale_(residual, blocks)
     assert residual.residual_scale.tolist() == pytest.approx([start] * 6)
 

@@ -1,0 +1,56 @@
+// CenterNorm and its gradients, each in one pass over the map.
+#include "rows.h"
+
+extern "C" {
+
+// y = gain * (x - mean(x)) + shift, where shift is one row (stride 0) or a map.
+void center(const float *x, const float *gain, const float *shift, int64_t shift_stride, float *y,
+            int64_t rows, int64_t channels, int64_t threads) {
+    if (rows * channels < ALONE) threads = 1;
+    parallel_for(threads, rows, [&](int64_t row) {
+        const float *from = x + row * channels, *add = shift + row * shift_stride;
+        float *to = y + row * channels;
+        vec total = {};
+        each(channels, [&](int64_t i, auto lanes) { total += lanes.load(from + i); });
+        const float mean = sum(total) / channels;
+        each(channels, [=](int64_t i, auto lanes) {
+            lanes.store(to + i, (lanes.load(from + i) - mean) * lanes.load(gain + i) +
+                                    lanes.load(add + i));
+        });
+    });
+}
+
+// grad_x = c - mean(c) of c = gain * grad; the sums of grad * (y - bias) and of grad over the rows.
+void center_gradients(const float *grad, const float *y, const float *gain, const float *bias,
+                      float *grad_x, float *grad_offset, float *grad_bias, int64_t rows,
+                      int64_t channels, int64_t threads) {
+    const Parts parts(rows);
+    std::vector<float> offsets(parts.count * channels), biases(parts.count * channels);
+    if (rows * channels < ALONE) threads = 1;
+    parallel_for(threads, parts.count, [&](int64_t part) {
+        float *offset_sum = offsets.data() + part * channels;
+        float *bias_sum = biases.data() + part * channels;
+        for (int64_t row = parts.begin(part); row < parts.begin(part + 1); ++row) {
+            const float *from = grad + row * channels, *output = y + row * channels;
+            float *to = grad_x + row * channels;
+            vec total = {};
+            each(channels, [&](int64_t i, auto lanes) {
+                const vec g = lanes.load(from + i);
+                total += g * lanes.load(gain + i);
+                const vec offset = lanes.load(output + i) - lanes.load(bias + i);
+                lanes.store(offset_sum + i, lanes.load(offset_sum + i) + g * offset);
+                lanes.store(bias_sum + i, lanes.load(bias_sum + i) + g);
+            });
+            const float mean = sum(total) / channels;
+            each(channels, [=](int64_t i, auto lanes) {
+                lanes.store(to + i, lanes.load(from + i) * lanes.load(gain + i) - mean);
+            });
+        }
+    });
+    std::fill(grad_offset, grad_offset + channels, 0.0f);
+    std::fill(grad_bias, grad_bias + channels, 0.0f);
+    add_parts(offsets.data(), parts.count, channels, grad_offset);
+    add_parts(biases.data(), parts.count, channels, grad_bias);
+}
+
+}  // extern "C"
