@@ -119,7 +119,7 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
         return "gradients outside training may be differentiated twice"
     if x.device.type != "cpu":
         return f"the input is on {x.device.type}"
-    if x.numel() == 0:
+    if not torch.jit.is_tracing() and x.numel() == 0:  # a tracer warns about such a choice
         return "the input is empty"
     if x.ndim < needs.min_dims:
         return f"the input has {x.ndim} dimensions"

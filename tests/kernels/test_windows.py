@@ -164,6 +164,5 @@ def test_bfloat16_rounds_inputs_and_results_only():
 def test_second_derivatives_in_training_are_refused():
     qkv = torch.randn(1, 2, 3, 3, 1, 4, requires_grad=True)
     out = attend_in_windows(qkv, [(2, 3)], [ScaledCosineAttention(1)])
-    (grad,) = torch.autograd.grad(out.square().sum(), qkv, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(out.square().sum(), qkv, create_graph=True)
