@@ -23,7 +23,7 @@ from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig
 from lipsformer.graph.plots import plot_sweep
 from lipsformer.jsonl import append_jsonl, read_jsonl
-from scripts.train_graph import load_batches, summarize, train_seed
+from scripts._graph_seed import load_batches, summarize, train_seed
 
 Cell = dict[str, str]
 
