@@ -11,7 +11,7 @@ from lipsformer._configfile import ConfigError, read_config
 from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig, GraphTrainConfig
 from lipsformer.graph.training import evaluate, fit
-from scripts import graph_sweep, train_graph
+from scripts import _graph_seed, graph_sweep, train_graph
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs" / "graph").glob("*.yaml"))
@@ -110,7 +110,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_reported(graph):
 
 
 def write_config(folder, graph, monkeypatch, **train):
-    monkeypatch.setattr(train_graph, "load_graph", lambda *args, **kwargs: graph.clone())
+    monkeypatch.setattr(_graph_seed, "load_graph", lambda *args, **kwargs: graph.clone())
     train = {"lr": 0.01, "epochs": 4, "patience": 4, **train}
     content = {
         "model": {"name": "deep_gat", "hidden_channels": 4, "kwargs": {"heads": 2}},
