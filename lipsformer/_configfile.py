@@ -248,8 +248,8 @@ def _check_container(path: str, value: Any, hint: Any) -> None:
     if dict in kinds:
         require(isinstance(value, dict), path, value, "must be a mapping")
     elif tuple in kinds:
-        require(isinstance(value, list), path, value, "must be a list of values")
-        assert isinstance(value, list)
+        require(isinstance(value, (list, tuple)), path, value, "must be a list of values")
+        assert isinstance(value, (list, tuple))
         values = next(typing.get_args(o) for o in options if typing.get_origin(o) is tuple)
         fits = ... in values or len(value) == len(values)
         nested = any(isinstance(item, list | dict) for item in value)

@@ -40,7 +40,6 @@ MODULES = {
 NAMES = {
     "lipsformer.analysis.bounds.largest": "max_abs",
     "lipsformer.analysis.bounds.rule": "bound_rule",
-    "lipsformer.config.ConfigError": "lipsformer._configfile.ConfigError",
     "lipsformer.config.config_identity": "lipsformer.engine.resume.config_identity",
     "lipsformer.config.load_config": "lipsformer._configfile.read_config(Config, ...)",
     "lipsformer.graph.config.DataConfig": "GraphDataConfig",

@@ -194,7 +194,7 @@ def test_certified_and_attacked_accuracy(
     images = build_eval_dataset(make_config(DataConfig, [settings], origin=""), classes=None)
     radii = []
     for image, label in (images[i] for i in range(len(images))):
-        pixels = torch.as_tensor(image).double() / 255
+        pixels = torch.as_tensor(image).permute(2, 0, 1).double() / 255
         pixels = (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
         with torch.no_grad():
             logits = model.double()(pixels[None])[0].tolist()

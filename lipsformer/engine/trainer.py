@@ -79,6 +79,10 @@ class Parts:
         timm_config: timm's description of the model, as JSON.
         micro_batch: (samples of a micro-batch, micro-batches per step and device).
         monitored: Records of the monitor that are not written yet, with the number of steps made.
+
+    Example:
+        >>> Parts.__dataclass_fields__["micro_batch"].type
+        tuple[int, int]
     """
 
     state: TrainState

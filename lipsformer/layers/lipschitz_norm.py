@@ -60,7 +60,8 @@ def segment_max(values: Tensor, index: Tensor, num_segments: int) -> Tensor:
     index = index.unsqueeze(-1).expand_as(values)
     # -1 lies below all values, so that it never shares the derivative of a maximum
     empty = values.new_full((num_segments, values.size(1)), -1)
-    return empty.scatter_reduce(0, index, values, "amax").clamp_min(0)
+    largest = empty.scatter_reduce(0, index, values, "amax")
+    return largest.masked_fill(largest < 0, 0.0)  # clamp_min has no derivative at a maximum of 0
 
 
 def linear_scale(

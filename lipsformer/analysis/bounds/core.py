@@ -120,6 +120,11 @@ class Registration(NamedTuple):
         bound: Its bound rule.
         layout: Its layout if it contains attention.
         methods: Methods that the rule relies on.
+
+    Example:
+        >>> from lipsformer.analysis.bounds import registration_of
+        >>> registration_of(nn.Linear).cls.__name__
+        'Linear'
     """
 
     cls: type[nn.Module]
