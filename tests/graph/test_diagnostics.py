@@ -59,7 +59,7 @@ def test_attention_statistics_in_closed_form():
     assert spread == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("att_norm", [1.0, 4.0])
+@pytest.mark.parametrize("att_norm", [1.0, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_gat_attention_never_exceeds_its_proved_bound(graph, att_norm):
     _, edge_index = graph
     conv = LipschitzGATConv(5, 5, bias=False, att_norm=att_norm).double()

@@ -36,7 +36,13 @@ def test_parameters_are_the_published_ones(name, official):
     assert count_parameters(model) == PUBLISHED[name][0]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name.endswith("tiny") else pytest.param(name, marks=pytest.mark.slow)
+        for name in PUBLISHED
+    ],
+)
 def test_gmacs_are_the_published_ones(name):
     for official in (False, True) if name.endswith("tiny") else (False,):
         costs = part_costs(*model_and_images(name, official_compat=official))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the exporters' own
 NANO = ["lipsformer_nano", "lipsformer_swin_nano"]
 EXPORTED = [
     ("lipsformer_nano", "hf"),
-    ("lipsformer_nano", "torch"),
+    pytest.param("lipsformer_nano", "torch", marks=pytest.mark.slow),
     pytest.param("lipsformer_nano", "onnx", marks=pytest.mark.slow),
     ("lipsformer_swin_nano", "hf"),
     ("lipsformer_swin_nano", "torch"),
@@ -92,7 +92,9 @@ def test_compiled_training_step_is_the_eager_one(name):
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NANO)
+@pytest.mark.parametrize(
+    "name", ["lipsformer_nano", pytest.param("lipsformer_swin_nano", marks=pytest.mark.slow)]
+)
 def test_the_graph_has_no_breaks(name):
     model = timm.create_model(name, num_classes=7).eval()
     images = torch.randn(3, 3, 32, 32)
