@@ -7,7 +7,7 @@ extern "C" {
 void center(const float *x, const float *gain, const float *shift, int64_t shift_stride, float *y,
             int64_t rows, int64_t channels, int64_t threads) {
     if (rows * channels < ALONE) threads = 1;
-    parallel_for(threads, rows, [&](int64_t row) {
+    parallel_for(threads, rows, [=](int64_t row) {
         const float *from = x + row * channels, *add = shift + row * shift_stride;
         float *to = y + row * channels;
         vec total = {};
@@ -26,10 +26,11 @@ void center_gradients(const float *grad, const float *y, const float *gain, cons
                       int64_t channels, int64_t threads) {
     const Parts parts(rows);
     std::vector<float> offsets(parts.count * channels), biases(parts.count * channels);
+    float *const offset_parts = offsets.data(), *const bias_parts = biases.data();
     if (rows * channels < ALONE) threads = 1;
-    parallel_for(threads, parts.count, [&](int64_t part) {
-        float *offset_sum = offsets.data() + part * channels;
-        float *bias_sum = biases.data() + part * channels;
+    parallel_for(threads, parts.count, [=](int64_t part) {
+        float *offset_sum = offset_parts + part * channels;
+        float *bias_sum = bias_parts + part * channels;
         for (int64_t row = parts.begin(part); row < parts.begin(part + 1); ++row) {
             const float *from = grad + row * channels, *output = y + row * channels;
             float *to = grad_x + row * channels;

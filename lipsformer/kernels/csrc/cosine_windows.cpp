@@ -229,8 +229,9 @@ void forward(const T *q, const T *k, const T *v, T *out, const float *bias, cons
              int64_t out_stride, int64_t threads) {
     const Map map{batch, height, width, heads, dim, h, w, in_stride, out_stride};
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
-    const std::unique_ptr<float[]> padded_bias = pad_bias(map, bias);
-    parallel(threads, [&](const Team &team) {
+    const std::unique_ptr<float[]> padded = pad_bias(map, bias);
+    const float *padded_bias = padded.get();
+    parallel(threads, [=](const Team &team) {
         std::unique_ptr<int64_t[]> place(new int64_t[n]), place_next(new int64_t[n]);
         Scratch scratch(n * (pn + 4 * pd + 1) + pd * (pn + 10));
         float *queries = scratch.take(n * pd), *keys = scratch.take(n * pd);
@@ -256,7 +257,7 @@ void forward(const T *q, const T *k, const T *v, T *out, const float *bias, cons
             map.normalize(keys, 1.0f, eps, inverse);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse);
             map.transpose(keys, keys_t);
-            weigh(map, queries, keys_t, padded_bias.get() + (bias ? head * n * pn : 0), attn);
+            weigh(map, queries, keys_t, padded_bias + (bias ? head * n * pn : 0), attn);
             product(n, attn, pn, 1, values, pd, n, result, pd, pd);
             map.scatter(result, place.get(), out_stride, out + channel);
         });
@@ -272,8 +273,9 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
               int64_t w, int64_t in_stride, int64_t out_stride, int64_t threads) {
     const Map map{batch, height, width, heads, dim, h, w, in_stride, out_stride};
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
-    const std::unique_ptr<float[]> padded_bias = pad_bias(map, bias);
-    parallel(threads, [&](const Team &team) {
+    const std::unique_ptr<float[]> padded = pad_bias(map, bias);
+    const float *padded_bias = padded.get();
+    parallel(threads, [=](const Team &team) {
         std::unique_ptr<int64_t[]> place(new int64_t[n]), place_next(new int64_t[n]);
         const int64_t bias_floats = grad_bias ? heads * n * pn : 0;
         const int64_t lepe_floats = lepe ? heads * 10 * pd : 0;
@@ -299,7 +301,7 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse_v);
             map.transpose(keys, keys_t);
             map.transpose(values, values_t);
-            weigh(map, queries, keys_t, padded_bias.get() + (bias ? head * n * pn : 0), attn);
+            weigh(map, queries, keys_t, padded_bias + (bias ? head * n * pn : 0), attn);
 
             clear(grad_values, n * pd);
             product(n, attn, 1, pn, grads, pd, n, grad_values, pd, pd);

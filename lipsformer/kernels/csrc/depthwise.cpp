@@ -104,13 +104,14 @@ template <int K, class Value>
 void convolve(const Value *x, const float *weight, const float *bias, Value *y, const Maps &maps,
               bool flip, int64_t threads) {
     constexpr int P = K / 2;
-    Buffer taps(maps.blocks * K * K);
-    parallel(threads, [&](const Team &team) {
+    const Buffer buffer(maps.blocks * K * K);
+    float *taps = buffer.data;
+    parallel(threads, [=, &maps](const Team &team) {
         Ring<K> ring(maps);
         team.share(maps.channels, [&](int64_t c) {
             for (int row = 0; row < K; ++row)
                 for (int column = 0; column < K; ++column)
-                    taps.data[(c / LANES * K * K + row * K + column) * LANES + c % LANES] =
+                    taps[(c / LANES * K * K + row * K + column) * LANES + c % LANES] =
                         weight[c * K * K + tap<K>(row, column, maps.transposed, flip)];
         });
         GOMP_barrier();
@@ -119,7 +120,7 @@ void convolve(const Value *x, const float *weight, const float *bias, Value *y, 
             const int64_t start = maps.start(task / maps.blocks, block);
             const int64_t next = task + 1;
             const int64_t following = maps.start(next / maps.blocks, next % maps.blocks);
-            const float *kernel = taps.data + block * K * K * LANES;
+            const float *kernel = taps + block * K * K * LANES;
             const vec initial = bias ? load_first(bias + block * LANES, lanes) : vec{};
             ring.next = 0;
             for (int64_t row = 0; row < maps.rows; ++row) {
@@ -169,14 +170,15 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
     // make 32 tasks, at most 8, whatever the number of threads.
     int64_t groups = 1;
     while (groups * maps.blocks < 32 && groups < 8 && 2 * groups <= maps.batch) groups *= 2;
-    Buffer parts(groups * maps.blocks * (K * K + 1));
-    parallel(threads, [&](const Team &team) {
+    const Buffer buffer(groups * maps.blocks * (K * K + 1));
+    float *parts = buffer.data;
+    parallel(threads, [=, &maps](const Team &team) {
         Ring<K> ring(maps);
         Buffer upstream(maps.padded);
         team.share(groups * maps.blocks, [&](int64_t task) {
             const int64_t group = task / maps.blocks, block = task % maps.blocks;
             const int64_t lanes = maps.lanes(block);
-            float *part = parts.data + task * SIZE;
+            float *part = parts + task * SIZE;
             for (int64_t image = group; image < maps.batch; image += groups) {
                 const int64_t start = maps.start(image, block);
                 const int64_t following = maps.start(image + groups, block);
@@ -232,7 +234,7 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
             for (int64_t i = 0; i <= K * K; ++i) {
                 float total = 0.0f;
                 for (int64_t group = 0; group < groups; ++group)
-                    total += parts.data[(group * maps.blocks + c / LANES) * SIZE + i * LANES +
+                    total += parts[(group * maps.blocks + c / LANES) * SIZE + i * LANES +
                                         c % LANES];
                 if (i == K * K)
                     grad_bias[c] = total;

@@ -19,10 +19,11 @@ void gelu_residual(const float *x, const float *z, const float *scale, int64_t s
                    const int64_t *index, float *y, int64_t samples, int64_t kept, int64_t tokens,
                    int64_t channels, int64_t threads) {
     std::vector<int64_t> slots(samples, -1);  // where in z a sample is
+    const int64_t *const slot_of = slots.data();
     for (int64_t k = 0; k < kept; ++k) slots[index == nullptr ? k : index[k]] = k;
     if (samples * tokens * channels < ALONE) threads = 1;
-    parallel_for(threads, samples * tokens, [&](int64_t row) {
-        const int64_t slot = slots[row / tokens];
+    parallel_for(threads, samples * tokens, [=](int64_t row) {
+        const int64_t slot = slot_of[row / tokens];
         const float *from = x + row * channels;
         float *to = y + row * channels;
         if (slot < 0) {
@@ -45,12 +46,13 @@ void gelu_residual_gradients(const float *grad, const float *z, const float *sca
                              int64_t threads) {
     const Parts parts(tokens);
     std::vector<float> sums(kept * parts.count * channels);
+    float *const totals = sums.data();
     if (kept * tokens * channels < ALONE) threads = 1;
-    parallel_for(threads, kept * parts.count, [&](int64_t unit) {
+    parallel_for(threads, kept * parts.count, [=](int64_t unit) {
         const int64_t k = unit / parts.count, part = unit % parts.count;
         const int64_t sample = index == nullptr ? k : index[k];
         const float *factor = scale + k * scale_stride;
-        float *total = sums.data() + unit * channels;
+        float *total = totals + unit * channels;
         for (int64_t token = parts.begin(part); token < parts.begin(part + 1); ++token) {
             const float *from = grad + (sample * tokens + token) * channels;
             const float *branch = z + (k * tokens + token) * channels;

@@ -12,7 +12,7 @@ extern "C" {
 // activated = GELU(z), grad *= GELU'(z).
 void gelu_gradient(const float *z, float *grad, float *activated, int64_t n, int64_t threads) {
     if (n < ALONE) threads = 1;
-    parallel_for(threads, (n + BLOCK - 1) / BLOCK, [&](int64_t block) {
+    parallel_for(threads, (n + BLOCK - 1) / BLOCK, [=](int64_t block) {
         const int64_t start = block * BLOCK;
         each(std::min(BLOCK, n - start), [=](int64_t i, auto lanes) {
             const vec x = lanes.load(z + start + i);
@@ -29,9 +29,10 @@ void gelu_gradient(const float *z, float *grad, float *activated, int64_t n, int
 void row_sum(const float *x, float *total, int64_t rows, int64_t channels, int64_t threads) {
     const Parts parts(rows);
     std::vector<float> sums(parts.count * channels);
+    float *const totals = sums.data();
     if (rows * channels < ALONE) threads = 1;
-    parallel_for(threads, parts.count, [&](int64_t part) {
-        float *sum = sums.data() + part * channels;
+    parallel_for(threads, parts.count, [=](int64_t part) {
+        float *sum = totals + part * channels;
         for (int64_t row = parts.begin(part); row < parts.begin(part + 1); ++row)
             each(channels, [=](int64_t i, auto lanes) {
                 lanes.store(sum + i, lanes.load(sum + i) + lanes.load(x + row * channels + i));

@@ -35,11 +35,13 @@ struct Team {
     }
 };
 
-// Call body(team) in every thread of a team.
+// Call body(team) in every thread of a team. Each thread has its own copy of the body, so that what
+// it captures by value stays in registers: stores to a map might change what lies in memory.
 template <class F>
 void parallel(int64_t threads, F body) {
     const auto call = [](void *data) {
-        (*static_cast<F *>(data))(Team{omp_get_thread_num(), omp_get_num_threads()});
+        const F own = *static_cast<F *>(data);
+        own(Team{omp_get_thread_num(), omp_get_num_threads()});
     };
     GOMP_parallel(call, &body, threads, 0);
 }
@@ -47,5 +49,5 @@ void parallel(int64_t threads, F body) {
 // Call f(i) for i = 0 ... n - 1, shared among the threads of a team.
 template <class F>
 void parallel_for(int64_t threads, int64_t n, F f) {
-    parallel(threads, [&](const Team &team) { team.share(n, f); });
+    parallel(threads, [=](const Team &team) { team.share(n, f); });
 }
