@@ -73,8 +73,7 @@ class Parts:
         transform: Turns training batches into inputs and targets, on the device.
         eval_batches: This rank's share of the validation data.
         normalize: Turns validation images into inputs.
-        num_train_images: Length of the training set.
-        num_eval_images: Length of the validation set.
+        num_train_images, num_eval_images: Lengths of the training and the validation set.
         classes: Names of the classes in the order of the labels.
         timm_config: timm's description of the model, as JSON.
         micro_batch: (samples of a micro-batch, micro-batches per step and device).
@@ -120,8 +119,6 @@ class Trainer:
         >>> trainer = Trainer(config, assemble(config, start(config), None), start=None)
         >>> trainer.train()  # 0: no signal stopped it
         0
-        >>> trainer.folder.weights().step
-        1
     """
 
     def __init__(self, config: Config, parts: Parts, start: Path | None):
