@@ -171,10 +171,14 @@ def test_failing_compiler_or_cache_gives_one_warning_and_equal_results(
     expected = torch.stack([depthwise_conv(image, layer.weight, layer.bias) for image in x])
     for _ in range(2):
         torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
+    (record,) = warnings(caplog)
     assert "no CPU kernels, PyTorch's operators take their place" in record.message
     assert broken == "cache" or [path.suffix for path in folder.iterdir()] == [".failed"]
+
+
+def warnings(caplog) -> list:
+    """Return the warnings alone: whoever ran before may have asked for the notes of the build."""
+    return [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def again() -> object:
@@ -193,8 +197,8 @@ def test_a_failed_compilation_is_not_tried_again(folder, tmp_path, monkeypatch, 
     for _ in range(3):
         assert again() is None
     assert (tmp_path / "calls").read_text() == "x\n"
-    assert len(caplog.records) == 3
-    for record in caplog.records:
+    assert len(warnings(caplog)) == 3
+    for record in warnings(caplog):
         assert "failed: a.h: error: bad" in record.message
         assert "\n" not in record.message
 
@@ -206,7 +210,7 @@ def test_a_compiler_may_have_arguments_and_one_that_is_missing_is_named(
     assert again() is not None
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     assert again() is None
-    (record,) = caplog.records
+    (record,) = warnings(caplog)
     assert "there is no compiler 'no-such-compiler', which CXX names" in record.message
 
 
