@@ -113,6 +113,12 @@ def max_abs_score(attention: Any) -> Tensor:
     return torch.as_tensor(tau).detach().double().cpu().flatten().expand(attention.num_heads)
 
 
+def projection_rounding(qkv: nn.Linear, domain: Domain) -> float:
+    """Bound the error that float32 adds to the projections of a token, as a root mean square."""
+    sigma = linear_sigma(qkv.weight)
+    return linear_rounding(qkv.weight, qkv.bias, None, domain.rms, sigma)
+
+
 def column_mass(tau: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:
     r"""Bound the column sums of the attention matrix over all inputs, one value per head.
 
@@ -382,7 +388,7 @@ def projected_bound(
     # Errors are carried through the attention first, then through the projection.
     error = carried_error(value, domain.error, factor * attended.rounding, domain.tokens)
     between = Domain(size=domain.size, radius=longest, error=error)
-    rounding = linear_rounding(proj.weight, proj.bias, scale, between.rms)
+    rounding = linear_rounding(proj.weight, proj.bias, scale, between.rms, sigma)
     radius = outward(sigma * longest + bias_norm(proj.bias, scale))
     output = Domain(
         size=domain.size,

@@ -46,7 +46,7 @@ from lipsformer.layers.spectral import conv_symbols, depthwise_operator, grid_ex
 # The largest derivative of GELU(x) = x Phi(x), which is Phi(x) + x phi(x) at x = sqrt(2).
 GELU_BOUND = outward(0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi))
 
-# GELU in float32, PyTorch's and that of our kernel, errs by at most GELU_ERROR |x|. A slow test goes
+# GELU in float32 errs by at most GELU_ERROR |x|, in PyTorch and in our kernel. A slow test goes
 # through all floats.
 GELU_ERROR = 2.0**-20
 
@@ -100,21 +100,36 @@ def matrix_of(weight: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def linear_rounding(
-    weight: Tensor, bias: Tensor | None, scale: Tensor | None, length: float
+    weight: Tensor, bias: Tensor | None, scale: Tensor | None, length: float, sigma: float
 ) -> float:
-    r"""Bound the error that float32 adds to :math:`s \odot (W x + b)` for one token.
-
-    A sum of n products and a bias, in any order, with a scale that may be multiplied into the
-    weight first, errs by at most :math:`\gamma_{n+3} (|s W| |x| + |s b|)` in every entry.
+    r"""Bound the error that float32 adds to :math:`s \odot (W x + b)`, also with s folded in.
 
     Args:
         weight: W, [out, in, ...], which is reshaped to [out, in * ...].
         bias: b, [out]; None for none.
         scale: s, [out]; None for ones.
         length: 2-norm of x, or its root mean square over many x; the result is of the same kind.
+        sigma: Bound of the largest singular value of diag(s) W.
     """
-    matrix = matrix_of(weight, scale)
-    return gamma(matrix.shape[1] + 3) * (abs_sigma_bound(matrix) * length + bias_norm(bias, scale))
+    matrix, shift = matrix_of(weight, scale), bias_norm(bias, scale)
+    absolute = abs_sigma_bound(matrix) * length + shift
+    return sum_rounding(matrix.shape[1], absolute, sigma * length + shift)
+
+
+def sum_rounding(terms: int, absolute: float, total: float) -> float:
+    r"""Bound the error of sums of products and a bias in float32, added in any order.
+
+    Every addition errs by u times the sum of a part of the terms. The largest sum of a part is
+    that of the positive or of the negative terms, :math:`(\sum |t_j| + |\sum t_j|) / 2`. Products
+    and a scale round three times.
+
+    Args:
+        terms: Number of products.
+        absolute: 2-norm of the sums of absolute values.
+        total: 2-norm of the sums.
+    """
+    additions = gamma(terms + 1)
+    return gamma(4) * absolute + additions * ((absolute + total) / 2.0 + additions * absolute)
 
 
 def bias_norm(bias: Tensor | None, scale: Tensor | None = None) -> float:
@@ -170,7 +185,7 @@ def gelu_bound(domain: Domain, largest: float = 1.0) -> Bound:
 def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
     sigma, bias = linear_sigma(module.weight, scale), bias_norm(module.bias, scale)
     radius = sigma * domain.radius + bias
-    rounding = linear_rounding(module.weight, module.bias, scale, domain.rms)
+    rounding = linear_rounding(module.weight, module.bias, scale, domain.rms, sigma)
     return simple_bound(sigma, domain, radius=radius, shift=bias, rounding=rounding)
 
 
@@ -287,7 +302,6 @@ def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bou
     sigma = conv_bound(weight, stride, module.groups).max().item()
     groups = [group.flatten(1) for group in weight.chunk(module.groups)]
     patch, bias = max(linear_sigma(group) for group in groups), bias_norm(module.bias, scale)
-    patch *= math.sqrt(math.prod(module.kernel_size))
     # A pixel is a part of at most so many patches.
     copies = math.prod(math.ceil(k / s) for k, s in zip(module.kernel_size, stride, strict=True))
     length = math.sqrt(copies * domain.tokens / math.prod(size)) * domain.rms
@@ -296,9 +310,9 @@ def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bou
         sigma,
         domain,
         size=size,
-        radius=patch * domain.radius + bias,
+        radius=patch * math.sqrt(math.prod(module.kernel_size)) * domain.radius + bias,
         shift=bias,
-        rounding=gamma(groups[0].shape[1] + 3) * (largest * length + bias),
+        rounding=sum_rounding(groups[0].shape[1], largest * length + bias, patch * length + bias),
     )
 
 

@@ -16,6 +16,7 @@ from lipsformer.analysis.bounds.attention import (
     column_mass,
     max_abs_score,
     projected_bound,
+    projection_rounding,
     split_qkv,
 )
 from lipsformer.analysis.bounds.composition import (
@@ -41,7 +42,6 @@ from lipsformer.analysis.bounds.layers import (
     depthwise_channel_sigma,
     depthwise_radius,
     gelu_bound,
-    linear_rounding,
 )
 from lipsformer.analysis.bounds.rounding import (
     gamma,
@@ -140,11 +140,8 @@ def residual_bound(
     weighted, plain = chain(branch, domain, alpha), chain(branch, domain)
     largest_weight = max_abs(alpha)
     # The radius of a branch may be infinite, and 0 * inf is nan.
-    added = (
-        weighted.output
-        if largest_weight > 0.0
-        else Domain(size=(), radius=0.0, norm=0.0, error=0.0)
-    )
+    nothing = Domain(size=(), radius=0.0, norm=0.0, error=0.0)
+    added = weighted.output if largest_weight > 0.0 else nothing
     paper_log10 = log10_product((plain.paper_log10, log10_of(largest_weight)))
     # The product with alpha and the sum round.
     rounding = gamma(3) * (domain.rms + added.rms)
@@ -155,7 +152,7 @@ def residual_bound(
         output=Domain(
             size=domain.size,
             radius=outward(domain.radius + added.radius),
-            norm=outward(domain.norm + added.norm),
+            norm=outward(domain.length + added.length),
             error=outward(error),
         ),
         input=domain,
@@ -191,7 +188,7 @@ def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) ->
         mass=column_mass(max_abs_score(module.attention), h * w, bias),
         padded=_pads(domain.size, (h, w)),
         largest_bias=max_abs(bias),
-        qkv_rounding=linear_rounding(module.qkv.weight, module.qkv.bias, None, domain.rms),
+        qkv_rounding=projection_rounding(module.qkv, domain),
     )
     return projected_bound(attended, module.proj, domain, scale)
 
@@ -212,7 +209,7 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
     heads = split_qkv(
         module.qkv.weight, module.qkv.bias, module.num_branches * module.heads_per_branch
     )
-    qkv_rounding = linear_rounding(module.qkv.weight, module.qkv.bias, None, domain.rms)
+    qkv_rounding = projection_rounding(module.qkv, domain)
     gram, paper_squared, radius_squared, rounding_squared, terms = 0.0, 0.0, 0.0, 0.0, 0
     for branch, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
         unchanged(lepe, DepthwiseConv2d)

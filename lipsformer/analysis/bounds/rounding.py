@@ -175,8 +175,8 @@ def abs_sigma_bound(matrix: Tensor) -> float:
     """
     m = matrix.abs()
     v = torch.ones_like(m[:, 0])
-    for _ in range(4):
-        image = m @ (m.mT @ v)
-        ratio = (image / v).max().item()
-        v = image + 1e-6 * image.max().clamp_min(1e-300)  # positive, whatever rows are zero
+    for _ in range(3):
+        v = m @ (m.mT @ v)
+        v = v + 1e-6 * v.max().clamp_min(1e-300)  # positive, even where a row is zero
+    ratio = (m @ (m.mT @ v) / v).max().item()
     return math.sqrt(ratio) * (1.0 + 4.0 * UNIT * (sum(matrix.shape) + 8))

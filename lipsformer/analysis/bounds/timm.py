@@ -22,6 +22,7 @@ from lipsformer.analysis.bounds.attention import (
     column_mass,
     max_abs_score,
     projected_bound,
+    projection_rounding,
     split_qkv,
 )
 from lipsformer.analysis.bounds.composition import (
@@ -41,7 +42,7 @@ from lipsformer.analysis.bounds.core import (
     lipschitz_bound,
     unchanged,
 )
-from lipsformer.analysis.bounds.layers import PASSIVE, linear_rounding, product
+from lipsformer.analysis.bounds.layers import PASSIVE, product
 from lipsformer.analysis.bounds.lipsformer import patch_merging_bound, residual_bound
 from lipsformer.analysis.bounds.rounding import (
     gamma,
@@ -113,7 +114,7 @@ def _attention(
         domain.reach,
         mass,
         largest_bias=largest_bias,
-        qkv_rounding=linear_rounding(module.qkv.weight, module.qkv.bias, None, domain.rms),
+        qkv_rounding=projection_rounding(module.qkv, domain),
     )
     return projected_bound(attended, module.proj, domain, scale)
 
@@ -184,7 +185,7 @@ def _distilled_vit(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         output=Domain(
             size=(),
             radius=outward(radius),
-            norm=sum(head.output.norm for head in heads.values()),
+            norm=sum(head.output.length for head in heads.values()),
             error=carried_error(1.0, error, gamma(2) * (radius + error), 1),
         ),
         input=x.output,
