@@ -42,6 +42,7 @@ from lipsformer.analysis.bounds.rounding import (
     sigma_bound,
 )
 from lipsformer.layers import Linear, LipschitzNormAttention, ScaledCosineAttention
+from lipsformer.layers.cosine_attention import MAX_LOGIT_SCALE
 
 # Relative error of exp in float32. PyTorch's least exact exponential allows 20 units in the last
 # place, which is 2.4e-6. A slow test goes through all floats.
@@ -109,8 +110,12 @@ def max_abs_score(attention: Any) -> Tensor:
 
     It is tau for `ScaledCosineAttention` and 1 for `LipschitzNormAttention`.
     """
-    tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
-    return torch.as_tensor(tau).detach().double().cpu().flatten().expand(attention.num_heads)
+    learned = getattr(attention, "log_logit_scale", None)
+    if learned is not None:  # in double precision: `attention.tau` rounds to float32
+        tau = learned.detach().double().clamp(max=math.log(MAX_LOGIT_SCALE)).exp() * OUTWARD
+    else:
+        tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
+    return torch.as_tensor(tau).double().cpu().flatten().expand(attention.num_heads)
 
 
 def projection_rounding(qkv: nn.Linear, domain: Domain) -> float:
@@ -387,7 +392,8 @@ def projected_bound(
     longest = outward(factor * math.sqrt(attended.radius_squared))
     # Errors are carried through the attention first, then through the projection.
     error = carried_error(value, domain.error, factor * attended.rounding, domain.tokens)
-    between = Domain(size=domain.size, radius=longest, error=error)
+    norm = outward(math.sqrt(domain.tokens) * longest)
+    between = Domain(size=domain.size, radius=longest, norm=norm, error=error)
     rounding = linear_rounding(proj.weight, proj.bias, scale, between.rms, sigma)
     radius = outward(sigma * longest + bias_norm(proj.bias, scale))
     output = Domain(

@@ -25,7 +25,7 @@ class Domain:
             features.
         radius: Largest 2-norm of a token (of a pixel over its channels). Attention on raw values
             needs it, because its constant grows with the values. So does every rounding error.
-        norm: Largest 2-norm of the map; inf if only `radius` is known.
+        norm: Largest 2-norm of the map; inf if it is not known.
         error: Largest distance between the map that the float32 program computes and the exact map,
             as a 2-norm over the map; inf if it is not known.
 
@@ -53,12 +53,7 @@ class Domain:
     @property
     def rms(self) -> float:
         """Largest root mean square of the 2-norms of the tokens of a map, exact or computed."""
-        return outward((self.length + self.error) / math.sqrt(self.tokens))
-
-    @property
-    def length(self) -> float:
-        """Largest 2-norm of the exact map, from `norm` and from `radius`."""
-        return outward(min(self.norm, math.sqrt(self.tokens) * self.radius))
+        return outward((self.norm + self.error) / math.sqrt(self.tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +69,7 @@ class Bound:
         input: The domain on which the bound holds.
         parts: Bounds of the children, by name.
         kind: Name of the module's class.
+        last: `log10` and weight of the linear layer that the map ends in; None for other maps.
 
     Example:
         >>> from torch import nn
@@ -89,6 +85,7 @@ class Bound:
     input: Domain
     parts: dict[str, "Bound"] = field(default_factory=dict)
     kind: str = ""
+    last: "tuple[float, Tensor] | None" = field(default=None, compare=False)
 
     @property
     def value(self) -> float:
@@ -121,7 +118,7 @@ def simple_bound(
     output = Domain(
         size=size,
         radius=outward(radius),
-        norm=carried_error(value, domain.length, shift, tokens),
+        norm=carried_error(value, domain.norm, shift, tokens),
         error=carried_error(value, domain.error, rounding, tokens),
     )
     log10 = log10_of(value)
@@ -156,6 +153,7 @@ def compose(first: Bound, second: Bound, name: str | None = None) -> Bound:
         output=second.output,
         input=first.input,
         parts={**first.parts, **({name: second} if name else second.parts)},
+        last=second.last,
     )
 
 
@@ -172,10 +170,11 @@ def scale_output(bound: Bound, scale: Tensor | None) -> Bound:
         bound,
         log10=log10_product((bound.log10, log10_of(factor))),
         paper_log10=log10_product((bound.paper_log10, log10_of(factor))),
+        last=None,
         output=replace(
             output,
             radius=outward(factor * output.radius),
-            norm=carried_error(factor, output.length, 0.0, output.tokens),
+            norm=carried_error(factor, output.norm, 0.0, output.tokens),
             error=carried_error(factor, output.error, 0.0, output.tokens),
         ),
     )
@@ -197,11 +196,13 @@ def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[flo
         std: Standard deviation per channel by which it divides.
     """
     longest = [max(m, 1.0 - m) / s for m, s in zip(mean, std, strict=True)]
+    radius, tokens = outward(math.hypot(*longest)), math.prod(size)
     rounding = gamma(8) * math.hypot(*((1.0 + m) / s for m, s in zip(mean, std, strict=True)))
     return Domain(
         size=size,
-        radius=outward(math.hypot(*longest)),
-        error=carried_error(0.0, 0.0, rounding, math.prod(size)),
+        radius=radius,
+        norm=outward(math.sqrt(tokens) * radius),
+        error=carried_error(0.0, 0.0, rounding, tokens),
     )
 
 

@@ -175,10 +175,11 @@ def _gelu(module: nn.GELU, domain: Domain, scale: Tensor | None) -> Bound:
 def gelu_bound(domain: Domain, largest: float = 1.0) -> Bound:
     """Return the bound of GELU, followed by a product with factors of at most `largest`.
 
-    The radius follows from |GELU(x)| <= |x|.
+    Radius and norm follow from |GELU(x)| <= |x|.
     """
     radius, rounding = largest * domain.radius, GELU_ERROR * largest * domain.rms
-    return simple_bound(GELU_BOUND * largest, domain, radius=radius, shift=0.0, rounding=rounding)
+    bound = simple_bound(GELU_BOUND * largest, domain, radius=radius, rounding=rounding)
+    return replace(bound, output=replace(bound.output, norm=outward(largest * domain.norm)))
 
 
 @bound_rule(nn.Linear, Linear)
@@ -186,7 +187,8 @@ def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
     sigma, bias = linear_sigma(module.weight, scale), bias_norm(module.bias, scale)
     radius = sigma * domain.radius + bias
     rounding = linear_rounding(module.weight, module.bias, scale, domain.rms, sigma)
-    return simple_bound(sigma, domain, radius=radius, shift=bias, rounding=rounding)
+    bound = simple_bound(sigma, domain, radius=radius, shift=bias, rounding=rounding)
+    return bound if scale is not None else replace(bound, last=(bound.log10, module.weight))
 
 
 @bound_rule(CenterNorm)

@@ -152,7 +152,7 @@ def residual_bound(
         output=Domain(
             size=domain.size,
             radius=outward(domain.radius + added.radius),
-            norm=outward(domain.length + added.length),
+            norm=outward(domain.norm + added.norm),
             error=outward(error),
         ),
         input=domain,

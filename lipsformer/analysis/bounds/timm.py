@@ -185,7 +185,7 @@ def _distilled_vit(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         output=Domain(
             size=(),
             radius=outward(radius),
-            norm=sum(head.output.length for head in heads.values()),
+            norm=sum(head.output.norm for head in heads.values()),
             error=carried_error(1.0, error, gamma(2) * (radius + error), 1),
         ),
         input=x.output,
