@@ -30,12 +30,11 @@ SAYS = {
     "real": "No image within this distance has another class under the exact network.",
     "executed": "No image within this distance gets another class from the float32 program on a "
     "CPU. The error of its rounding is subtracted from the margin.",
-    "distance": "2-norm over the pixels of the network's input, whose values lie in [0, 1]. Both "
-    "images are in that range.",
-    "own_pixels": "A change of the data's own pixels grows by at most this factor on the way to "
+    "distance": "2-norm over the pixels of the network's input. All pixel values lie in [0, 1].",
+    "own_pixel_factors": "A change of the data's own pixels grows by at most this factor on the way to "
     "the network's pixels, before values are rounded to 8 bits.",
     "premises": "Only this file states logits (computed in float64), labels, sizes of the data's "
-    "images, and which logits count. Everything else follows from the weights.",
+    "images in pixels and channels, and which logits count. All else follows from the weights.",
 }
 
 # The proof of a class's constant, as docs/lipschitz.md names it. All others are compositions.
@@ -77,15 +76,24 @@ def certificate(
     scale = 1.0 - 3.0 * SLACK  # SLACK in the decimal logarithm is 2.3 times as much in the value
     listed = {}
     for name, (eval_set, rows) in sets.items():
-        sizes = own_sizes(eval_set.dataset, data)
-        kinds = sorted(set(sizes))
-        listed[name] = {
+        own = own_sizes(eval_set.dataset, data)
+        sizes = sorted(set(own))
+        premises = {
             "outputs": eval_set.outputs,
-            "own_pixels": [{"size": size, "factor": own_factor(size, data)} for size in kinds],
-            "images": [
-                {**row, "own": kinds.index(size)}
-                | {key: row[key] * scale for key in ("real", "executed")}
-                for row, size in zip(rows, sizes, strict=True)
+            "sizes": sizes,
+            "size_of": [sizes.index(size) for size in own],
+            "labels": [row["label"] for row in rows],
+            "logits": [row["logits"] for row in rows],
+        }
+        radii = {key: [row[key] * scale for row in rows] for key in ("real", "executed")}
+        listed[name] = {
+            "premises": premises,
+            "premises_sha256": digest(premises),
+            "own_pixel_factors": [own_factor(size, data) for size in sizes],
+            **radii,
+            "shares": [
+                {"distance": distance, **shares(premises, radii, distance)}
+                for distance in distances
             ],
         }
     return {
@@ -106,40 +114,23 @@ def certificate(
         ],
         "logit_rounding": bound.output.error * (1.0 + SLACK),
         "sets": listed,
-        "premises_sha256": digest(premises(listed)),
-        "shares": [
-            {"set": name, "distance": distance, **shares(rows["images"], distance)}
-            for name, rows in listed.items()
-            for distance in distances
-        ],
     }
 
 
-def weaker(log10: float) -> float | None:
-    """Return a logarithm with some slack; None for a layer whose constant is 0."""
-    return None if log10 == -math.inf else log10 + SLACK
+def weaker(log10: float) -> float:
+    """Return a logarithm with some slack. A constant of 0, which JSON lacks, is written as -400."""
+    return max(log10, -400.0) + SLACK
 
 
-def shares(images: Sequence[Mapping[str, Any]], distance: float) -> dict[str, float]:
+def shares(
+    premises: Mapping[str, Any], radii: Mapping[str, Sequence[float]], distance: float
+) -> dict[str, float]:
     """Return the share of images, in percent, that keep the right class within a distance."""
-    right = [row for row in images if int(np.argmax(row["logits"])) == row["label"]]
+    right = np.argmax(premises["logits"], axis=1) == np.array(premises["labels"])
     return {
-        key: 100.0 * sum(row[key] > distance for row in right) / len(images)
-        for key in ("real", "executed")
+        key: 100.0 * float((right & (np.array(values) > distance)).mean())
+        for key, values in radii.items()
     }
-
-
-def premises(sets: Mapping[str, Any]) -> list[Any]:
-    """Return what a checker cannot derive: labels, logits and sizes of the images of every set."""
-    return [
-        [
-            name,
-            content["outputs"],
-            [kind["size"] for kind in content["own_pixels"]],
-            [[row["label"], row["logits"], row["own"]] for row in content["images"]],
-        ]
-        for name, content in sets.items()
-    ]
 
 
 def digest(content: Any) -> str:
