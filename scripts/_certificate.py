@@ -29,9 +29,9 @@ PREPROCESSING = ("source", "img_size", "crop_pct", "interpolation", "exact_eval"
 SAYS = {
     "real": "No image within this distance has another class under the exact network.",
     "executed": "No image within this distance gets another class from the float32 program on a "
-    "CPU. The error of its rounding is subtracted from the margin.",
+    "CPU. The rounding of both images is subtracted from the margin.",
     "distance": "2-norm over the pixels of the network's input. All pixel values lie in [0, 1].",
-    "own_pixel_factors": "A change of the data's own pixels grows by at most this factor on the way to "
+    "own_pixel_factors": "A change of the data's own pixels grows by at most this factor up to "
     "the network's pixels, before values are rounded to 8 bits.",
     "premises": "Only this file states logits (computed in float64), labels, sizes of the data's "
     "images in pixels and channels, and which logits count. All else follows from the weights.",

@@ -83,7 +83,6 @@ def eigenvalue(gram: np.ndarray, terms: int) -> float:
 
 
 def sigma(matrix: np.ndarray) -> float:
-    """Bound the largest singular value."""
     scale = 2.0 ** math.frexp(float(np.abs(matrix).max()))[1]
     rows = matrix / scale if matrix.shape[0] <= matrix.shape[1] else matrix.T / scale
     return UP * scale * math.sqrt(eigenvalue(rows @ rows.T, rows.shape[1]))

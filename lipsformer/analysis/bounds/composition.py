@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from lipsformer.analysis.bounds.rounding import (
+    MAX_NORM32,
     TINY32,
     gamma,
     log10_of,
@@ -52,7 +53,12 @@ class Domain:
 
     @property
     def rms(self) -> float:
-        """Largest root mean square of the 2-norms of the tokens of a map, exact or computed."""
+        """Largest root mean square of the 2-norms of the tokens of a map, exact or computed.
+
+        It is inf where float32 might overflow.
+        """
+        if self.norm > MAX_NORM32:
+            return math.inf
         return outward((self.norm + self.error) / math.sqrt(self.tokens))
 
 

@@ -30,6 +30,9 @@ OUTWARD = 1.0 + 2.0**-44
 # absolute values of its terms. Higham's theorem 24.2 gives about 2^-45.
 FFT_ERROR = 2.0**-43
 
+# Maps up to this 2-norm do not overflow in float32.
+MAX_NORM32 = 2.0**50
+
 # Underflow of float32 adds less than this to the error of a map.
 TINY32 = 2.0**-90
 
@@ -173,10 +176,13 @@ def abs_sigma_bound(matrix: Tensor) -> float:
     Args:
         matrix: [m, n], float64.
     """
-    m = matrix.abs()
+    largest = matrix.abs().max().item()
+    if largest == 0.0:
+        return 0.0
+    m = matrix.abs() / largest
     v = torch.ones_like(m[:, 0])
     for _ in range(3):
         v = m @ (m.mT @ v)
-        v = v + 1e-6 * v.max().clamp_min(1e-300)  # positive, even where a row is zero
+        v = v + 1e-6 * v.max()  # positive, even where a row is zero
     ratio = (m @ (m.mT @ v) / v).max().item()
-    return math.sqrt(ratio) * (1.0 + 4.0 * UNIT * (sum(matrix.shape) + 8))
+    return largest * math.sqrt(ratio) * (1.0 + 4.0 * UNIT * (sum(matrix.shape) + 8))
