@@ -25,7 +25,7 @@ def plot_all(records: Sequence[Record], folder: Path) -> list[Path]:
     for data, title in TITLES.items():
         if finished_rows(records, data, WARMUPS[0]):
             drawn.append(plot_rates(records, data, title, folder / f"{data}.png"))
-    if any(r["blocks"] in DEPTHS for r in records):
+    if any(r["blocks"] == max(DEPTHS) for r in records):
         drawn.append(plot_depths(records, folder / "depth.png"))
     if any(first_grid(records, body) for body in BODIES):
         drawn.append(plot_signals(records, folder / "signals.png"))
@@ -51,7 +51,7 @@ def plot_rates(records: Sequence[Record], data: str, title: str, path: Path) -> 
 
 def plot_depths(records: Sequence[Record], path: Path) -> Path:
     """Draw the accuracy of every body over its number of blocks."""
-    deep = [r for r in records if r["blocks"] in DEPTHS]
+    deep = [r for r in records if r["blocks"] in DEPTHS and r["lr"] in rates("adamw")]
     bodies = [body for body in BODIES if select(deep, body=body)]
 
     def reached(body: str) -> float:
