@@ -95,6 +95,11 @@ def very_deep_cells() -> list[Cell]:
     return [Cell(blocks=depth, body=body, **cell) for depth in VERY_DEEP for body in bodies]
 
 
+def deep(records: Sequence[Record]) -> list[Record]:
+    """Return the lines of `depth_cells`."""
+    return [r for r in records if r["blocks"] in DEPTHS and r["lr"] in rates("adamw")]
+
+
 def depth_cells(records: Sequence[Record]) -> list[Cell]:
     """Return the cells of the depths, each body at its best stable learning rate of six blocks."""
     found = []

@@ -11,6 +11,7 @@ from benchmarks.league.plan import (
     VERY_DEEP,
     WARMUPS,
     cells,
+    deep,
     entries,
     rates,
     stages,
@@ -99,9 +100,8 @@ def depth_table(records: Sequence[Record]) -> str:
     """Return the accuracy and the final loss of every body over its number of blocks."""
     names = " | ".join(f"{depth} blocks, % | loss" for depth in DEPTHS)
     lines = [f"| body | lr | {names} |", "|---" * (2 + 2 * len(DEPTHS)) + "|"]
-    deep = [r for r in records if r["blocks"] in DEPTHS and r["lr"] in rates("adamw")]
     for body in BODIES:
-        own = select(deep, body=body)
+        own = select(deep(records), body=body)
         if not own:
             continue
         columns = [f"{own[0]['lr']:g}"]
@@ -141,7 +141,7 @@ def page(records: Sequence[Record]) -> str:
                 ]
     if any(r["blocks"] == max(VERY_DEEP) for r in records):
         parts += ["### 192 blocks at the usual rate, 200 updates", very_deep_table(records)]
-    if any(r["blocks"] == max(DEPTHS) for r in records):
+    if deep(records):
         parts += ["### Depth, each body at its best rate of six blocks", depth_table(records)]
     wanted = {cell for stage in stages(records, tuple(TITLES)) for cell in stage}
     parts.append(f"Not run: {len(wanted - cells(records))} of {len(wanted)} cells.")
