@@ -52,10 +52,10 @@ def plot_rates(records: Sequence[Record], data: str, title: str, path: Path) -> 
 def plot_depths(records: Sequence[Record], path: Path) -> Path:
     """Draw the accuracy of every body over its number of blocks."""
     found = deep(records)
-    bodies = [body for body in BODIES if select(deep, body=body)]
+    bodies = [body for body in BODIES if select(found, body=body)]
 
     def reached(body: str) -> float:
-        return -mean(r["top1"] for r in select(deep, body=body))
+        return -mean(r["top1"] for r in select(found, body=body))
 
     bodies.sort(key=reached)
     grid = [[select(found, body=body, blocks=depth) for depth in DEPTHS] for body in bodies]
