@@ -100,7 +100,7 @@ def measure(run: str, count: int | None) -> dict[str, Any]:
 def table(records: list[dict[str, Any]]) -> str:
     """Return the medians in markdown."""
     lines = [
-        "| model | data | images | global | local | attacked | attacked / local | CPU s per image |",
+        "| model | data | images | global | local | attacked | attacked / local | CPU s an image |",
         "|---" * 8 + "|",
     ]
     for record in records:
