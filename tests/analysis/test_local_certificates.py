@@ -1,6 +1,7 @@
 """Local certificates: no search inside a ball leaves the ball that was proved for the outputs."""
 
 import math
+from typing import Any
 
 import pytest
 import timm
@@ -23,7 +24,7 @@ BODIES = {
 }
 
 
-def trained(name: str, size: int = 20) -> nn.Module:
+def trained(name: str, size: int = 20) -> Any:
     """Return a small float64 model with weights of several magnitudes, as after training."""
     torch.manual_seed(len(name))
     arch, options = BODIES[name]
@@ -52,7 +53,7 @@ def test_norms_are_bounded_from_above():
         assert (found >= exact * (1 - 1e-12)).all() and (found <= 1.2 * exact + 1e-9).all()
 
 
-def farthest(f, x: torch.Tensor, radius: float, steps: int = 12) -> float:
+def farthest(f, x: torch.Tensor, radius: float, steps: int = 6) -> float:
     """Search for the point of a ball whose image is farthest from that of the center."""
     center, best = f(x), 0.0
     for start in (torch.randn_like(x), -x, x):
@@ -92,7 +93,7 @@ def test_no_layer_leaves_its_ball(name):
         for layer in layers:
             with torch.no_grad():
                 output, growth = layer(x)
-            for radius in (1e-6, 1e-2, 0.3, 3.0):
+            for radius in (1e-2, 1.0):
                 with torch.no_grad():
                     proved = growth(torch.tensor([radius], dtype=torch.float64)).item()
                 found = farthest(lambda y, layer=layer: layer(y)[0], x, radius)
