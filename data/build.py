@@ -32,7 +32,7 @@ SLOW_GROUP_BYTES = 2**23  # reading such a row group takes several times as long
 
 
 def build_datasets(
-    data: DataConfig, augment: AugmentConfig, *, seed: int
+    data: DataConfig, augment: AugmentConfig, *, seed: int, epochs: int = 1
 ) -> tuple[TrainDataset, ImageDataset]:
     """Build the training set, and the validation set in the training set's class order.
 
@@ -40,6 +40,7 @@ def build_datasets(
         data: Which images, where they are, and their size.
         augment: The augmentation.
         seed: Seed of the augmentation.
+        epochs: Number of epochs, over which the sizes of training images are spread.
 
     Raises:
         DataError: If something is missing or unexpected.
@@ -54,7 +55,9 @@ def build_datasets(
         )
     if data.holdout > 0:
         source = Subset(source, np.flatnonzero(~held_out(source.labels, data.holdout)).tolist())
-    train = TrainDataset(source, train_transform(data, augment), seed=seed)
+    sizes = {size: train_transform(data, augment, size) for size in augment.img_sizes}
+    by_epoch = [sizes[size] for size in sizes_by_epoch(augment.img_sizes, epochs)]
+    train = TrainDataset(source, train_transform(data, augment), seed=seed, by_epoch=by_epoch)
     return train, build_eval_dataset(data, classes=train.classes)
 
 
@@ -123,10 +126,34 @@ def build_batch_transform(
     )
 
 
-def train_transform(data: DataConfig, augment: AugmentConfig) -> TrainTransform:
-    """Build the transform of training images."""
+def sizes_by_epoch(sizes: Sequence[int], epochs: int) -> list[int]:
+    """Return the size of the training images of each epoch; nothing if no sizes are given.
+
+    The position on the list moves evenly from its begin in the first epoch to its end in the last,
+    and the nearest size is taken, as in timm's progressive schedule without spread. Halfway between
+    two sizes it is the earlier one.
+
+    Args:
+        sizes: Sizes in pixels, in the order of training.
+        epochs: Number of epochs.
+
+    Example:
+        >>> sizes_by_epoch([128, 160, 192], epochs=5)
+        [128, 128, 160, 160, 192]
+    """
+    if not sizes or epochs == 1:
+        return list(sizes[-1:])
+    steps, last = len(sizes) - 1, epochs - 1
+    # ceil(epoch * steps / last - 1 / 2) in whole numbers, which have no rounding
+    return [sizes[-(-(2 * epoch * steps - last) // (2 * last))] for epoch in range(epochs)]
+
+
+def train_transform(
+    data: DataConfig, augment: AugmentConfig, size: int | None = None
+) -> TrainTransform:
+    """Build the transform of training images, for a size other than `data.img_size` if given."""
     return TrainTransform(
-        data.img_size,
+        size or data.img_size,
         scale=augment.scale,
         ratio=augment.ratio,
         hflip=augment.hflip,
