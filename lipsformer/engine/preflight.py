@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config
-from lipsformer.engine.build import build_model
+from lipsformer.engine.build import build_model, describe_model
 from lipsformer.engine.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -89,7 +89,7 @@ def _run_once(
             if not isinstance(outputs, Tensor) or outputs.shape != expected:
                 found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs)
                 raise ConfigError(
-                    f"{_settings(config)} gives no logits: expected a tensor of shape "
+                    f"{describe_model(config)} gives no logits: expected a tensor of shape "
                     f"{expected}, found {found}"
                 )
 
@@ -104,7 +104,7 @@ def _outputs(config: Config, model: nn.Module, count: int, size: int) -> Any:
         reason = str(error).partition("\n")[0] or type(error).__name__
         key = "data.img_size" if size == config.data.img_size else "augment.img_sizes"
         raise ConfigError(
-            f"{_settings(config)} does not take images of {key}={size} in batches of "
+            f"{describe_model(config)} does not take images of {key}={size} in batches of "
             f"{count}: {reason}"
         ) from None
 
@@ -114,13 +114,6 @@ def _require_memory(config: Config, model: nn.Module) -> None:
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > present:
         raise ConfigError(
-            f"{_settings(config)}: its weights alone take {needed / 2**30:,.0f} GiB, and this "
+            f"{describe_model(config)}: its weights alone take {needed / 2**30:,.0f} GiB, and this "
             f"machine has {present / 2**30:,.0f} GiB of memory"
         )
-
-
-def _settings(config: Config) -> str:
-    """Return how the config describes the model."""
-    kwargs = config.model.kwargs
-    more = f" with model.kwargs={kwargs}" if kwargs else ""
-    return f"model.name={config.model.name!r}{more}"
