@@ -52,12 +52,17 @@ def converted_to_lipsformer(
     def build(**arguments: Any) -> nn.Module:
         return convert(timm.create_model(original, **arguments), **convert_args or {})
 
+    # as in timm's files of the two families
+    features: dict[str, Any] = {"out_indices": 3, "feature_cls": "getter"}
+    if timm.model_entrypoint(original).__module__ == swin_transformer.__name__:
+        features = {"out_indices": (0, 1, 2, 3), "flatten_sequential": True}
+    features["out_indices"] = kwargs.pop("out_indices", features["out_indices"])
     model = build_model_with_cfg(
         build,
         original,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
+        feature_cfg=features,
         **kwargs,
     )
     rename_architecture(model)

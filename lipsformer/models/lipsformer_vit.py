@@ -100,8 +100,8 @@ class LipsFormerViT(VisionTransformer):
             ValueError: If the model would refuse images of this size.
         """
         embed = self.patch_embed
-        height, width = to_2tuple(img_size or embed.img_size)
-        rows, columns = to_2tuple(patch_size or embed.patch_size)
+        height, width = to_2tuple(embed.img_size if img_size is None else img_size)
+        rows, columns = to_2tuple(embed.patch_size if patch_size is None else patch_size)
         divides = height % rows == 0 and width % columns == 0
         # A model of a fixed size leaves out the rest of an image behind the last patch.
         if (

@@ -1,7 +1,6 @@
 """Losses with and without a teacher: one step against the formula in float64; what is refused."""
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -206,19 +205,22 @@ def test_a_recipe_that_cannot_be_trained_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_whole_recipe_with_a_teacher_resumes_exactly(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """A run teaches a distilled model of another size; killed between and in epochs."""
-    (tmp_path / "teacher").mkdir()
-    config = write_config(tmp_path / "teacher", DIGITS, tmp_path / "teacher" / "out")
-    taught = [f"model.kwargs={{{SHAPE}}}", "train.epochs=1"]  # it must take both sizes
-    assert train.main(["--config", str(config), *taught]) == 0
-    teacher = tmp_path / "teacher" / "out"
+    """A run teaches the distillation head of a converted DeiT; one is killed in its second size."""
+    for name in ("teacher", "whole", "killed"):
+        (tmp_path / name).mkdir()
+        write_config(tmp_path / name, DIGITS, tmp_path / name / "out")
+    teacher, shape = tmp_path / "teacher" / "out", f"model.kwargs={{{SHAPE}}}"
+    large = ["train.global_batch_size=288", "train.batch_size_per_device=144", shape]
+    config = str(tmp_path / "teacher" / "run.yaml")
+    assert train.main(["--config", config, *large, "train.epochs=1"]) == 0
     arguments = [
+        *large,
         "model.name=deit_tiny_distilled_patch16_224",
         "model.convert=true",
-        f"model.kwargs={{{SHAPE}}}",
         "optim.name=lamb",
         "augment.label_smoothing=0",
         "augment.auto_augment=3a",
@@ -226,20 +228,20 @@ def test_a_whole_recipe_with_a_teacher_resumes_exactly(
         "augment.repeats=3",
         "augment.img_sizes=[8,16]",
         "loss={type: bce, bce_target_thresh: 0.0, distill_type: token}",
-        f"loss.teacher={teacher}",
     ]
-    found = {}
-    for name, events in {
-        "whole": [],
-        "killed": [Event("lipsformer.engine.steps", "train_step", n) for n in (5, 12)],
-    }.items():
-        (tmp_path / name).mkdir()
-        config = write_config(tmp_path / name, DIGITS, tmp_path / name / "out")
-        for event in [*events, None]:
-            codes = launch(["--config", str(config), *arguments], tmp_path / "log", event=event)
-            assert codes == [0] if event is None else codes[0] < 0, (tmp_path / "log").read_text()
-        found[name] = outcome(tmp_path / name / "out")
-    assert found["killed"] == found["whole"]
-    # the same teacher may lie elsewhere, another one may not take its place
-    state = next((tmp_path / "killed" / "out" / "checkpoints").glob("*/state.json"))
-    assert len(json.loads(state.read_text())["teacher"]) == 64
+    event = Event("lipsformer.engine.steps", "train_step", 6)  # 4 updates an epoch
+    for name, events in (("whole", [None]), ("killed", [event, None])):
+        config = str(tmp_path / name / "run.yaml")
+        for moment in events:
+            command = ["--config", config, *arguments, f"loss.teacher={teacher}"]
+            codes = launch(command, tmp_path / "log", event=moment)
+            assert codes == [0 if moment is None else -9], (tmp_path / "log").read_text()
+    found = outcome(tmp_path / "whole" / "out")
+    assert outcome(tmp_path / "killed" / "out") == found
+    assert found["update"] == 8
+    # the same teacher may lie elsewhere, and no other one may take its place
+    moved = teacher.rename(tmp_path / "moved")
+    assert train.main([*command[:-1], f"loss.teacher={moved}"]) == 0
+    capsys.readouterr()
+    assert train.main([*command[:-1], f"loss.teacher={tmp_path / 'whole' / 'out'}"]) == 2
+    assert "was made with another teacher" in capsys.readouterr().err
