@@ -3,6 +3,7 @@
 This is the only module of the package that knows the config.
 """
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from data.sources import (
     FolderSource,
     Source,
     Subset,
+    WithClasses,
     digits,
     held_out,
     torchvision_set,
@@ -50,7 +52,7 @@ def build_datasets(
         warnings.warn(
             f"reading one image of a shuffled epoch reads a row group of up to "
             f"{source.group_bytes / 2**20:.0f} MiB: make shards of the parquet files "
-            "(`python -m scripts.make_shards --parquet SPLIT`) to train faster",
+            "(`lipsformer make-shards --parquet SPLIT`) to train faster",
             stacklevel=2,
         )
     if data.holdout > 0:
@@ -61,13 +63,16 @@ def build_datasets(
     return train, build_eval_dataset(data, classes=train.classes)
 
 
-def build_eval_dataset(data: DataConfig, *, classes: Sequence[str] | None) -> ImageDataset:
+def build_eval_dataset(
+    data: DataConfig, *, classes: Sequence[str] | None, class_map: str | None = None
+) -> ImageDataset:
     """Build the validation set.
 
     Args:
         data: Which images, where they are, and their size.
         classes: The model's class order; None takes the source's order. Classes are matched by
             name. A class that the model does not know raises, a class without images warns.
+        class_map: JSON file that gives classes of the data the names of the model's classes.
 
     Raises:
         DataError: If something is missing or unexpected.
@@ -77,7 +82,28 @@ def build_eval_dataset(data: DataConfig, *, classes: Sequence[str] | None) -> Im
         source = Subset(source, np.flatnonzero(held_out(source.labels, data.holdout)).tolist())
     else:
         source = build_source(data, data.val_split)
+    if class_map is not None:
+        source = WithClasses(source, _mapped(source.classes, class_map))
     return ImageDataset(source, eval_transform(data), classes=classes)
+
+
+def _mapped(classes: Sequence[str], file: str) -> list[str]:
+    """Return the names of the classes after the map in a JSON file; others keep theirs."""
+    try:
+        mapping = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"the class map {file!r} cannot be read: {error}") from error
+    if not isinstance(mapping, dict) or not all(isinstance(v, str) for v in mapping.values()):
+        raise DataError(
+            f"the class map {file!r} must hold one JSON object, such as "
+            '{"name in the data": "name of the model"}'
+        )
+    if unknown := sorted(set(mapping).difference(classes)):
+        raise DataError(
+            f"the class map {file!r} names {len(unknown)} classes that the data do not have, "
+            f"such as {unknown[0]!r}"
+        )
+    return [mapping.get(name, name) for name in classes]
 
 
 def build_eval_sets(
@@ -182,12 +208,18 @@ def build_source(data: DataConfig, split: str) -> Source:
     if data.source == "shards":
         return ShardSource(folder)
     if data.source == "parquet":
-        return ParquetSource(root / (data.name or ""), split)
+        listed = _skipped(data, split)
+        if odd := sorted(line for line in listed if not line.isdecimal()):
+            raise DataError(
+                f"data.skip_list={data.skip_list!r} names {split}/{odd[0]}, but images of parquet "
+                f"files are listed by their numbers, as {split}/0"
+            )
+        return ParquetSource(root / (data.name or ""), split, skip={int(line) for line in listed})
     return torchvision_set(data.source, split, root=root, download=data.download)
 
 
 def _skipped(data: DataConfig, split: str) -> frozenset[str]:
-    """Return the split's files that `data.skip_list` names, relative to the split's folder."""
+    """Return the split's images that `data.skip_list` names, relative to the split."""
     if data.skip_list is None:
         return frozenset()
     try:
@@ -196,7 +228,7 @@ def _skipped(data: DataConfig, split: str) -> frozenset[str]:
         raise DataError(f"data.skip_list={data.skip_list!r} cannot be read: {error}") from error
     folder = data_root(data.root) / (data.name or "")
     stray = [line for line in lines if line and not (folder / line).exists()]
-    if stray:
+    if stray and data.source == "folder":
         raise DataError(
             f"data.skip_list={data.skip_list!r} names {len(stray)} files that are not in {folder}, "
             f"such as {stray[0]!r}: its paths are relative to that folder, as {split}/..."
