@@ -86,11 +86,12 @@ class DataConfig:
     other names of splits) read it. With `holdout` above 0, this share of the training images of
     each class is left out of training and evaluated in place of `val_split`, so that settings can
     be chosen without the test images. An image that cannot be read stops the run, unless the file
-    `skip_list` names it. That file holds one path per line, relative to the data folder, or one
-    split/number per line for parquet, as `lipsformer check-data` writes it. `crop_pct` is the share of each side that the center crop of
-    evaluation keeps. `mean` and `std` belong to the RGB channels, for values in [0, 1]. Pillow
-    resizes evaluation images, bit for bit as timm does. With `exact_eval: false` torch resizes
-    them, which is faster and changes few values, by at most 2 of 255 levels.
+    `skip_list` names it. That file holds one path per line, relative to the data folder, or for
+    parquet one split/number per line, as `lipsformer check-data` writes them. `crop_pct` is the
+    share of each side that the center crop of evaluation keeps. `mean` and `std` belong to the RGB
+    channels, for values in [0, 1]. Pillow resizes evaluation images, bit for bit as timm does. With
+    `exact_eval: false` torch resizes them, which is faster and changes few values, by at most 2 of
+    255 levels.
 
     Example:
         >>> DataConfig(source="folder", name="imagenette-160", img_size=160).train_split
