@@ -53,6 +53,8 @@ class ModelConfig:
             "in_chans": "images have three channels",
             "device": "it is that of the process",
             "dtype": "set train.precision",
+            "out_indices": "a classifier returns no features",
+            **dict.fromkeys(("scriptable", "exportable", "no_jit", "cache_dir"), "no effect here"),
         }.items():
             if key in self.kwargs:
                 raise ConfigError(f"model.kwargs.{key} must not be set: {why}")

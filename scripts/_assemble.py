@@ -107,7 +107,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         clip_grad=config.optim.clip_grad,
         seed=config.train.seed,
         ema=ema,
-        teacher=teacher and fingerprint(teacher),
+        teacher=None if teacher is None else fingerprint(teacher),
     )
     probe = None
     if config.lipschitz.monitor_every is not None:

@@ -38,7 +38,8 @@ def load_teacher(config: Config, classes: Sequence[str], sizes: Sequence[int]) -
         return None
     try:
         model, known = _named_model(name)
-        outputs = [model.eval()(torch.zeros(1, 3, size, size)) for size in sizes]
+        with torch.no_grad():
+            outputs = [model.eval()(torch.zeros(1, 3, size, size)) for size in sizes]
     except Exception as error:  # timm, the hub and a model raise whatever they meet
         reason = str(error).partition("\n")[0] or type(error).__name__
         more = "" if isinstance(error, CheckpointError | ConfigError) else " cannot be used"
