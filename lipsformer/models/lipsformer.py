@@ -18,11 +18,10 @@ from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
     Linear,
-    LipschitzNormAttention,
-    ScaledCosineAttention,
     WeightedResidual,
     spectral_init_modules_,
 )
+from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._timm import TimmInterface
 from lipsformer.models.inference import (
     FoldedResidual,
@@ -310,13 +309,15 @@ class LipsFormer(TimmInterface):
             raise ValueError(f"weight_init must be '', 'unit_norm' or 'skip', got {weight_init!r}")
         if any(side % patch_size != 0 for side in to_2tuple(img_size)):
             raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
-        if attn not in ("cosine", "lipschitznorm"):
-            raise ValueError(f"attn must be 'cosine' or 'lipschitznorm', got {attn!r}")
-        if attn == "lipschitznorm" and (official_compat or learn_logit_scale or value_scale != 1.0):
-            raise ValueError(
-                "attn='lipschitznorm' has neither tau nor nu nor a released form here: leave out "
-                "official_compat, learn_logit_scale and value_scale"
-            )
+        cosine: dict[str, Any] = {
+            "logit_scale": logit_scale,
+            "learn_logit_scale": learn_logit_scale,
+            "value_scale": value_scale,
+        }
+        # some entry points have a logit scale of their own, so it is no mistake of the caller
+        check_attn(attn, learn_logit_scale=learn_logit_scale, value_scale=value_scale)
+        if attn == "lipschitznorm" and official_compat:
+            raise ValueError("attn='lipschitznorm' has no released form: leave out official_compat")
         if official_compat and value_scale != 1.0:
             raise ValueError(
                 f"value_scale={value_scale} has no effect with official_compat=True, whose values "
@@ -331,15 +332,13 @@ class LipsFormer(TimmInterface):
         self.embed_dim = embed_dim
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
         self.official_compat, self.attn = official_compat, attn
-        self.attn_options: dict[str, Any] = {"attn_drop": attn_drop_rate}
-        if attn == "cosine":
-            self.attn_options |= {
-                "logit_scale": logit_scale,
-                "learn_logit_scale": learn_logit_scale,
-                "value_scale": None if official_compat else value_scale,
-                "eps": RELEASED_EPS if official_compat else DEFAULT_EPS,
-                **dd,
-            }
+        self.attn_options: dict[str, Any] = {
+            **cosine,
+            "value_scale": None if official_compat else value_scale,
+            "eps": RELEASED_EPS if official_compat else DEFAULT_EPS,
+            "attn_drop": attn_drop_rate,
+            **dd,
+        }
         self.proj_options = {"proj_drop": proj_drop_rate, **dd}  # last arguments of a token mixer
         self.feature_info: list[dict[str, Any]] = []
 
@@ -389,9 +388,7 @@ class LipsFormer(TimmInterface):
 
     def make_core(self, num_heads: int) -> nn.Module:
         """Build the attention on projected q, k and v that the argument ``attn`` names."""
-        if self.attn == "lipschitznorm":
-            return LipschitzNormAttention(num_heads, **self.attn_options)
-        return ScaledCosineAttention(num_heads, **self.attn_options)
+        return make_core(self.attn, num_heads, **self.attn_options)
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialize every linear and convolution weight spectrally and set the biases to zero.
