@@ -67,6 +67,7 @@ class Trainer:
 
     def __init__(self, config: Config, parts: Parts, start: Path | None):
         self.config = config
+        self.config_text = dump_config(config)  # takes longer than the rest of a save
         self.parts = parts
         self.state = parts.state
         self.accelerator = parts.state.accelerator
@@ -300,7 +301,7 @@ class Trainer:
             tensors=tensors,
             texts={
                 STATE: json.dumps(state, indent=1),
-                CONFIG: dump_config(self.config),
+                CONFIG: self.config_text,
                 TIMM_CONFIG: self.parts.timm_config,
             },
             best_step=None if self.best is None else self.best["update"],

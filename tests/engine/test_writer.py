@@ -133,12 +133,15 @@ class FakeDevice:
             return 1000 * (end.at - self.at)
 
 
-@pytest.mark.parametrize(("step", "share"), [(0.5, 0.0), (0.125, 0.0625 / 0.1875), (0.0, 0.75)])
+@pytest.mark.parametrize(
+    ("step", "other", "share"),
+    [(0.5, 0.0, 0.0), (0.125, 0.0, 0.0625 / 0.1875), (0.125, 0.75, 0.75)],
+)
 def test_a_device_that_is_busy_does_not_wait_for_data(
-    monkeypatch: pytest.MonkeyPatch, step: float, share: float
+    monkeypatch: pytest.MonkeyPatch, step: float, other: float, share: float
 ) -> None:
     """The host waits 0.1875 s for each batch, in which the device works for `step` seconds."""
-    device, other = FakeDevice(), 0.75 if step == 0 else 0.0
+    device = FakeDevice()
     monkeypatch.setattr(torch.cuda, "Event", device.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda d: None)
     monkeypatch.setattr(steps.time, "perf_counter", lambda: max(device.clock, device.idle_at))
