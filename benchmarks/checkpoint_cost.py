@@ -3,9 +3,10 @@
     python -m benchmarks.checkpoint_cost --output benchmarks/results/checkpoint_cost.json
 
 A run of train.py with an EMA saves after every `--every` updates. The standstill of a save is the
-time that the loop needs to prepare it, and the time that the next optimizer step waits for the
-copy. `complete` is the time until the checkpoint is on the disk. Updates with and without a save
-before them are timed too, because the thread that writes takes time of the CPU.
+time that the loop needs to prepare it (`prepare`; `prepare_cpu` is the CPU time in it, which does
+not depend on what else the machine does), and the time that the next optimizer step waits for the
+copy (`wait`). `complete` is the time until the checkpoint is on the disk. Updates with and without
+a save before them are timed too, because the thread that writes takes time of the CPU.
 """
 
 import json
@@ -31,18 +32,17 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
     trainer = Trainer(config, assemble(config, accelerator, None), None)
     every = config.run.save_every_updates
     assert every is not None
-    standstill: dict[int, float] = {}
-    complete: dict[int, float] = {}
-    updates: dict[int, float] = {}
+    prepare, prepare_cpu, wait, complete, updates = ({} for _ in range(5))
 
-    def timed(function: Callable[..., Any], figures: dict[int, float]) -> Callable[..., Any]:
+    def timed(
+        function: Callable[..., Any], figures: dict[int, float], clock: Callable[[], float]
+    ) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            before, step = time.perf_counter(), trainer.step
+            before, step = clock(), trainer.step
             try:
                 return function(*arguments, **options)
             finally:
-                seconds = time.perf_counter() - before
-                figures[step] = figures.get(step, 0.0) + seconds
+                figures[step] = clock() - before
 
         return call
 
@@ -53,23 +53,26 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
         return before_step(step)
 
     before_step, trainer._after_step = trainer._after_step, after_step
-    trainer._save = timed(trainer._save, standstill)
-    trainer.state.before_change = timed(trainer.state.before_change, standstill)
-    trainer.writer._save = timed(trainer.writer._save, complete)
+    now = time.perf_counter
+    trainer._save = timed(timed(trainer._save, prepare_cpu, time.thread_time), prepare, now)
+    trainer.state.before_change = timed(trainer.state.before_change, wait, now)
+    trainer.writer._save = timed(trainer.writer._save, complete, now)
     trainer.train()
     saved = [step for step in complete if step % every == 0]
+    standstill = {step: prepare[step] + wait[step] for step in saved}
     seconds = {step: updates[step] - updates[step - 1] for step in updates if step - 1 in updates}
+    copies = trainer.writer._copies.values()
     return {
         "processes": accelerator.num_processes,
-        "mib": sum(
-            tensor.numel() * tensor.element_size() for tensor in trainer.writer._copies.values()
-        )
-        / 2**20,
+        "mib": sum(tensor.numel() * tensor.element_size() for tensor in copies) / 2**20,
         "standstill": {
             "first": standstill[saved[0]],
-            "median": statistics.median(standstill[step] for step in saved),
+            "median": statistics.median(standstill.values()),
             "largest_after_the_first": max(standstill[step] for step in saved[1:]),
         },
+        "prepare": statistics.median(prepare[step] for step in saved),
+        "prepare_cpu": statistics.median(prepare_cpu[step] for step in saved),
+        "wait": statistics.median(wait[step] for step in saved),
         "complete": statistics.median(complete[step] for step in saved),
         "update": statistics.median(s for step, s in seconds.items() if step % every != 1),
         "update_after_a_save": statistics.median(

@@ -120,9 +120,10 @@ class TrainState:
             live: Names of tensors that only an optimizer step changes.
         """
         gathered: dict[str, Tensor] = {}
+        keep = self.accelerator.is_main_process
         for name, tensor in tensors.items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if not self.accelerator.is_main_process:
+            if not keep:
                 continue
             if isinstance(tensor, DTensor):
                 full = full.to("cpu", copy=True)
