@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,32 +130,48 @@ class TrainBatches:
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Update]:
         """Yield the updates of an epoch from `start_update` on, without loading earlier ones."""
-        order = permutation(len(self.dataset), "order", self.seed, epoch)
-        updates = range(start_update, self.updates_per_epoch)
-        dealt = [self._deal(order, update) for update in updates]
+        order = _order(len(self.dataset), self.seed, epoch)
+        dealt = self.deal(epoch, start_update)
         self._keys.epoch = epoch
         self._keys.batches = [micro_batch for update in dealt for micro_batch in update]
         loaded = _raising(self._loader)
-        for update, micro_batches in zip(updates, dealt, strict=True):
+        for update, micro_batches in enumerate(dealt, start_update):
             loaded_now = [next(loaded) for _ in micro_batches]
             yield Update(loaded_now, len(self._group(order, update)))
 
     def indices(self, epoch: int, update: int) -> list[int]:
         """Return the indices of the samples of one update of an epoch, over all ranks."""
-        order = permutation(len(self.dataset), "order", self.seed, epoch)
-        return self._group(order, update).tolist()
+        return self._group(_order(len(self.dataset), self.seed, epoch), update).tolist()
+
+    def deal(self, epoch: int, start_update: int = 0) -> list[list[np.ndarray]]:
+        """Return, for each update of an epoch, the indices of each micro-batch of this rank."""
+        order = _order(len(self.dataset), self.seed, epoch)
+        updates = range(start_update, self.updates_per_epoch)
+        return [self._deal(self._group(order, update)) for update in updates]
 
     def _group(self, order: np.ndarray, update: int) -> np.ndarray:
         start = update * self.global_batch_size
         return order[start : start + self.global_batch_size]
 
-    def _deal(self, order: np.ndarray, update: int) -> list[np.ndarray]:
-        group = self._group(order, update)
+    def _deal(self, group: np.ndarray) -> list[np.ndarray]:
+        """Return every `world_size`-th of the parts into which `np.array_split` splits a group."""
         parts = self._micro_steps(len(group)) * self.world_size
-        return np.array_split(group, parts)[self.rank :: self.world_size]
+        size, larger = divmod(len(group), parts)
+        return [
+            group[part * size + min(part, larger) : (part + 1) * size + min(part + 1, larger)]
+            for part in range(self.rank, parts, self.world_size)
+        ]
 
     def _micro_steps(self, samples: int) -> int:
         return -(-samples // (self.batch_size_per_device * self.world_size))
+
+
+@lru_cache(maxsize=1)
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of the samples in an epoch, which many ranks of one process share."""
+    order = permutation(count, "order", seed, epoch)
+    order.setflags(write=False)
+    return order
 
 
 class _Keys:
@@ -196,6 +213,7 @@ class EvalBatches:
     """
 
     def __init__(self, dataset: ImageDataset, batch_size: int, indices: range, num_workers: int):
+        self.indices = indices
         starts = range(0, len(indices), batch_size)
         self._batches = [list(indices[start : start + batch_size]) for start in starts]
         pin_memory = torch.accelerator.is_available()
