@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -80,7 +80,7 @@ def predict(config: Config, world_size: int, shard: int = 1) -> dict[str, Any]:
         "micro_batches": steps,
         "steps_per_epoch": batches.updates_per_epoch,
         "steps": batches.updates_per_epoch * config.train.epochs,
-        "memory": _memory(config, step, shard),
+        "memory": _memory(config, step, shard, steps),
         "collectives": _collectives(config, step, world_size, shard, steps),
         "samplers": _check_samplers(batches, val_set, world_size, samples)
         | {"data": "found" if found else f"not found; {config.data.name} as published"},
@@ -130,18 +130,18 @@ class LiveBytes(TorchDispatchMode):
         self, operator: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
+        self.hold(*(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)))
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            weakref.finalize(storage, self._free, key, size)
-            self.now += size
-            self.peak = max(self.peak, self.now)
+    def hold(self, *tensors: Tensor) -> None:
+        """Count the storages of these tensors too."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._known:
+                self._known.add(key)
+                weakref.finalize(storage, self._free, key, size)
+                self.now += size
+                self.peak = max(self.peak, self.now)
 
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
@@ -169,8 +169,15 @@ def _fake_step(config: Config, classes: list[str], samples: int, steps: int) -> 
     step = _Step()
     size, step.arrived = config.data.img_size, []
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
-    with FakeTensorMode(), LiveBytes() as live:
-        step.model = model = build_model(config, classes).train()
+    with FakeTensorMode() as mode, LiveBytes() as live:
+        try:
+            model = build_model(config, classes)
+        except ConfigError:  # some models of timm read values when they are built
+            with unset_fake_temporarily():
+                model = build_model(config, classes)
+            model._apply(mode.from_tensor)
+            live.hold(*model.parameters(), *model.buffers())
+        step.model = model.train()
         optimizer = make_optimizer(model, config.optim)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(step.arrived.append)
@@ -193,8 +200,11 @@ def _fake_step(config: Config, classes: list[str], samples: int, steps: int) -> 
     return step
 
 
-def _memory(config: Config, step: _Step, shard: int) -> dict[str, int]:
-    """Return bytes of one rank by purpose; their sum is `peak`."""
+def _memory(config: Config, step: _Step, shard: int, steps: int) -> dict[str, int]:
+    """Return bytes of one rank by purpose; their sum is `peak`.
+
+    With shards it is an estimate, which was not compared with a run.
+    """
     learned = sum(p.numel() * p.element_size() for p in step.model.parameters())
     found = {
         "weights": step.weights,
@@ -207,7 +217,8 @@ def _memory(config: Config, step: _Step, shard: int) -> dict[str, int]:
     else:
         for name in ("weights", "moments", "average of the weights"):
             found[name] = -(-found[name] // shard)
-        found["gradients, activations and temporary"] -= learned - -(-learned // shard)
+        if steps == 1:  # FSDP2 shards gradients after the last micro-batch only
+            found["gradients, activations and temporary"] -= learned - -(-learned // shard)
         # The unit that computes, the next one on its way, and the gradients of one.
         largest = max(sum(p.numel() for p in unit) for _, unit, _ in _units(step.model))
         found["gathered units of FSDP2"] = 3 * largest * _bytes_in_transit(config)

@@ -40,7 +40,7 @@ def test_two_ranks_send_and_hold_what_was_predicted(tmp_path: Path, precision: s
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_sharded_ranks_send_and_hold_what_was_predicted(tmp_path: Path) -> None:
+def test_two_sharded_ranks_send_what_was_predicted(tmp_path: Path) -> None:
     config = str(write_config(tmp_path, DIGITS, tmp_path / "out"))
     predicted = predict(tmp_path, [config], "--world-size", "2", "--shard", "2")
     measured = measure([config], tmp_path / "measured", sharded=True)
@@ -51,7 +51,6 @@ def test_two_sharded_ranks_send_and_hold_what_was_predicted(tmp_path: Path) -> N
             sent[names[row["operation"]], row["bytes"]] += row["times"]
     found = Counter((name, size) for name, size in measured["sent"] if name in names.values())
     assert sent == found
-    assert predicted["memory"]["peak"] == pytest.approx(measured["peak"], rel=0.1)
 
 
 def test_samplers_of_seven_ranks_deal_every_image_once(tmp_path: Path) -> None:
