@@ -4,7 +4,7 @@ Names in a checkpoint are those of the plain model, and sharded tensors are gath
 therefore does not depend on the number of devices or on the way the model was distributed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from timm.task import TrainingTask
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lipsformer._configfile import ConfigError
 from lipsformer.engine.checkpoint import (
     EMA,
     INSTRUMENTS,
@@ -40,21 +42,27 @@ class TrainState:
         accelerator: Accelerate's, for device, precision and ranks.
         model: The prepared model.
         module: The model inside the wrappers of DDP and of the compiler.
+        task: timm's task, which runs `model` and returns the mean loss of a micro-batch.
         optimizer: The prepared optimizer.
         schedule: Step -> learning rate.
         clip_grad: Largest 2-norm of the whole gradient; None for no limit.
         seed: Seed of drop path and dropout.
         ema: The moving average of the weights, if there is one.
+        teacher: Fingerprint of the weights from which the model learns, if there are any.
         instruments: They act in their order after each step, before the EMA reads the weights.
+        before_change: Called in each step just before anything that a checkpoint holds changes.
 
     Example:
         >>> from lipsformer.config import OptimConfig
         >>> from lipsformer.engine.optim import make_optimizer
+        >>> from timm.task import ClassificationTask
         >>> accelerator, model = Accelerator(cpu=True), nn.Linear(3, 2)
         >>> prepared, optimizer = accelerator.prepare(
         ...     model, make_optimizer(model, OptimConfig(lr=0.1))
         ... )
-        >>> state = TrainState(accelerator, prepared, model, optimizer, lambda step: 0.1, None, 0)
+        >>> task = ClassificationTask(prepared, nn.CrossEntropyLoss(), verbose=False)
+        >>> schedule = lambda step: 0.1
+        >>> state = TrainState(accelerator, prepared, model, task, optimizer, schedule, None, 0)
         >>> list(state.state_dict()["model.safetensors"])
         ['weight', 'bias']
     """
@@ -62,12 +70,15 @@ class TrainState:
     accelerator: Accelerator
     model: nn.Module
     module: nn.Module
+    task: TrainingTask
     optimizer: torch.optim.Optimizer
     schedule: Callable[[int], float]
     clip_grad: float | None
     seed: int
     ema: ModelEmaV3 | None = None
+    teacher: str | None = None
     instruments: Sequence[Instrument] = ()
+    before_change: Callable[[], None] = lambda: None
 
     def weights(self) -> dict[str, nn.Module]:
         """Return the modules to evaluate by kind of weights: "raw", and "ema" if there is one."""
@@ -88,24 +99,47 @@ class TrainState:
                     torch.distributed.broadcast(buffer, src=0)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return file name -> tensors on the CPU.
+        """Return file name -> tensors, on the main process; nothing on the others.
 
-        Every rank must call it, because gathering shards is a collective operation.
+        Plain weights, moments and averages are the tensors themselves, which the next optimizer
+        step changes. All others are copies. Every rank must call it, because gathering shards is a
+        collective operation.
         """
+        moments = state_tensors(self.module, self.optimizer)
         files = {
-            MODEL: _on_cpu(self.module.state_dict()),
-            OPTIMIZER: _on_cpu(state_tensors(self.module, self.optimizer)),
+            MODEL: self._gather(self.module.state_dict(), _parameters(self.module)),
+            OPTIMIZER: self._gather(moments, moments),
         }
         if self.ema is not None:
-            files[EMA] = _on_cpu(self.ema.module.state_dict())
+            files[EMA] = self._gather(self.ema.module.state_dict(), _parameters(self.ema.module))
         remembered = {
             f"{type(instrument).__name__}.{name}": tensor
             for instrument in self.instruments
             for name, tensor in instrument.state_dict().items()
         }
         if remembered:
-            files[INSTRUMENTS] = _on_cpu(remembered)
+            files[INSTRUMENTS] = self._gather(remembered, ())
         return files
+
+    def _gather(self, tensors: dict[str, Tensor], live: Container[str]) -> dict[str, Tensor]:
+        """Gather shards one by one, and copy all that is not `live`; keep it on the main process.
+
+        Args:
+            tensors: By name.
+            live: Names of tensors that only an optimizer step changes.
+        """
+        gathered: dict[str, Tensor] = {}
+        keep = self.accelerator.is_main_process
+        for name, tensor in tensors.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if not keep:
+                continue
+            if isinstance(tensor, DTensor):
+                full = full.to("cpu", copy=True)
+            elif name not in live:
+                full = full.clone()
+            gathered[name] = full.detach()
+        return gathered
 
     def load_checkpoint(self, folder: Path) -> None:
         """Fill model, optimizer, EMA, gradient scaler and instruments from a checkpoint.
@@ -115,9 +149,15 @@ class TrainState:
 
         Raises:
             CheckpointError: If names or shapes are not those of this run.
+            ConfigError: If it was made with another teacher.
         """
-        _fill(self.module.state_dict(), folder / MODEL)
         state = read_state(folder)
+        if state.get("teacher") != self.teacher:
+            raise ConfigError(
+                f"{folder} was made with another teacher than loss.teacher now names: "
+                "its weights are not the same"
+            )
+        _fill(self.module.state_dict(), folder / MODEL)
         moments = load_file(folder / OPTIMIZER)
         load_state(self.module, self.optimizer, moments, state["optimizer"])
         if self.ema is not None:
@@ -137,7 +177,7 @@ class TrainState:
                 )
 
     def numbers(self) -> dict[str, Any]:
-        """Return the state that is not tensors: of the gradient scaler and the optimizer.
+        """Return the state that is not tensors: of scaler and optimizer, and which teacher it is.
 
         The scaler's is None unless the precision is fp16.
         """
@@ -145,17 +185,12 @@ class TrainState:
         return {
             "scaler": None if scaler is None else scaler.state_dict(),
             "optimizer": state_numbers(self.module, self.optimizer),
+            "teacher": self.teacher,
         }
 
 
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    full = {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in tensors.items()
-    }
-    return {
-        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in full.items()
-    }
+def _parameters(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
 @torch.no_grad()
