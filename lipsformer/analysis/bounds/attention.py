@@ -221,14 +221,26 @@ def attention_bound(
         (scores, operator_norms(scores).cpu(), spread * tau * steep),
         (heads.value, norms[2], value_factor),
     ]
-    total = sum(factor * norm for _, norm, factor in paths)
-    gram = torch.zeros_like(scores[0].mT @ scores[0])
-    for weight, norm, factor in paths:
-        share = torch.where(norm > 0.0, total * factor / norm, 0.0).to(weight.device)
-        gram = gram + torch.einsum("h,hdi,hdj->ij", share, weight, weight)
+    gram = paths_gram(paths)
     local = local_radius * longest.square().sum().sqrt().item() if local_radius > 0.0 else 0.0
     radius_squared = (attended_radius.sqrt().item() + local) ** 2
     return AttentionBound(gram, paper_squared, radius_squared)
+
+
+def paths_gram(paths: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    r"""Return the matrix G, [C, C], with :math:`(\sum_i c_i |W_i dx|)^2 \le dx^T G dx`.
+
+    The matrices of the heads are added up.
+
+    Args:
+        paths: The matrices W_i [H, d, C], their 2-norms [H] and the factors c_i [H].
+    """
+    total = sum(factor * norm for _, norm, factor in paths)
+    gram = torch.zeros_like(paths[0][0][0].mT @ paths[0][0][0])
+    for weight, norm, factor in paths:
+        share = torch.where(norm > 0.0, total * factor / norm, 0.0).to(weight.device)
+        gram = gram + torch.einsum("h,hdi,hdj->ij", share, weight, weight)
+    return gram
 
 
 def _lipschitz_norm_bound(

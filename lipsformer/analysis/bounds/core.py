@@ -38,6 +38,10 @@ class Domain:
     size: tuple[int, ...]
     radius: float = math.inf
 
+    def __post_init__(self) -> None:
+        if math.isnan(self.radius):  # 0 * inf, or weights that are not finite
+            object.__setattr__(self, "radius", math.inf)
+
     @property
     def tokens(self) -> int:
         """Number of tokens N."""
@@ -297,6 +301,8 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
 
 def _unknown(cls: type[nn.Module]) -> str:
     advice = "prove one and register it with lipsformer.analysis.bounds.bound_rule"
+    if cls.__module__.startswith("lipsformer.graph."):
+        advice = "import lipsformer.analysis.bounds.graph, which registers the rules of graph layers"
     for base in cls.__mro__:
         if base in _REGISTERED:
             name = _overridden(cls, base, _REGISTERED[base].methods)
@@ -315,7 +321,7 @@ def simple_bound(
         size: Size of the output map; None if it equals that of the input map.
         radius: Largest 2-norm of an output token.
     """
-    output = Domain(size=domain.size if size is None else size, radius=radius)
+    output = replace(domain, size=domain.size if size is None else size, radius=radius)
     log10 = log10_of(value)
     return Bound(log10=log10, paper_log10=log10, output=output, input=domain)
 
@@ -387,7 +393,9 @@ def scale_output(bound: Bound, scale: Tensor | None) -> Bound:
 
 
 def log10_of(value: float) -> float:
-    """Return the decimal logarithm: -inf for 0 and inf for inf."""
+    """Return the decimal logarithm: -inf for 0, inf for inf, and inf for nan, which is no bound."""
+    if math.isnan(value):
+        return math.inf
     return math.log10(value) if value > 0.0 else -math.inf
 
 

@@ -134,7 +134,7 @@ def residual_bound(
     total = Bound(
         log10=log10_one_plus(weighted.log10),
         paper_log10=log10_one_plus(paper_log10),
-        output=Domain(size=domain.size, radius=domain.radius + added),
+        output=replace(domain, radius=domain.radius + added),
         input=domain,
         parts=plain.parts,
     )

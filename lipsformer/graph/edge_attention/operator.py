@@ -27,7 +27,13 @@ from lipsformer.graph.edge_attention import cpu
 from lipsformer.graph.edge_attention.csr import EdgeCSR
 from lipsformer.layers.lipschitz_norm import segment_max
 
-__all__ = ["edge_attention", "neighbor_max", "reference_edge_attention", "why_messages"]
+__all__ = [
+    "changed_messages",
+    "edge_attention",
+    "neighbor_max",
+    "reference_edge_attention",
+    "why_messages",
+]
 
 _MAX_EDGES = 2**31 - 2**24  # positions are int32, and self loops are added
 _STEPS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
@@ -80,7 +86,13 @@ def _unsupported_context(x: Tensor) -> str | None:
     return None
 
 
-def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
+def changed_messages(conv: Any, kind: type[MessagePassing]) -> str | None:
+    """Return what makes a layer send other messages than its class, or None.
+
+    Args:
+        conv: The layer.
+        kind: The class that defines the messages.
+    """
     for step in _STEPS:
         if getattr(conv, f"_{step}_forward_hooks") or getattr(conv, f"_{step}_forward_pre_hooks"):
             return f"a hook watches {step}"
@@ -96,6 +108,13 @@ def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
         return "messages flow from target to source"
     if conv.decomposed_layers != 1:
         return "the layer is decomposed"
+    return None
+
+
+def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
+    reason = changed_messages(conv, kind)
+    if reason is not None:
+        return reason
     if conv.dropout >= 1:
         return "every attention weight is dropped"
     if getattr(conv, "released_code", False):
