@@ -41,12 +41,20 @@ class Subject:
     edges: Tensor | None = None
     mixes_graphs: bool = False
 
-    def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Call the module, or a copy of it, on a batch of samples."""
+    def run(self, module: nn.Module, x: Tensor, *, watched: bool = False) -> Tensor:
+        """Call the module, or a copy of it, on a batch of samples.
+
+        Args:
+            module: The module.
+            x: [R, ...].
+            watched: Whether hooks read the tensors inside, which `vmap` would hide.
+        """
         if self.edges is None:
             return module(x)
-        if self.mixes_graphs:
+        if self.mixes_graphs and watched:
             return torch.stack([module(nodes, self.edges) for nodes in x])
+        if self.mixes_graphs:
+            return torch.func.vmap(lambda nodes: module(nodes, self.edges))(x)
         offsets = x.shape[1] * torch.arange(len(x)).repeat_interleave(self.edges.shape[1])
         edges = self.edges.repeat(1, len(x)) + offsets  # copies of the graph side by side
         return module(x.flatten(0, 1), edges).unflatten(0, x.shape[:2])

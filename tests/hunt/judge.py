@@ -195,7 +195,7 @@ class _Hunt:
             for name, module in named.items()
             if name in parts and name
         ]
-        self.subject.run(self.twin, self.x)
+        self.subject.run(self.twin, self.x, watched=True)
         for handle in handles:
             handle.remove()
         for name, x in seen.items():

@@ -229,6 +229,9 @@ class _EdgeAttention(torch.autograd.Function):
         query, key, value, keep, *residuals = ctx.saved_tensors
         inputs, settings = (query, key, value), (*ctx.settings, keep)
         if torch.is_grad_enabled():  # create_graph=True
+            # One input may be computed from another. The gradients end at views of them, so that
+            # none includes what flows through another input.
+            inputs = query, key, value = [x.view_as(x) for x in inputs]
             out = reference_edge_attention(ctx.csr, query, key, value, *ctx.settings, keep=keep)
             own = torch.autograd.grad(out, inputs, *grads, create_graph=True)
         else:
