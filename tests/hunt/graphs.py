@@ -150,7 +150,7 @@ for _name in ("residual_gcn", "residual_gat", "lips_graph_transformer"):
 
     def _layer(_name: str = _name, **arguments: Any) -> Subject:
         model, graph = model_of(_name, 1, **arguments)
-        layer: Any = cast(Any, model.layers[0])
-        return on_graph(layer, model.head[1].in_features, graph)
+        head = cast(Any, model.head)
+        return on_graph(model.layers[0], head[1].in_features, graph)
 
     kind(f"{_name}, layer", **GRAPH, **GRAPH_MODELS[_name], hidden=st.sampled_from([2, 3]))(_layer)

@@ -67,7 +67,12 @@ def registered_classes(module: nn.Module) -> list[str]:
     """Return the names of the classes with a rule that a module consists of."""
     found = [registration_of(type(part)) for part in module.modules()]
     classes = {registered.cls for registered in found if registered is not None}
-    return sorted(f"{cls.__module__.partition('.')[0]}: {cls.__name__}" for cls in classes)
+    return sorted(map(class_name, classes))
+
+
+def class_name(cls: type) -> str:
+    """Return the package and the name of a class."""
+    return f"{cls.__module__.partition('.')[0]}: {cls.__name__}"
 
 
 def _verdict(hunt: "_Hunt", case: Case, input_steps: int, weight_steps: int) -> dict[str, Any]:

@@ -302,7 +302,9 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
 def _unknown(cls: type[nn.Module]) -> str:
     advice = "prove one and register it with lipsformer.analysis.bounds.bound_rule"
     if cls.__module__.startswith("lipsformer.graph."):
-        advice = "import lipsformer.analysis.bounds.graph, which registers the rules of graph layers"
+        advice = (
+            "import lipsformer.analysis.bounds.graph, which registers the rules of graph layers"
+        )
     for base in cls.__mro__:
         if base in _REGISTERED:
             name = _overridden(cls, base, _REGISTERED[base].methods)
