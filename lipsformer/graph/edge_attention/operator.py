@@ -20,9 +20,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch_geometric.nn import MessagePassing, SumAggregation
 
+from lipsformer import kernels
 from lipsformer.graph.edge_attention import cpu
 from lipsformer.graph.edge_attention.csr import EdgeCSR
 from lipsformer.layers.lipschitz_norm import segment_max
@@ -75,10 +75,8 @@ def why_messages(
 def _unsupported_context(x: Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile needs plain operators"
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func needs plain operators"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation needs plain operators"
+    if (transform := kernels.active_transform()) is not None:
+        return transform
     if torch._C._len_torch_dispatch_stack() > 0:
         return "something records the operators or replaces the tensors"
     if x.device.type not in _DEVICES:
