@@ -181,7 +181,7 @@ def gat_attention_bound(conv: LipschitzGATConv, edge_index: Tensor, num_nodes: i
         return math.inf
     edges = SortedEdges(edge_index, num_nodes)
     csr = edges.csr_with_self_loops if conv.add_self_loops else edges.csr
-    inverse = max(1.0, abs(conv.negative_slope)) / conv.att_norm
+    inverse = max(1.0, abs(conv.negative_slope)) / abs(conv.att_norm)
     s = attention_column_sum(csr, torch.tensor([inverse])).item()
     d = csr.ptr_t.diff().max().item()
     return math.sqrt(s) + inverse * (math.sqrt(s + 1) + math.sqrt(d + 1))

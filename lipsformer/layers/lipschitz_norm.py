@@ -191,7 +191,7 @@ class LipschitzNormAttention(nn.Module):
         u = |Q|_F,\ v = \max_j |k_j|_2,\ w = \max_j |v_j|_2
 
     Lipschitz in Frobenius norm, jointly in Q, K and V, with constant
-    :math:`\cosh(1) \sqrt{m/n} + 2 \sqrt 2` for m queries and n keys (proof: docs/graph.md).
+    :math:`\cosh(1) \sqrt{m/n} + 2 \sqrt 2` for m queries and n keys (proof: docs/lipschitz.md).
 
     Shape:
         q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].

@@ -94,7 +94,8 @@ def max_abs_score(attention: Any) -> Tensor:
     It is tau for `ScaledCosineAttention` and 1 for `LipschitzNormAttention`.
     """
     tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
-    return torch.as_tensor(tau).detach().double().cpu().flatten().expand(attention.num_heads)
+    tau = torch.as_tensor(tau).detach().double().abs().cpu()
+    return tau.flatten().expand(attention.num_heads)
 
 
 def column_mass(tau: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:

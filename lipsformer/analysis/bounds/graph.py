@@ -124,8 +124,10 @@ def _check_messages(module: Any, kind: Any) -> None:
     unchanged(module.aggr_module, SumAggregation)
 
 
-def _weight(linear: Any) -> Tensor:
+def _weight(linear: Any, *, without_bias: bool = False) -> Tensor:
     unchanged(linear, PygLinear, nn.Linear)
+    if without_bias and linear.bias is not None:
+        raise _refuse(linear, "use no bias before the messages, as PyG does")
     return linear.weight.detach().double()
 
 
@@ -158,7 +160,7 @@ def _gcn(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     usual = module.normalize and module.add_self_loops and not module.improved
     if not usual or module.cached:
         raise _refuse(module, "use the default normalization, without cached edges")
-    sigma = linear_sigma(_weight(module.lin), scale)
+    sigma = linear_sigma(_weight(module.lin, without_bias=True), scale)
     radius = row_sum * sigma * domain.radius + bias_norm(module.bias, scale)
     return simple_bound(norm * sigma, domain, radius=radius)
 
@@ -169,7 +171,7 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     _check_messages(module, LipschitzGATConv)
     if module.lin is None or module.released_code:
         raise _refuse(module, "use one kind of nodes, and released_code=False")
-    weight = _weight(module.lin).unflatten(0, (module.heads, -1))
+    weight = _weight(module.lin, without_bias=True).unflatten(0, (module.heads, -1))
     norms = operator_norms(weight)
     reach = _product(norms, torch.tensor(domain.radius).to(norms))
     if module.score_norm is None:
@@ -189,7 +191,7 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if not module.concat:  # the mean of H heads is at most H^(-1/2) times their Frobenius norm
         value, radius = value / math.sqrt(module.heads), reach.mean().item()
     if module.res is not None:
-        sigma = linear_sigma(_weight(module.res))
+        sigma = linear_sigma(_weight(module.res, without_bias=True))
         value, radius = value + sigma, radius + sigma * domain.radius
     return _attention(value, domain, radius, module.bias, scale)
 
@@ -255,7 +257,8 @@ def _cosine(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     projections = 1 if module.share_projection else 3
     shape = (projections, module.heads, -1)
     weight = _weight(module.lin).unflatten(0, shape).expand(3, -1, -1, -1)
-    bias = module.lin.bias.detach().double().view(shape).expand(3, -1, -1)
+    bias = torch.zeros(len(module.lin.weight)) if module.lin.bias is None else module.lin.bias
+    bias = bias.detach().to(weight).view(shape).expand(3, -1, -1)
     attended = attention_bound(
         core,
         HeadWeights(*weight, value_bias=bias[2]),
