@@ -134,7 +134,8 @@ def _model_bounds(name: str, kwargs: dict[str, Any], eps: Iterable[float]) -> di
 def _factors(bound: Bound) -> list[float]:
     """Return log10 of the paper's theorem over our bound, for every attention."""
     parts = [part for _, part in flatten_bound(bound) if part.kind in ATTENTION]
-    return [p.paper_log10 - p.log10 for p in parts if math.isfinite(p.paper_log10)]
+    factors = [part.paper_log10 - part.log10 for part in parts]
+    return [round(factor, 4) for factor in factors if math.isfinite(factor)]
 
 
 def _finite(value: float) -> float | None:
@@ -207,7 +208,9 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
                 for name, rows in results["models"].items()
             },
         ),
-        "local": f"The largest local constant is 10^{_span(results['local'])}.",
+        "local": "The largest local constant is 10^{} to 10^{}.".format(
+            *(f"{pick(results['local']):.1f}" for pick in (min, max))
+        ),
         "graphs": _table(
             "network",
             list(results["graphs"]),
@@ -239,9 +242,9 @@ def _span(values: list[float | None]) -> str:
 
 
 def _table(head: str, columns: Iterable[str], rows: dict[str, Iterable[str]]) -> str:
-    lines = [(head, *columns), ["---"] * (1 + len(list(columns)))]
-    lines += [(name, *cells) for name, cells in rows.items()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = [(head, *columns), *((name, *cells) for name, cells in rows.items())]
+    first, *others = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([first, "|" + "---|" * len(lines[0]), *others])
 
 
 if __name__ == "__main__":
