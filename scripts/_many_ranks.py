@@ -66,6 +66,7 @@ def predict(config: Config, world_size: int, shard: int = 1) -> dict[str, Any]:
         num_workers=0,
         drop_last=config.train.drop_last,
         pin_memory=False,
+        repeats=config.augment.repeats,
     )
     step = _fake_step(config, classes, samples, steps)
     return {
@@ -167,7 +168,7 @@ class _Step:
 
 def _fake_step(config: Config, classes: list[str], samples: int, steps: int) -> _Step:
     step = _Step()
-    size, step.arrived = config.data.img_size, []
+    size, step.arrived = max(config.augment.img_sizes, default=config.data.img_size), []
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
     with FakeTensorMode() as mode, LiveBytes() as live:
         try:

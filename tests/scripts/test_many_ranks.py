@@ -54,11 +54,19 @@ def test_two_sharded_ranks_send_what_was_predicted(tmp_path: Path) -> None:
 
 
 def test_samplers_of_seven_ranks_deal_every_image_once(tmp_path: Path) -> None:
-    """1,437 images: 19 updates of 77, whose last has 51, and without it 18."""
+    """1,437 images: 19 updates of 77, whose last has 51, and without it 18.
+
+    With three repeats an epoch has 1,280 samples, the first 1,232 of which make 16 updates.
+    """
     config = str(write_config(tmp_path, DIGITS, tmp_path / "out"))
     batch = ["train.global_batch_size=77", "train.batch_size_per_device=11"]
-    for drop_last, left_out, steps in ((False, 0, 19), (True, 1437 - 18 * 77, 18)):
-        settings = [config, *batch, f"train.drop_last={drop_last}"]
+    for drop_last, repeats, left_out, steps in (
+        (False, 1, 0, 19),
+        (True, 1, 1437 - 18 * 77, 18),
+        (True, 3, 1437 - 411, 16),
+    ):
+        more = [f"train.drop_last={drop_last}", f"augment.repeats={repeats}"]
+        settings = [config, *batch, *more]
         found = predict(tmp_path, settings, "--world-size", "7")
         assert found["steps_per_epoch"] == steps
         assert found["samplers"] == {
