@@ -6,10 +6,13 @@
 
 A run stands for its best evaluated weights, raw or EMA. Model, class names and preprocessing come
 from the checkpoint's config.json, the data from its config.yaml; `--data key=value` replaces
-settings of config.yaml. A file of weights without a config.json in its folder needs `--config`.
+settings of config.yaml. `--class-map` renames classes of data that call them otherwise. A file of
+weights without a config.json in its folder needs `--config`.
 `--set` evaluates on ImageNet's sets instead: val real v2 a r sketch c, each also as `name=folder`
 (docs/data.md). `--certify` adds the share of images that keep their class within a 2-norm distance,
-proved and under attack (docs/lipschitz.md). Exit code 2 for a mistake.
+proved and under attack, and writes certificate.json beside the weights (docs/lipschitz.md). The
+share that it calls certified is the executed statement: the float32 program, with all of its
+rounding. Exit code 2 for a mistake.
 """
 
 import argparse
@@ -27,12 +30,14 @@ from lipsformer._configfile import ConfigError, read_config, require_writable
 from lipsformer.config import Config
 from lipsformer.engine import exits
 from lipsformer.engine.build import build_model
+from lipsformer.engine.build import timm_config as describe_model
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights, load_model, load_weights
 from scripts._assemble import data_config
-from scripts._certify import DEFAULT, parse_distance
+from scripts._certificate import FILE, certificate
+from scripts._certify import DEFAULT, model_bound, parse_distance
 from scripts._evaluate import evaluate_set, table
 
 EXIT_CODES = {
@@ -49,6 +54,8 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
     if options.json not in (None, "-") and os.environ.get("RANK", "0") == "0":
         require_writable("--json", options.json)
+    if options.class_map is not None and options.set:
+        raise ConfigError("--class-map has no effect with --set, whose classes are ImageNet's")
     distances = [parse_distance(text) for text in options.certify or ()]
     weights = find_weights(options.checkpoint, options.weights)
     overrides = [f"data.{override}" for override in options.data]
@@ -73,7 +80,8 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         num_classes = timm_config["num_classes"] if timm_config else len(STANDARD)
         sets = build_eval_sets(options.set, data, classes, num_classes)
     else:
-        sets = [EvalSet("data", build_eval_dataset(data, classes=classes))]
+        dataset = build_eval_dataset(data, classes=classes, class_map=options.class_map)
+        sets = [EvalSet("data", dataset)]
     if timm_config is not None:
         model = load_model(weights)
     else:
@@ -81,6 +89,9 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = build_model(config, STANDARD if options.set else sets[0].dataset.classes)
         load_weights(model, weights.file)
 
+    certificate_file = weights.folder / FILE
+    if distances:
+        require_writable("--certify", certificate_file)
     accelerator = make_accelerator(
         options.precision or (config.train.precision if config else "fp32")
     )
@@ -88,10 +99,18 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(weights, file=sys.stderr if options.json == "-" else sys.stdout)
     model.to(accelerator.device)
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
+    bound = model_bound(accelerator, model, data) if distances else None
     figures = {
-        eval_set.name: evaluate_set(accelerator, model, eval_set, data, batch_size, distances)
+        eval_set.name: evaluate_set(
+            accelerator, model, eval_set, data, batch_size, distances, bound
+        )
         for eval_set in sets
     }
+    if bound is not None:
+        rows = {s.name: (s, figures[s.name].pop("certificates")) for s in sets}
+        description = json.loads(describe_model(model, sets[0].dataset.classes))
+        record = certificate(bound, weights.file, description, data, rows, distances)
+        certificate_file.write_text(json.dumps(record, indent=1) + "\n")
     rows = [{"set": name, **result} for name, result in figures.items()]
     shared = {
         "checkpoint": options.checkpoint,
@@ -109,6 +128,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="e.g. root=/d")
     parser.add_argument(
         "--set", nargs="+", metavar="name[=folder]", help="ImageNet's val real v2 a r sketch c"
+    )
+    parser.add_argument(
+        "--class-map",
+        metavar="FILE",
+        help='JSON {"class of the data": "class of the model"}, where the names differ',
     )
     parser.add_argument(
         "--certify",

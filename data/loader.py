@@ -18,6 +18,7 @@ from data.errors import DataError
 from data.rng import permutation
 
 MicroBatch = tuple[Tensor, Tensor]
+REPEATED_ROUND = 256  # timm's `selected_round`: epochs of repeated samples are a multiple of it
 
 
 class Update(NamedTuple):
@@ -47,8 +48,13 @@ class TrainBatches:
     of an update go to the ranks 0, 1, ... in turn, so that every rank has the same number of them.
     A short last update has as few micro-batches as its size needs, of nearly equal size.
 
+    With R repeats an epoch is the beginning of the order in which every sample comes R times in a
+    row: N samples of it, or the largest multiple of 256 below N, as in timm's `RepeatAugSampler`.
+    The samples of an update go to the ranks one by one in turn, so that the repeats of an image
+    come to different ranks.
+
     Args:
-        dataset: Data set with keys (epoch, index).
+        dataset: Data set with keys (epoch, index), or (epoch, index, repeat) with repeats.
         global_batch_size: Number of samples per update.
         batch_size_per_device: Largest number of samples per micro-batch. The global batch size is a
             multiple of it times `world_size`.
@@ -59,6 +65,7 @@ class TrainBatches:
             process.
         drop_last: Leave out the last N mod G samples of each epoch's order.
         pin_memory: Put batches into page-locked memory.
+        repeats: R, how often an epoch takes each image, differently augmented.
 
     Raises:
         DataError: If there are too few samples for one update, or for the short last update.
@@ -89,8 +96,11 @@ class TrainBatches:
         num_workers: int,
         drop_last: bool,
         pin_memory: bool,
+        repeats: int = 1,
     ):
         count = len(dataset)
+        if repeats > 1 and count >= REPEATED_ROUND:
+            count = count // REPEATED_ROUND * REPEATED_ROUND
         full, rest = divmod(count, global_batch_size)
         if drop_last and full == 0:
             raise DataError(
@@ -102,6 +112,8 @@ class TrainBatches:
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
+        self.repeats = repeats
+        self.samples_per_epoch = count
         self.dataset = dataset
         self.updates_per_epoch = full if drop_last or rest == 0 else full + 1
         if self.updates_per_epoch > full and rest < self._micro_steps(rest) * world_size:
@@ -111,7 +123,7 @@ class TrainBatches:
                 "one: set train.drop_last=true or change train.global_batch_size"
             )
         self.drop_last = drop_last
-        self._keys = _Keys()
+        self._keys = _Keys(repeats)
         self._loader = _loader(dataset, self._keys, num_workers, pin_memory)
 
     def of_rank(self, rank: int, world_size: int, batch_size_per_device: int) -> "TrainBatches":
@@ -126,36 +138,44 @@ class TrainBatches:
             num_workers=0,
             drop_last=self.drop_last,
             pin_memory=False,
+            repeats=self.repeats,
         )
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Update]:
         """Yield the updates of an epoch from `start_update` on, without loading earlier ones."""
-        order = _order(len(self.dataset), self.seed, epoch)
         dealt = self.deal(epoch, start_update)
         self._keys.epoch = epoch
         self._keys.batches = [micro_batch for update in dealt for micro_batch in update]
         loaded = _raising(self._loader)
         for update, micro_batches in enumerate(dealt, start_update):
             loaded_now = [next(loaded) for _ in micro_batches]
-            yield Update(loaded_now, len(self._group(order, update)))
+            yield Update(loaded_now, len(self.samples(epoch, update)))
 
     def indices(self, epoch: int, update: int) -> list[int]:
-        """Return the indices of the samples of one update of an epoch, over all ranks."""
-        return self._group(_order(len(self.dataset), self.seed, epoch), update).tolist()
+        """Return the indices of the images of one update of an epoch, over all ranks."""
+        return (self.samples(epoch, update) // self.repeats).tolist()
 
-    def deal(self, epoch: int, start_update: int = 0) -> list[list[np.ndarray]]:
-        """Return, for each update of an epoch, the indices of each micro-batch of this rank."""
-        order = _order(len(self.dataset), self.seed, epoch)
-        updates = range(start_update, self.updates_per_epoch)
-        return [self._deal(self._group(order, update)) for update in updates]
-
-    def _group(self, order: np.ndarray, update: int) -> np.ndarray:
+    def samples(self, epoch: int, update: int) -> np.ndarray:
+        """Return the samples of one update, over all ranks: R times an image plus the repeat."""
+        order = _order(len(self.dataset), self.repeats, self.seed, epoch)[: self.samples_per_epoch]
         start = update * self.global_batch_size
         return order[start : start + self.global_batch_size]
 
+    def deal(self, epoch: int, start_update: int = 0) -> list[list[np.ndarray]]:
+        """Return, for each update of an epoch, the samples of each micro-batch of this rank."""
+        updates = range(start_update, self.updates_per_epoch)
+        return [self._deal(self.samples(epoch, update)) for update in updates]
+
     def _deal(self, group: np.ndarray) -> list[np.ndarray]:
-        """Return every `world_size`-th of the parts into which `np.array_split` splits a group."""
-        parts = self._micro_steps(len(group)) * self.world_size
+        """Return this rank's micro-batches of a group.
+
+        They are every `world_size`-th of the parts into which `np.array_split` splits a group. With
+        repeats, neighbors in the group are views of one image, which go to different ranks.
+        """
+        steps = self._micro_steps(len(group))
+        if self.repeats > 1:
+            return np.array_split(group[self.rank :: self.world_size], steps)
+        parts = steps * self.world_size
         size, larger = divmod(len(group), parts)
         return [
             group[part * size + min(part, larger) : (part + 1) * size + min(part + 1, larger)]
@@ -167,22 +187,29 @@ class TrainBatches:
 
 
 @lru_cache(maxsize=1)
-def _order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of the samples in an epoch, which many ranks of one process share."""
+def _order(count: int, repeats: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of the samples of an epoch, which many ranks of one process share."""
     order = permutation(count, "order", seed, epoch)
+    order = np.add.outer(order * repeats, np.arange(repeats)).ravel()
     order.setflags(write=False)
     return order
 
 
 class _Keys:
-    """The (epoch, index) keys of one epoch's micro-batches, as a batch sampler."""
+    """The keys of one epoch's micro-batches, as a batch sampler."""
 
     epoch = 0
     batches: Sequence[np.ndarray] = ()
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __init__(self, repeats: int):
+        self.repeats = repeats
+
+    def __iter__(self) -> Iterator[list[tuple[int, ...]]]:
         for batch in self.batches:
-            yield [(self.epoch, index) for index in batch.tolist()]
+            if self.repeats == 1:
+                yield [(self.epoch, index) for index in batch.tolist()]
+            else:
+                yield [(self.epoch, *divmod(sample, self.repeats)) for sample in batch.tolist()]
 
 
 def eval_loader(

@@ -296,12 +296,13 @@ def _check_samplers(
     batches: TrainBatches, val_set: Any, world_size: int, samples: int
 ) -> dict[str, Any]:
     """Deal two epochs to all ranks, and compare them with one rank."""
-    count = len(batches.dataset)
+    images = len(batches.dataset)
+    count = images * batches.repeats
     once = same = True
     for epoch in (0, 1):
         update_of = np.full(count, -1)
         for update in range(batches.updates_per_epoch):
-            update_of[batches.indices(epoch, update)] = update
+            update_of[batches.samples(epoch, update)] = update
         times = np.zeros(count, int)
         for rank in range(world_size):
             dealt = batches.of_rank(rank, world_size, samples).deal(epoch)
@@ -314,11 +315,11 @@ def _check_samplers(
     for rank in range(world_size):
         share = eval_loader(val_set, batch_size=1, rank=rank, world_size=world_size, num_workers=0)
         seen.update(share.indices)
-    used = int((update_of >= 0).sum())
+    used = len(np.unique(np.flatnonzero(update_of >= 0) // batches.repeats))
     return {
         "ranks": world_size,
         "images": used,
-        "left_out": count - used,
+        "left_out": images - used,
         "each_image_once": once,
         "updates_as_on_one_rank": same,
         "each_validation_image_once": seen == Counter(range(len(val_set))),
