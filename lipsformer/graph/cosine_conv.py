@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import OptTensor
-from torch_geometric.utils import add_self_loops, remove_self_loops, softmax
+from torch_geometric.utils import softmax
 
-from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
+from lipsformer.graph.edge_attention.csr import SortedEdges, add_one_self_loop, plain_edges
 from lipsformer.graph.edge_attention.operator import edge_attention, why_messages
 from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
 from lipsformer.layers.spectral import spectral_init_
@@ -107,8 +107,7 @@ class ScaledCosineConv(MessagePassing):
             value = cosine_normalize(value, eps) * self.attention.value_scale
         edges = plain_edges(edge_index)
         if why_messages(self, ScaledCosineConv, edges, x, x):
-            edges, _ = remove_self_loops(edges)
-            edges, _ = add_self_loops(edges, num_nodes=len(x))
+            edges, _ = add_one_self_loop(edges, num_nodes=len(x))
             # propagate_type: (query: Tensor, key: Tensor, value: Tensor)
             out = self.propagate(edges, query=query, key=key, value=value)
         else:

@@ -8,16 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import add_remaining_self_loops, degree, scatter
+from torch_geometric.utils import degree, scatter
 
 from lipsformer._renamed import renamed
-from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
+from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.models.stack import GraphNet
 
 __all__ = [
     "adjacency_norm",
+    "attention_column_sum",
     "attention_statistics",
     "dirichlet_energy",
     "distance_from_mean",
@@ -25,6 +26,7 @@ __all__ = [
     "gradient_norms",
     "layer_profile",
     "mean_cosine",
+    "normalized_adjacency",
 ]
 
 
@@ -90,6 +92,23 @@ def attention_statistics(attn: Tensor, target: Tensor, num_nodes: int) -> tuple[
     return relative.mean().item(), spread.max().item() if spread.numel() else 0.0
 
 
+def normalized_adjacency(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    r"""Return GCN's normalized adjacency with self loops, :math:`D^{-1/2} (A + I) D^{-1/2}`.
+
+    D holds the in-degrees, self loops included.
+
+    Args:
+        edge_index: [2, E].
+        num_nodes: Number of nodes.
+
+    Returns:
+        Sources and targets of the entries, [2, E'], and their values in float64, [E'].
+    """
+    ones = torch.ones(edge_index.size(1), dtype=torch.float64, device=edge_index.device)
+    normalized: Any = gcn_norm(edge_index, ones, num_nodes, dtype=torch.float64)
+    return normalized
+
+
 @torch.no_grad()
 def adjacency_norm(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> float:
     r"""Return an upper bound of the 2-norm of GCN's normalized adjacency with self loops.
@@ -107,9 +126,7 @@ def adjacency_norm(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> 
         num_nodes: Number of nodes.
         num_iters: Number of iterations.
     """
-    ones = torch.ones(edge_index.size(1), dtype=torch.float64, device=edge_index.device)
-    normalized: Any = gcn_norm(edge_index, ones, num_nodes, dtype=torch.float64)
-    (source, target), weight = normalized
+    (source, target), weight = normalized_adjacency(edge_index, num_nodes)
     v = (degree(target, num_nodes, torch.float64) + 1.0).sqrt()
     best = math.inf
     for _ in range(num_iters):
@@ -118,6 +135,27 @@ def adjacency_norm(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> 
         best = min(best, (product / v).max().item())
         v = (product / product.max()).clamp_min(1e-12)
     return math.sqrt(best)
+
+
+def attention_column_sum(csr: EdgeCSR, largest_score: Tensor) -> Tensor:
+    r"""Bound the column sums of the attention matrix over the edges of a graph, one per head.
+
+    If all scores lie in [-s, s], a weight in N(i) is at most
+    :math:`1 / (1 + (|N(i)| - 1) e^{-2 s})`. The bound is the largest sum of these over the edges
+    that leave one node.
+
+    Args:
+        csr: The edges over which attention runs, self loops included.
+        largest_score: s >= 0 of each head, [H]; inf if the scores have no bound.
+
+    Returns:
+        [H], float64.
+    """
+    others = (csr.ptr.diff().double() - 1.0)[csr.row.long()]
+    odds = torch.exp(-2.0 * largest_score.detach().double().cpu())
+    largest = 1.0 / (1.0 + others.cpu() * odds[:, None])
+    sums = largest.new_zeros(len(odds), csr.num_sources)
+    return sums.index_add(1, csr.col.long().cpu(), largest).amax(1)
 
 
 @torch.no_grad()
@@ -129,24 +167,23 @@ def gat_attention_bound(conv: LipschitzGATConv, edge_index: Tensor, num_nodes: i
     be the largest number of edges that leave one node. The constant is
 
     .. math:: \sqrt{S} + \frac{1}{c} (\sqrt{S + 1} + \sqrt{D + 1}), \quad
-        S = \max_j \sum_{i: j \in N(i)} \min(1, e^{2/c} / |N(i)|)
+        S = \max_j \sum_{i: j \in N(i)} \frac{1}{1 + (|N(i)| - 1) e^{-2/c}}
 
-    The proof is in docs/graph.md. The constant is infinite without LipschitzNorm.
+    A slope of LeakyReLU above 1 multiplies 1/c. The proof is in docs/lipschitz.md. The constant is
+    infinite without LipschitzNorm.
 
     Args:
         conv: The layer; c is its `att_norm`.
         edge_index: [2, E]; the layer's own self loops are added if it adds them.
         num_nodes: Number of nodes.
     """
-    if conv.score_norm is None or conv.released_code or not conv.scale_individually:
+    if conv.score_norm is None or conv.released_code:
         return math.inf
-    if conv.add_self_loops:
-        edge_index, _ = add_remaining_self_loops(edge_index, num_nodes=num_nodes)
-    source, target = edge_index
-    inverse = 1 / conv.att_norm
-    largest = (math.exp(2 * inverse) / degree(target, num_nodes)).clamp_max(1)
-    s = scatter(largest[target], source, dim_size=num_nodes).max().item()
-    d = degree(source, num_nodes).max().item()
+    edges = SortedEdges(edge_index, num_nodes)
+    csr = edges.csr_with_self_loops if conv.add_self_loops else edges.csr
+    inverse = max(1.0, abs(conv.negative_slope)) / abs(conv.att_norm)
+    s = attention_column_sum(csr, torch.tensor([inverse])).item()
+    d = csr.ptr_t.diff().max().item()
     return math.sqrt(s) + inverse * (math.sqrt(s + 1) + math.sqrt(d + 1))
 
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch_geometric.nn import GATConv
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor
-from torch_geometric.utils import (
-    add_self_loops,
-    is_torch_sparse_tensor,
-    remove_self_loops,
-    softmax,
-)
+from torch_geometric.utils import is_torch_sparse_tensor, softmax
 from torch_geometric.utils.sparse import set_sparse_value
 
-from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
+from lipsformer.graph.edge_attention.csr import (
+    EdgeCSR,
+    SortedEdges,
+    add_one_self_loop,
+    plain_edges,
+)
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
 from lipsformer.graph.norm import check_score_norm
 from lipsformer.layers.lipschitz_norm import (
@@ -139,9 +139,8 @@ class LipschitzGATConv(GATConv):
         nodes = (source, target)
         if self.add_self_loops:
             num_nodes = min(len(h) for h in nodes if h is not None) if size is None else min(size)
-            edge_index, edge_attr = remove_self_loops(edge_index, edge_attr)
-            edge_index, edge_attr = add_self_loops(
-                edge_index, edge_attr, fill_value=self.fill_value, num_nodes=num_nodes
+            edge_index, edge_attr = add_one_self_loop(
+                edge_index, edge_attr, num_nodes=num_nodes, fill_value=self.fill_value
             )
         norm_sq = (None, None) if self.score_norm is None else _squared_norms(source, target)
         # edge_updater_type: (alpha: OptPairTensor, norm_sq: OptPairTensor, target_sq: OptTensor, edge_attr: OptTensor)  # noqa: E501

@@ -13,7 +13,7 @@ Example:
 
 from lipsformer.kernels.attention import normalize_rows, recomputed_attention
 from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
-from lipsformer.kernels.dispatch import usable
+from lipsformer.kernels.dispatch import active_transform, usable
 from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
 from lipsformer.kernels.pointwise import add_gelu, center, centered_affine, gelu_residual
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
@@ -21,6 +21,7 @@ from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
 __all__ = [
     "DEPTHWISE_SIZES",
     "MAX_WINDOW_TOKENS",
+    "active_transform",
     "add_gelu",
     "center",
     "centered_affine",

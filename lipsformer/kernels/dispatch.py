@@ -100,6 +100,18 @@ def usable(
     return obstacle is None
 
 
+def active_transform() -> str | None:
+    """Return which transform differentiates or maps the operators, or None.
+
+    Fused kernels, PyTorch's attention among them, have no rule for such a transform.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func is active"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    return None
+
+
 def refuse_second_derivatives() -> None:
     """Raise a `RuntimeError` in a backward pass whose result is to be differentiated again.
 
@@ -132,12 +144,10 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
         for other in others:
             if other.dtype != dtype:
                 return f"the input is {dtype} and a parameter is {other.dtype}"
-    if torch._C._are_functorch_transforms_active():
-        return "a transform of torch.func is active"
+    if (transform := active_transform()) is not None:
+        return transform
     if torch._C._len_torch_dispatch_stack() > 0:
         return "something records the operators or replaces the tensors"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation is active"
     if needs.contiguous and not all(tensor.is_contiguous() for tensor in (x, *others)):
         return "a tensor is not contiguous"
     if "onednn" in needs.backends and torch.backends.mkldnn.is_available():

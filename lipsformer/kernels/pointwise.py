@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer.kernels.bindings import run
-from lipsformer.kernels.dispatch import usable
+from lipsformer.kernels.dispatch import refuse_second_derivatives, usable
 
 # Up to this |bias / gain| the centered input can be computed from the output without much rounding.
 MAX_OFFSET = 64.0
@@ -94,6 +94,7 @@ class _GeluResidual(torch.autograd.Function):
 
 def gelu_backward_(grad: Tensor, z: Tensor) -> Tensor:
     """Multiply ``grad`` by the derivative of GELU at ``z``, in place, and return GELU(z)."""
+    refuse_second_derivatives()
     if usable("gelu.csrc", grad, z):
         activated = torch.empty_like(z)
         run("gelu_gradient", z, grad, activated, z.numel())

@@ -164,11 +164,7 @@ class ScaledCosineAttention(nn.Module):
         dropout = self.attn_drop if self.training else 0.0
         if self.fused_attn:
             return fused_attention(q, k, v, bias, dropout, self.training)
-        scores = q @ k.transpose(-2, -1)
-        if bias is not None:
-            scores = scores + bias
-        attn = F.dropout(scores.softmax(dim=-1), dropout)
-        return attn @ v
+        return plain_attention(q, k, v, bias, dropout)
 
     def extra_repr(self) -> str:
         """Show the heads and the scales."""
@@ -192,7 +188,17 @@ def fused_attention(
     tensors = (q, k, v) if bias is None else (q, k, v, bias)
     if training and dropout == 0.0 and kernels.usable("attention", *tensors, training=True):
         return kernels.recomputed_attention(q, k, v, bias)
+    if not torch.compiler.is_compiling() and kernels.active_transform() is not None:
+        return plain_attention(q, k, v, bias, dropout)
     return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout, scale=1.0)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+    """Compute softmax(q k^T + bias) v one operator after the other."""
+    scores = q @ k.transpose(-2, -1)
+    if bias is not None:
+        scores = scores + bias
+    return F.dropout(scores.softmax(dim=-1), dropout) @ v
 
 
 def attend_in_windows(

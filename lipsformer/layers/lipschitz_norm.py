@@ -12,11 +12,10 @@ Application to Graph Neural Networks", ICML 2021.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from timm.layers import register_notrace_module, use_fused_attn
 from torch import Tensor, nn
 
-from lipsformer.layers.cosine_attention import fused_attention
+from lipsformer.layers.cosine_attention import fused_attention, plain_attention
 
 __all__ = [
     "LipschitzNormAttention",
@@ -192,7 +191,7 @@ class LipschitzNormAttention(nn.Module):
         u = |Q|_F,\ v = \max_j |k_j|_2,\ w = \max_j |v_j|_2
 
     Lipschitz in Frobenius norm, jointly in Q, K and V, with constant
-    :math:`\cosh(1) \sqrt{m/n} + 2 \sqrt 2` for m queries and n keys (proof: docs/graph.md).
+    :math:`\cosh(1) \sqrt{m/n} + 2 \sqrt 2` for m queries and n keys (proof: docs/lipschitz.md).
 
     Shape:
         q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].
@@ -226,11 +225,7 @@ class LipschitzNormAttention(nn.Module):
         dropout = self.attn_drop if self.training else 0.0
         if self.fused_attn:
             return fused_attention(q, k, v, bias, dropout, self.training)
-        scores = q @ k.transpose(-2, -1)
-        if bias is not None:
-            scores = scores + bias
-        attn = F.dropout(scores.softmax(dim=-1), dropout)
-        return attn @ v
+        return plain_attention(q, k, v, bias, dropout)
 
     def extra_repr(self) -> str:
         """Show the heads."""

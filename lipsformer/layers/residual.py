@@ -16,8 +16,8 @@ class WeightedResidual(nn.Module):
 
     2-norm Lipschitz constant per token: at most :math:`1 + \max|\alpha| Lip(f)` in evaluation and
     :math:`1 + \max|\alpha| Lip(f) / (1 - p)` in training with drop path rate p. With
-    :math:`\alpha = 1/L` over L branches the product over the network is at most
-    :math:`e^{\max Lip(f)}`.
+    :math:`\alpha = 1/B` in B blocks of b branches, the product over all branches is at most
+    :math:`e^{b \max Lip(f)}`.
 
     A branch may leave its last step to the residual, which saves a pass over the map. Such a branch
     has a class attribute ``ends_in``:

@@ -2,7 +2,7 @@
 """Hunt for structures that exceed their proved bound: ``python -m tests.hunt --output FILE``.
 
 Every structure is one line of JSON. A hunt that was stopped goes on where it was; the table is
-printed at the end. See docs/hunt.md.
+printed at the end. ``--summary`` writes the figures of docs/hunt.md. See docs/hunt.md.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.hunt.report import shrink, smallest, table
+from tests.hunt.report import LEAST, markdown, shrink, smallest, summary
 from tests.hunt.run import hunt, kinds
 
 BATCH = 25
@@ -24,6 +24,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="*", default=kinds(), help="names; all by default")
     parser.add_argument("--input-steps", type=int, default=6, help="gradient steps in the input")
     parser.add_argument("--weight-steps", type=int, default=4, help="random steps in the weights")
+    parser.add_argument("--summary", type=Path, help="JSON file for the figures of the tables")
     parser.add_argument("--smallest", action="store_true", help="shrink one fault of every sort")
     return parser.parse_args()
 
@@ -45,7 +46,7 @@ def main() -> int:
     """Hunt until every kind has its share; return 1 if a bound is at fault."""
     options = _arguments()
     verdicts, done = read(options.output)
-    share = max(200, -(-options.structures // len(options.kinds)))
+    share = max(LEAST, -(-options.structures // len(options.kinds)))
     usable = dict.fromkeys(options.kinds, 0)
     for verdict in verdicts:
         usable[verdict["kind"]] = usable.get(verdict["kind"], 0) + _usable(verdict)
@@ -63,7 +64,10 @@ def main() -> int:
             usable[name] += sum(map(_usable, found))
             print(f"{name}: {usable[name]}/{share}", file=sys.stderr, flush=True)
         number += 1
-    print(table(verdicts))
+    figures = summary(verdicts)
+    print(markdown(figures))
+    if options.summary is not None:
+        options.summary.write_text(json.dumps(figures, indent=1) + "\n")
     faults = smallest(verdicts)
     for key, found in faults.items():
         first = shrink(found[0]) if options.smallest else found[0]

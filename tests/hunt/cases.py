@@ -7,8 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+
+from lipsformer.analysis.bounds import Domain
+from lipsformer.analysis.bounds.graph import graph_domain
 
 Case = dict[str, Any]
 
@@ -24,7 +28,8 @@ class Subject:
         token_dim: Dimension of a batch along which the channels of a token lie.
         output_dim: The same of the outputs; the last one where they have fewer dimensions.
         exact: True if the bound claims to be the constant itself.
-        claim: Returns what is claimed where no rule exists; None for ``lipschitz_bound``.
+        edges: The edges [2, E] of a graph module, whose samples are feature matrices of its nodes.
+        mixes_graphs: True if graphs in one call of the module are not independent of each other.
     """
 
     module: nn.Module
@@ -33,7 +38,32 @@ class Subject:
     token_dim: int = -1
     output_dim: int = -1
     exact: bool = False
-    claim: Callable[[nn.Module], float] | None = None
+    edges: Tensor | None = None
+    mixes_graphs: bool = False
+
+    def run(self, module: nn.Module, x: Tensor, *, watched: bool = False) -> Tensor:
+        """Call the module, or a copy of it, on a batch of samples.
+
+        Args:
+            module: The module.
+            x: [R, ...].
+            watched: Whether hooks read the tensors inside, which `vmap` would hide.
+        """
+        if self.edges is None:
+            return module(x)
+        if self.mixes_graphs and watched:
+            return torch.stack([module(nodes, self.edges) for nodes in x])
+        if self.mixes_graphs:
+            return torch.func.vmap(lambda nodes: module(nodes, self.edges))(x)
+        offsets = x.shape[1] * torch.arange(len(x)).repeat_interleave(self.edges.shape[1])
+        edges = self.edges.repeat(1, len(x)) + offsets  # copies of the graph side by side
+        return module(x.flatten(0, 1), edges).unflatten(0, x.shape[:2])
+
+    def domain(self, radius: float) -> Domain:
+        """Return the inputs of the module as the bounds describe them."""
+        if self.edges is None:
+            return Domain(size=self.size, radius=radius)
+        return graph_domain(self.edges, self.size[0], radius)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,27 +12,59 @@ from hypothesis import find, settings
 from tests.hunt.cases import cases
 from tests.hunt.judge import FAULTS, judge
 
-COLUMNS = ("holds", "refused", *FAULTS)
+LEAST = 200  # structures that every class with a rule must be tried in
 
 
-def table(verdicts: Iterable[dict[str, Any]]) -> str:
-    """Return one row per kind: structures by outcome and the largest ratio."""
-    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+def summary(verdicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the rows of the tables: structures by outcome and the largest ratios."""
+    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    classes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for verdict in verdicts:
         if verdict["outcome"] != "unusable":
-            rows[verdict["kind"]].append(verdict)
-    head = ["kind", "structures", *COLUMNS, "largest ratio", "exact cases"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for name in sorted(rows):
-        found = rows[name]
-        counts = [sum(v["outcome"] == outcome for v in found) for outcome in COLUMNS]
-        largest = max(v["ratio"] for v in found)
-        exact = [v["ratio"] for v in found if v.get("exact") and v["outcome"] == "holds"]
-        share = f"{max(exact):.6f}" if exact else ""
-        cells = [name, len(found), *counts, f"{largest:.4g}", share]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    total = sum(map(len, rows.values()))
-    return "\n".join([*lines, f"\n{total} structures, {len(rows)} kinds"])
+            kinds[verdict["kind"]].append(verdict)
+            for name in verdict["classes"]:
+                classes[name].append(verdict)
+    return {
+        "structures": sum(map(len, kinds.values())),
+        "kinds": {name: _row(found) for name, found in sorted(kinds.items())},
+        "classes": {name: _row(found) for name, found in sorted(classes.items())},
+    }
+
+
+def _row(found: list[dict[str, Any]]) -> dict[str, Any]:
+    counts = Counter(verdict["outcome"] for verdict in found)
+    held = [verdict for verdict in found if verdict["outcome"] == "holds"]
+    exact = [verdict["ratio"] for verdict in held if verdict.get("exact")]
+    return {
+        "structures": len(found),
+        "holds": len(held),
+        "refused": counts["refused"],
+        "faults": sum(counts[outcome] for outcome in FAULTS),
+        "largest": max((verdict["ratio"] for verdict in held), default=0.0),
+        "largest_exact": max(exact, default=None),
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return the tables of a summary."""
+    lines = [
+        "| kind | structures | holds | refused | faults | largest ratio | where exact |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in found["kinds"].items():
+        exact = "" if row["largest_exact"] is None else f"{row['largest_exact']:.6f}"
+        counts = (row[key] for key in ("structures", "holds", "refused", "faults"))
+        lines.append(_line(name, *counts, f"{row['largest']:.4f}", exact))
+    lines += ["", "| class with a rule | structures | holds | refused |", "|---|---|---|---|"]
+    for name, row in found["classes"].items():
+        lines.append(_line(name, row["structures"], row["holds"], row["refused"]))
+    least = min((row["structures"] for row in found["classes"].values()), default=0)
+    total = f"{found['structures']:,} structures of {len(found['kinds'])} kinds"
+    return "\n".join([*lines, "", f"{total}; at least {least} for every class."])
+
+
+def _line(*cells: Any) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def simplicity(verdict: dict[str, Any]) -> tuple[float, ...]:

@@ -9,15 +9,13 @@ import torch
 from torch import nn
 
 from lipsformer.analysis.bounds import core, simple_bound
-from lipsformer.graph.models import LipsGAT, LipsGraphTransformer
 from tests.hunt.attack import top_singular
-from tests.hunt.cases import KINDS, build
-from tests.hunt.graphs import OnGraph, edge_index
-from tests.hunt.judge import FAULTS, judge
-from tests.hunt.report import table
+from tests.hunt.cases import KINDS
+from tests.hunt.judge import FAULTS, class_name, judge
+from tests.hunt.report import markdown, summary
 from tests.hunt.run import hunt, kinds
 
-STRUCTURES = 20  # of every kind
+STRUCTURES = 16  # of every kind
 SECONDS = 60.0
 VERDICTS: dict[str, list] = {}
 TIMES: list[float] = []
@@ -42,7 +40,7 @@ def test_no_structure_exceeds_its_bound(name):
 
 def test_the_hunt_is_large_and_short():
     tried = [verdict for name in kinds() for verdict in verdicts(name)]
-    print(table(tried))  # noqa: T201
+    print(markdown(summary(tried)))  # noqa: T201
     assert sum(verdict["outcome"] != "unusable" for verdict in tried) >= 1000
     assert sum(TIMES) <= SECONDS
 
@@ -54,14 +52,11 @@ def test_bounds_called_exact_are_reached():
 
 
 def test_every_rule_is_hunted():
-    hunted = set()
-    for name in kinds():
-        for verdict in verdicts(name):
-            if verdict["outcome"] == "holds":
-                module = build(verdict["case"]).module
-                hunted |= {cls for part in module.modules() for cls in type(part).__mro__}
-    ours = {cls for cls in core._REGISTERED if cls.__module__.startswith(("lips", "timm", "torch"))}
-    assert ours <= hunted
+    held = [v for name in kinds() for v in verdicts(name) if v["outcome"] == "holds"]
+    hunted = {name for verdict in held for name in verdict["classes"]}
+    packages = ("lips", "timm", "torch")  # other tests register classes of their own
+    rules = {class_name(cls) for cls in core._REGISTERED if cls.__module__.startswith(packages)}
+    assert rules <= hunted
 
 
 def counterexamples():
@@ -89,18 +84,3 @@ def test_exact_constant_of_a_matrix():
     sigma, left, right = top_singular(lambda x: x @ weight.T, torch.zeros(2, 5).double())
     torch.testing.assert_close(sigma[0], torch.linalg.svdvals(weight)[0])
     torch.testing.assert_close((weight @ right[0]).abs(), (sigma[0] * left[0]).abs())
-
-
-@pytest.mark.parametrize("model", [LipsGAT, LipsGraphTransformer])
-def test_graph_attention_is_lipschitz_on_all_of_space(model):
-    torch.manual_seed(0)
-    layer = model(4, 3, 2, 1, heads=2).double().eval().layers[0]
-    on_graph = OnGraph(layer, edge_index(4, [(0, 1), (1, 2), (2, 3), (0, 3)], "random", True))
-    x = torch.randn(4, 4, 6, dtype=torch.float64)
-    x[:, 0] *= 0.1  # a short query is steep, and its values are long
-
-    def constant(size: float) -> float:
-        longer = torch.cat([x[:, :1], size * x[:, 1:]], dim=1)
-        return top_singular(on_graph, longer)[0].max().item()
-
-    assert constant(10_000.0) <= 2.0 * constant(100.0)

@@ -1,11 +1,15 @@
 """Second derivatives, empty batches and tensors without values, in training mode on the CPU."""
 
+import copy
+
 import pytest
 import timm
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_geometric.nn import MessagePassing
 
 from lipsformer import optimize_for_inference
 from lipsformer.graph import LipsGAT, LipsGraphTransformer, ScaledCosineConv
@@ -19,10 +23,15 @@ EDGES = torch.tensor([[0, 1, 2, 3, 0], [1, 2, 0, 0, 3]])
 GRAPH = {
     "LipschitzGATConv": lambda: LipschitzGATConv(5, 4, 2),
     "LipschitzGATConv, plain": lambda: LipschitzGATConv(5, 4, 2, score_norm=None),
+    "LipschitzGATConv, means": lambda: LipschitzGATConv(5, 4, 2, concat=False, residual=True),
     "LipschitzTransformerConv": lambda: LipschitzTransformerConv(5, 4, 2),
+    "LipschitzTransformerConv, gated": lambda: LipschitzTransformerConv(5, 4, 2, beta=True),
     "ScaledCosineConv": lambda: ScaledCosineConv(5, 4, 2),
     "LipsGAT": lambda: LipsGAT(5, 4, 3, 2, heads=2),
     "LipsGraphTransformer": lambda: LipsGraphTransformer(5, 4, 3, 2, heads=2),
+    "LipsGraphTransformer, checkpoints": lambda: LipsGraphTransformer(
+        5, 4, 3, 2, heads=2, grad_checkpointing=True
+    ),
     "ResidualGCN": lambda: ResidualGCN(5, 4, 3, 2),
     "ResidualGAT": lambda: ResidualGAT(5, 4, 3, 2, norm="lipschitznorm"),
     "DeepGAT": lambda: DeepGAT(5, 4, 3, 2, norm="lipschitznorm"),
@@ -30,8 +39,8 @@ GRAPH = {
 }
 
 
-def body(name):
-    sizes = {"embed_dim": 8, "img_size": 16}
+def body(name, **kwargs):
+    sizes = {"embed_dim": 8, "img_size": 16, "drop_path_rate": 0.0, **kwargs}
     if "vit" in name:
         sizes |= {"depth": 1, "num_heads": 2}
     else:
@@ -97,11 +106,42 @@ def test_hessian_of_a_vision_model_is_right_or_refused(name):
     try:
         fast = second_derivatives(model.float().train(), x.clone())
     except RuntimeError as error:
-        known = ("no second derivatives", "out=", "flash_attention")
-        assert any(text in str(error) for text in known)  # noqa: PT017
+        assert "no second derivatives" in str(error)  # noqa: PT017
         return
     for one, other in zip(fast, plain, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-2, atol=1e-3 * other.abs().max())
+
+
+@pytest.mark.parametrize("attn", ["cosine", "lipschitznorm"])
+@pytest.mark.parametrize("name", BODIES)
+def test_torch_func_on_vision_models_in_training(name, attn):
+    """Forward mode, vmap and both over reverse mode, against differences in double precision."""
+    if "vit" in name and attn != "cosine":
+        pytest.skip("the ViT form has cosine attention only")
+    torch.manual_seed(0)
+    model = body(name, **({} if "vit" in name else {"attn": attn})).train()
+    plain = copy.deepcopy(model).double().eval()
+    x, v = torch.randn(2, 2, 3, 16, 16)
+
+    def cubes(function):
+        return torch.func.grad(lambda images: function(images).pow(3).sum())
+
+    def difference(function):
+        exact, along = x.double(), 1e-6 * v.double()
+        return (function(exact + along) - function(exact - along)) / 2e-6
+
+    def check(value, expected):
+        largest = expected.abs().max().item()
+        torch.testing.assert_close(value.double(), expected, rtol=1e-2, atol=1e-3 * largest)
+
+    tangent = difference(plain)
+    check(torch.func.jvp(model, (x,), (v,))[1], tangent)
+    check((torch.func.jacrev(model)(x) * v).sum((2, 3, 4, 5)), tangent)
+    check(torch.func.jvp(cubes(model), (x,), (v,))[1], difference(cubes(plain)))
+    check(torch.func.vmap(model)(torch.stack([x, v]))[1], plain(v.double()))
+    with torch.autograd.forward_ad.dual_level():
+        dual = model(torch.autograd.forward_ad.make_dual(x, v))
+        check(torch.autograd.forward_ad.unpack_dual(dual).tangent, tangent)
 
 
 class Fixed(nn.Module):
@@ -113,6 +153,39 @@ class Fixed(nn.Module):
 
     def forward(self, x):
         return self.module(x, EDGES)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", GRAPH)
+def test_second_derivatives_of_graph_layers_equal_differences_of_the_first(name, training):
+    """Along one direction of the inputs and all parameters, in double precision."""
+    torch.manual_seed(0)
+    layer = Fixed(GRAPH[name]()).double().train(training)
+    for module in layer.modules():
+        module.__dict__.update({"p": 0.0} if isinstance(module, nn.Dropout) else {})
+        if isinstance(module, MessagePassing):
+            module.dropout = 0.0
+    x = torch.randn(4, 5, dtype=torch.float64)
+    tensors = [x.requires_grad_(), *layer.parameters()]
+    direction = [torch.randn_like(tensor) for tensor in tensors]
+
+    def first(create_graph=False):
+        total = layer(x).pow(3).sum()
+        return torch.autograd.grad(
+            total, tensors, create_graph=create_graph, materialize_grads=True
+        )
+
+    along = sum((g * v).sum() for g, v in zip(first(create_graph=True), direction, strict=True))
+    second = torch.autograd.grad(along, tensors, materialize_grads=True)
+    sides = []
+    for step in (1e-6, -2e-6):  # to one side, and from there to the other
+        with torch.no_grad():
+            for tensor, v in zip(tensors, direction, strict=True):
+                tensor.add_(step * v)
+        sides.append(first())
+    largest = max(one.abs().max().item() for one in second)
+    for one, plus, minus in zip(second, *sides, strict=True):
+        torch.testing.assert_close(one, (plus - minus) / 2e-6, rtol=1e-5, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize("name", GRAPH)
@@ -173,3 +246,16 @@ def test_training_on_tensors_without_values(name):
     folded = optimize_for_inference(body(name).eval())
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         assert folded(mode.from_tensor(torch.zeros(2, 3, 16, 16))).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", GRAPH)
+def test_training_of_graph_layers_on_tensors_without_values(name):
+    layer = GRAPH[name]().train()
+    # PyG's GCNConv asks for the number of self loops, which only a mode with symbols can answer.
+    symbols = ShapeEnv(allow_dynamic_output_shape_ops=True) if name == "ResidualGCN" else None
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols) as mode:
+        x = mode.from_tensor(torch.zeros(4, 5)).requires_grad_()
+        out = layer(x, mode.from_tensor(EDGES))
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        assert grad.shape == x.shape
+    assert out.shape == layer(torch.zeros(4, 5), EDGES).shape

@@ -115,7 +115,7 @@ def max_abs_score(attention: Any) -> Tensor:
         tau = learned.detach().double().clamp(max=math.log(MAX_LOGIT_SCALE)).exp() * OUTWARD
     else:
         tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
-    return torch.as_tensor(tau).double().cpu().flatten().expand(attention.num_heads)
+    return torch.as_tensor(tau).double().abs().cpu().flatten().expand(attention.num_heads)
 
 
 def projection_rounding(qkv: nn.Linear, domain: Domain) -> float:
@@ -256,11 +256,7 @@ def attention_bound(
         (scores, sigma_bound(scores).cpu(), spread * tau * steep),
         (heads.value, norms[2], value_factor),
     ]
-    total = sum(factor * norm for _, norm, factor in paths)
-    gram = torch.zeros_like(scores[0].mT @ scores[0])
-    for weight, norm, factor in paths:
-        share = torch.where(norm > 0.0, total * factor / norm, 0.0).to(weight.device)
-        gram = gram + torch.einsum("h,hdi,hdj->ij", share, weight, weight)
+    gram = paths_gram(paths)
     local = local_radius * longest.square().sum().sqrt().item() if local_radius > 0.0 else 0.0
     radius_squared = (attended_radius.sqrt().item() + local) ** 2
     slope = spread * tau * steep * key_factor.cpu().clamp_min(1.0) + value_factor
@@ -294,6 +290,22 @@ def core_rounding(tau: float, num_tokens: int, dim: int, largest_bias: float) ->
     exponential = gamma(2) * 2.0 * (tau + largest_bias) + EXP_ERROR
     weight = 4.0 * score + 4.0 * (2 + num_tokens // 32) * exponential + gamma(2 * num_tokens + 8)
     return weight + gamma(dim + num_tokens + 16) if weight < 0.25 else math.inf
+
+
+def paths_gram(paths: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    r"""Return the matrix G, [C, C], with :math:`(\sum_i c_i |W_i dx|)^2 \le dx^T G dx`.
+
+    The matrices of the heads are added up.
+
+    Args:
+        paths: The matrices W_i [H, d, C], their 2-norms [H] and the factors c_i [H].
+    """
+    total = sum(factor * norm for _, norm, factor in paths)
+    gram = torch.zeros_like(paths[0][0][0].mT @ paths[0][0][0])
+    for weight, norm, factor in paths:
+        share = torch.where(norm > 0.0, total * factor / norm, 0.0).to(weight.device)
+        gram = gram + torch.einsum("h,hdi,hdj->ij", share, weight, weight)
+    return gram
 
 
 def _lipschitz_norm_bound(

@@ -41,6 +41,10 @@ class Domain:
     norm: float = math.inf
     error: float = math.inf
 
+    def __post_init__(self) -> None:
+        if math.isnan(self.radius):  # 0 * inf, or weights that are not finite
+            object.__setattr__(self, "radius", math.inf)
+
     @property
     def tokens(self) -> int:
         """Number of tokens N."""
@@ -121,7 +125,8 @@ def simple_bound(
     """
     size = domain.size if size is None else size
     tokens = math.prod(size)
-    output = Domain(
+    output = replace(
+        domain,
         size=size,
         radius=outward(radius),
         norm=carried_error(value, domain.norm, shift, tokens),

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules import module as torch_module
-from torch.nn.utils import parametrize
 
 from lipsformer.analysis.bounds.composition import Bound, Domain, compose, scale_output
+from lipsformer.analysis.bounds.tampering import CALL, methods_of, overridden, tampering
 from lipsformer.analysis.sigma import full_tensor
 from lipsformer.layers import merge_heads
 
@@ -75,17 +74,6 @@ class Registration(NamedTuple):
 
 _REGISTERED: dict[type[nn.Module], Registration] = {}
 
-# A call of a module runs these methods of `nn.Module` around `forward`.
-_CALL = frozenset(
-    {"__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward", "__getattribute__"}
-    | {"__getattr__"}
-)
-# Methods whose names begin like this build, describe or load a module. A forward pass runs none.
-_SETUP = (
-    *("reset_", "init", "_init", "extra_repr", "set_", "make_", "no_weight_decay", "group_matcher"),
-    *("load", "_load", "get_classifier", "prune_", "forward_intermediates"),
-)
-
 
 class UnknownModuleError(TypeError):
     """The model contains a module that no proved bound covers."""
@@ -112,23 +100,10 @@ def bound_rule(
     def register(function: BoundRule) -> BoundRule:
         for cls in classes:
             names = methods_of(cls) if methods is None else frozenset(methods)
-            _REGISTERED[cls] = Registration(cls, function, layout, names | _CALL)
+            _REGISTERED[cls] = Registration(cls, function, layout, names | CALL)
         return function
 
     return register
-
-
-def methods_of(cls: type[nn.Module]) -> frozenset[str]:
-    """Return the names of the methods below `nn.Module` that may take part in a forward pass."""
-    return frozenset(
-        name
-        for base in cls.__mro__[: cls.__mro__.index(nn.Module)]
-        for name, member in vars(base).items()
-        if (callable(member) or isinstance(member, (property, staticmethod, classmethod)))
-        and not isinstance(member, type)
-        and not name.startswith(_SETUP)
-        and name not in ("__init__", "__repr__", "__getstate__", "__setstate__", "__dir__")
-    )
 
 
 def registration_of(cls: type[nn.Module]) -> Registration | None:
@@ -139,37 +114,8 @@ def registration_of(cls: type[nn.Module]) -> Registration | None:
     for base in cls.__mro__:
         if base in _REGISTERED:
             registered = _REGISTERED[base]
-            return None if _overridden(cls, base, registered.methods) else registered
+            return None if overridden(cls, base, registered.methods) else registered
     return None
-
-
-def _overridden(cls: type, base: type, methods: frozenset[str]) -> str | None:
-    """Return a method that a class between `cls` and its base class `base` overrides, or None."""
-    for between in cls.__mro__[: cls.__mro__.index(base)]:
-        for name in vars(between):
-            if name in methods:
-                return name
-    return None
-
-
-def _tampering(module: nn.Module, methods: frozenset[str]) -> str | None:
-    """Return what makes a call of this instance differ from the methods of its class, or None."""
-    for name in methods:
-        if name in vars(module):
-            return f"its method {name!r} was replaced on the instance"
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    if any(not _is_sharding(hook) for hook in hooks):
-        return "a forward hook or forward pre-hook may change its inputs or outputs"
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return "a global forward hook may change its inputs or outputs"
-    if parametrize.is_parametrized(module) and module.training:
-        return "a parametrization may differ between training and evaluation: call eval() first"
-    return None
-
-
-def _is_sharding(hook: Any) -> bool:
-    """Return whether a hook is one of FSDP2's, which gather the weights and change no value."""
-    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
 
 
 def unchanged(module: nn.Module, *classes: type[nn.Module]) -> None:
@@ -192,9 +138,9 @@ def unchanged(module: nn.Module, *classes: type[nn.Module]) -> None:
         raise UnknownModuleError(
             f"no Lipschitz bound is known for {_name(cls)} in the place of {names}"
         )
-    methods = methods_of(bases[0]) | _CALL
-    overridden = _overridden(cls, bases[0], methods)
-    reason = f"it overrides {overridden!r}" if overridden else _tampering(module, methods)
+    methods = methods_of(bases[0]) | CALL
+    changed = overridden(cls, bases[0], methods)
+    reason = f"it overrides {changed!r}" if changed else tampering(module, methods)
     if reason is not None:
         raise UnknownModuleError(f"no Lipschitz bound is known for {_name(cls)}: {reason}")
 
@@ -229,7 +175,7 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
     registered = registration_of(cls)
     if registered is None:
         raise UnknownModuleError(f"no Lipschitz bound is known for {_name(cls)}: {_unknown(cls)}")
-    reason = _tampering(module, registered.methods)
+    reason = tampering(module, registered.methods)
     if reason is not None:
         raise UnknownModuleError(f"no Lipschitz bound is known for {_name(cls)}: {reason}")
     return replace(registered.bound(module, domain, scale), kind=cls.__name__, input=domain)
@@ -237,9 +183,13 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
 
 def _unknown(cls: type[nn.Module]) -> str:
     advice = "prove one and register it with lipsformer.analysis.bounds.bound_rule"
+    if cls.__module__.startswith("lipsformer.graph."):
+        advice = (
+            "import lipsformer.analysis.bounds.graph, which registers the rules of graph layers"
+        )
     for base in cls.__mro__:
         if base in _REGISTERED:
-            name = _overridden(cls, base, _REGISTERED[base].methods)
+            name = overridden(cls, base, _REGISTERED[base].methods)
             return f"it overrides {name!r}, on which the rule of {base.__name__} relies; {advice}"
     return advice
 

@@ -332,6 +332,9 @@ def _conv2d_size(module: nn.Conv2d, size: tuple[int, ...]) -> tuple[int, ...]:
             sides.append(side)
             continue
         padding = 0 if isinstance(module.padding, str) else int(module.padding[axis])
+        built = module._reversed_padding_repeated_twice[::-1][2 * axis : 2 * axis + 2]
+        if module.padding_mode == "circular" and built != [padding, padding]:
+            raise UnknownModuleError(f"the padding of {module} was changed after it was built")
         if side + 2 * padding < kernel:
             raise ValueError(f"{module} refuses a map of {size}, which is smaller than its kernel")
         if module.padding_mode == "circular" and padding > 0:

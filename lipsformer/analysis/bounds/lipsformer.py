@@ -149,8 +149,8 @@ def residual_bound(
     total = Bound(
         log10=log10_one_plus(weighted.log10),
         paper_log10=log10_one_plus(paper_log10),
-        output=Domain(
-            size=domain.size,
+        output=replace(
+            domain,
             radius=outward(domain.radius + added.radius),
             norm=outward(domain.norm + added.norm),
             error=outward(error),

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-__all__ = ["EdgeCSR", "SortedEdges", "plain_edges"]
+__all__ = ["EdgeCSR", "SortedEdges", "add_one_self_loop", "plain_edges"]
 
 
 class SortedEdges:
@@ -74,9 +75,8 @@ class SortedEdges:
     def csr_with_self_loops(self) -> "EdgeCSR":
         """The edges with exactly one self loop per node, as PyG's `GATConv` adds them."""
         self._check_range()
-        edge_index, _ = remove_self_loops(self.edge_index)
         num_loops = min(self.num_sources, self.num_targets)
-        edge_index, _ = add_self_loops(edge_index, num_nodes=num_loops)
+        edge_index, _ = add_one_self_loop(self.edge_index, num_nodes=num_loops)
         return self._build(edge_index)
 
     def _build(self, edge_index: Tensor) -> "EdgeCSR":
@@ -91,6 +91,25 @@ class SortedEdges:
                     f"edge_index holds {name}s {int(index.min())}..{int(index.max())}, but there "
                     f"are {limit} {name} nodes: indices must lie in 0..{limit - 1}"
                 )
+
+
+def add_one_self_loop(
+    edge_index: Tensor, edge_attr: Any = None, *, num_nodes: int, fill_value: Any = None
+) -> tuple[Tensor, Any]:
+    """Replace the self loops of a graph by exactly one per node, as PyG's `GATConv` does.
+
+    Tensors without values (`FakeTensorMode`) do not say how many self loops there are. These are
+    then kept, so that the number of edges is an upper bound.
+
+    Args:
+        edge_index: [2, E] or a sparse adjacency matrix.
+        edge_attr: Edge features or None.
+        num_nodes: Number of nodes.
+        fill_value: See PyG's `add_self_loops`.
+    """
+    if torch.compiler.is_compiling() or detect_fake_mode(edge_index) is None:
+        edge_index, edge_attr = remove_self_loops(edge_index, edge_attr)
+    return add_self_loops(edge_index, edge_attr, fill_value=fill_value, num_nodes=num_nodes)
 
 
 def plain_edges(edge_index: Tensor | SortedEdges) -> Tensor:

@@ -20,14 +20,20 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch_geometric.nn import MessagePassing, SumAggregation
 
+from lipsformer import kernels
 from lipsformer.graph.edge_attention import cpu
 from lipsformer.graph.edge_attention.csr import EdgeCSR
 from lipsformer.layers.lipschitz_norm import segment_max
 
-__all__ = ["edge_attention", "neighbor_max", "reference_edge_attention", "why_messages"]
+__all__ = [
+    "changed_messages",
+    "edge_attention",
+    "neighbor_max",
+    "reference_edge_attention",
+    "why_messages",
+]
 
 _MAX_EDGES = 2**31 - 2**24  # positions are int32, and self loops are added
 _STEPS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
@@ -69,10 +75,8 @@ def why_messages(
 def _unsupported_context(x: Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile needs plain operators"
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func needs plain operators"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation needs plain operators"
+    if (transform := kernels.active_transform()) is not None:
+        return transform
     if torch._C._len_torch_dispatch_stack() > 0:
         return "something records the operators or replaces the tensors"
     if x.device.type not in _DEVICES:
@@ -80,7 +84,13 @@ def _unsupported_context(x: Tensor) -> str | None:
     return None
 
 
-def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
+def changed_messages(conv: Any, kind: type[MessagePassing]) -> str | None:
+    """Return what makes a layer send other messages than its class, or None.
+
+    Args:
+        conv: The layer.
+        kind: The class that defines the messages.
+    """
     for step in _STEPS:
         if getattr(conv, f"_{step}_forward_hooks") or getattr(conv, f"_{step}_forward_pre_hooks"):
             return f"a hook watches {step}"
@@ -96,6 +106,13 @@ def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
         return "messages flow from target to source"
     if conv.decomposed_layers != 1:
         return "the layer is decomposed"
+    return None
+
+
+def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
+    reason = changed_messages(conv, kind)
+    if reason is not None:
+        return reason
     if conv.dropout >= 1:
         return "every attention weight is dropped"
     if getattr(conv, "released_code", False):
@@ -210,6 +227,9 @@ class _EdgeAttention(torch.autograd.Function):
         query, key, value, keep, *residuals = ctx.saved_tensors
         inputs, settings = (query, key, value), (*ctx.settings, keep)
         if torch.is_grad_enabled():  # create_graph=True
+            # One input may be computed from another. The gradients end at views of them, so that
+            # none includes what flows through another input.
+            inputs = query, key, value = [x.view_as(x) for x in inputs]
             out = reference_edge_attention(ctx.csr, query, key, value, *ctx.settings, keep=keep)
             own = torch.autograd.grad(out, inputs, *grads, create_graph=True)
         else:

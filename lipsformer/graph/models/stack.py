@@ -82,7 +82,7 @@ class GraphNet(nn.Module):
         return edges if self.takes_sorted_edges else edges.edge_index
 
     def _run_layer(self, layer: nn.Module, x: Tensor, edges: Tensor | SortedEdges) -> Tensor:
-        if self.grad_checkpointing and torch.is_grad_enabled():
+        if self.grad_checkpointing and self.training and torch.is_grad_enabled():
             return typing.cast(Tensor, checkpoint(layer, x, edges, use_reentrant=False))
         return layer(x, edges)
 

@@ -1,0 +1,317 @@
+r"""Bounds of graph layers and graph models. Importing this file registers their rules.
+
+A bound holds for the features of all nodes of one graph together, in the Frobenius norm. It depends
+on the edges, so the domain carries them: see `graph_domain`. Proofs: docs/lipschitz.md.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import GCNConv, SumAggregation
+from torch_geometric.nn.dense.linear import Linear as PygLinear
+from torch_geometric.utils import scatter
+
+from lipsformer.analysis.bounds.attention import (
+    AttentionBound,
+    HeadWeights,
+    attention_bound,
+    max_abs_score,
+    paths_gram,
+)
+from lipsformer.analysis.bounds.composition import (
+    Bound,
+    Domain,
+    max_abs,
+    scale_output,
+    simple_bound,
+)
+from lipsformer.analysis.bounds.core import (
+    UnknownModuleError,
+    bound_rule,
+    chain,
+    children_in_order,
+    unchanged,
+)
+from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma
+from lipsformer.analysis.bounds.rounding import log10_one_plus, sigma_bound
+from lipsformer.graph.cosine_conv import ScaledCosineConv
+from lipsformer.graph.diagnostics import (
+    adjacency_norm,
+    attention_column_sum,
+    gat_attention_bound,
+    normalized_adjacency,
+)
+from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.edge_attention.operator import changed_messages
+from lipsformer.graph.gat_conv import LipschitzGATConv
+from lipsformer.graph.models import ConvLayer, GraphNet
+from lipsformer.graph.models.lips import AttentionBranch, LipsLayer
+from lipsformer.graph.models.residual import ResidualLayer
+from lipsformer.graph.norm import NodeNorm
+from lipsformer.graph.transformer_conv import LipschitzTransformerConv
+from lipsformer.layers import ScaledCosineAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphDomain(Domain):
+    """The features of all nodes of one graph.
+
+    Attributes:
+        size: (V,), the number of nodes.
+        radius: Largest 2-norm of the features of a node.
+        edges: The edges.
+
+    Example:
+        >>> import torch
+        >>> domain = graph_domain(torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
+        >>> domain.tokens, domain.edges.csr.num_edges
+        (3, 2)
+    """
+
+    edges: SortedEdges
+
+
+def graph_domain(edge_index: Tensor, num_nodes: int, radius: float = math.inf) -> GraphDomain:
+    """Return the domain of the features of one graph.
+
+    Args:
+        edge_index: [2, E]: sources and targets, in 0..num_nodes - 1.
+        num_nodes: Number of nodes V, at least 1.
+        radius: Largest 2-norm of the features of a node. Only attention on raw values or raw scores
+            needs it.
+
+    Raises:
+        ValueError: If `num_nodes` is less than 1.
+        IndexError: If an index is not that of a node.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds import lipschitz_bound
+        >>> from lipsformer.graph import LipsGAT
+        >>> edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> bound = lipschitz_bound(LipsGAT(16, 8, 3, num_layers=2), graph_domain(edges, 3))
+        >>> list(bound.parts)
+        ['encoder', 'layers.0', 'layers.1', 'head']
+    """
+    if num_nodes < 1:
+        raise ValueError(f"num_nodes={num_nodes} must be at least 1")
+    edges = SortedEdges(edge_index, num_nodes)
+    assert edges.csr.num_edges == edge_index.shape[1]  # sorting checks the range of the indices
+    return GraphDomain(size=(num_nodes,), radius=radius, edges=edges)
+
+
+def _edges(module: nn.Module, domain: Domain) -> SortedEdges:
+    if not isinstance(domain, GraphDomain):
+        raise ValueError(
+            f"the bound of {type(module).__name__} depends on the edges: pass "
+            "lipsformer.analysis.bounds.graph.graph_domain(edge_index, num_nodes) as the domain"
+        )
+    return domain.edges
+
+
+def _refuse(module: nn.Module, reason: str) -> UnknownModuleError:
+    return UnknownModuleError(f"no Lipschitz bound is known for {type(module).__name__}: {reason}")
+
+
+def _check_messages(module: Any, kind: Any) -> None:
+    """Raise `UnknownModuleError` unless a layer sends the messages of its class and adds them."""
+    reason = changed_messages(module, kind)
+    if reason is not None:
+        raise _refuse(module, reason)
+    unchanged(module.aggr_module, SumAggregation)
+
+
+def _weight(linear: Any, *, without_bias: bool = False) -> Tensor:
+    unchanged(linear, PygLinear, nn.Linear)
+    if without_bias and linear.bias is not None:
+        raise _refuse(linear, "use no bias before the messages, as PyG does")
+    return linear.weight.detach().double()
+
+
+def _product(*factors: Tensor) -> Tensor:
+    """Return the product, which is 0 where any factor is 0, even if another is inf."""
+    stacked = torch.stack(torch.broadcast_tensors(*factors))
+    return torch.where((stacked == 0.0).any(0), 0.0, stacked.prod(0))
+
+
+def _attention(
+    value: float, domain: Domain, radius: float, bias: Tensor | None, scale: Tensor | None
+) -> Bound:
+    """Return the bound of attention over edges, for which no paper states a theorem."""
+    bound = simple_bound(value, domain, radius=radius + bias_norm(bias))
+    return scale_output(replace(bound, paper_log10=math.inf), scale)
+
+
+@functools.lru_cache(maxsize=4)
+def _adjacency(edges: SortedEdges) -> tuple[float, float]:
+    """Return bounds of the 2-norm of the normalized adjacency and of its row sums."""
+    index, weight = normalized_adjacency(edges.edge_index, edges.num_targets)
+    rows = scatter(weight, index[1], dim_size=edges.num_targets)
+    return adjacency_norm(edges.edge_index, edges.num_targets), rows.max().item()
+
+
+@bound_rule(GCNConv)
+def _gcn(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    norm, row_sum = _adjacency(_edges(module, domain))
+    _check_messages(module, GCNConv)
+    usual = module.normalize and module.add_self_loops and not module.improved
+    if not usual or module.cached:
+        raise _refuse(module, "use the default normalization, without cached edges")
+    sigma = linear_sigma(_weight(module.lin, without_bias=True), scale)
+    radius = row_sum * sigma * domain.radius + bias_norm(module.bias, scale)
+    return simple_bound(norm * sigma, domain, radius=radius)
+
+
+@bound_rule(LipschitzGATConv)
+def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    edges = _edges(module, domain)
+    _check_messages(module, LipschitzGATConv)
+    if module.lin is None or module.released_code:
+        raise _refuse(module, "use one kind of nodes, and released_code=False")
+    weight = _weight(module.lin, without_bias=True).unflatten(0, (module.heads, -1))
+    norms = sigma_bound(weight)
+    reach = _product(norms, torch.tensor(domain.radius).to(norms))
+    if module.score_norm is None:
+        csr = edges.csr_with_self_loops if module.add_self_loops else edges.csr
+        slope = max(1.0, abs(module.negative_slope))
+        source, target = (
+            slope * vector.detach().double().norm(dim=-1)[0]
+            for vector in (module.att_src, module.att_dst)
+        )
+        root = attention_column_sum(csr, _product(source + target, reach)).sqrt()
+        factor = root + _product(source * root + target, reach)
+    else:
+        constant = gat_attention_bound(module, edges.edge_index, edges.num_targets)
+        factor = torch.full_like(norms, constant)
+    gram = torch.einsum("h,hdi,hdj->ij", factor.square(), weight, weight)
+    terms = weight.shape[0] * weight.shape[1]
+    value, radius = AttentionBound(gram, terms, math.inf, 0.0).value, reach.norm().item()
+    if not module.concat:  # the mean of H heads is at most H^(-1/2) times their Frobenius norm
+        value, radius = value / math.sqrt(module.heads), reach.mean().item()
+    if module.res is not None:
+        sigma = linear_sigma(_weight(module.res, without_bias=True))
+        value, radius = value + sigma, radius + sigma * domain.radius
+    return _attention(value, domain, radius, module.bias, scale)
+
+
+@bound_rule(LipschitzTransformerConv)
+def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    csr = _edges(module, domain).csr
+    _check_messages(module, LipschitzTransformerConv)
+    if module.released_code or module.lin_edge is not None or module.lin_beta is not None:
+        raise _refuse(module, "use no edge features, no beta, and released_code=False")
+    linears = (module.lin_query, module.lin_key, module.lin_value)
+    query, key, value = (_weight(linear).unflatten(0, (module.heads, -1)) for linear in linears)
+    kappa = 1.0 / math.sqrt(query.shape[1])
+    norms = [sigma_bound(weight) for weight in (query, key, value)]
+    reach = [_product(norm, torch.tensor(domain.radius).to(norm)) for norm in norms]
+    longest = [
+        spread + (0.0 if linear.bias is None else _head_norms(linear.bias, module.heads))
+        for spread, linear in zip(reach, linears, strict=True)
+    ]
+    if module.score_norm is None:
+        mass = attention_column_sum(csr, kappa * _product(longest[0], longest[1]))
+        shared = mass.clamp(max=csr.ptr_t.diff().max().item() / 2).sqrt()
+        by_query = kappa * _product(reach[2], reach[1])
+        by_key = kappa * _product(reach[2], longest[0], shared)
+        factors = (by_query, by_key, mass.sqrt())
+        gram = paths_gram(list(zip((query, key, value), norms, factors, strict=True)))
+    else:
+        root = attention_column_sum(csr, torch.full_like(norms[0], kappa)).sqrt()
+        gain = torch.full_like(root, kappa)
+        # Each row holds the coefficients of |dQ|, |dK| and |dV| in one case of the maximum.
+        cases = torch.stack(
+            [
+                torch.stack([2 * gain, (1 + 0.5**0.5) * gain, root]),
+                torch.stack([2 * gain, 0.5**0.5 * gain, gain + root]),
+                torch.stack([gain, (1 + 0.5**0.5) * gain, gain + root]),
+            ]
+        )
+        squared = cases.square().sum(1).amax(0)
+        stacked = torch.cat([query, key, value], dim=1)
+        gram = torch.einsum("h,hdi,hdj->ij", squared, stacked, stacked)
+    terms = 3 * query.shape[0] * query.shape[1]
+    total, radius = AttentionBound(gram, terms, math.inf, 0.0).value, longest[2].norm().item()
+    if not module.concat:
+        total, radius = total / math.sqrt(module.heads), longest[2].mean().item()
+    if module.root_weight:
+        sigma = linear_sigma(_weight(module.lin_skip))
+        total += sigma
+        radius += sigma * domain.radius + bias_norm(module.lin_skip.bias)
+    return _attention(total, domain, radius, None, scale)
+
+
+def _head_norms(bias: Tensor, heads: int) -> Tensor:
+    return bias.detach().double().view(heads, -1).norm(dim=1)
+
+
+@bound_rule(ScaledCosineConv)
+def _cosine(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    csr = _edges(module, domain).csr_with_self_loops
+    _check_messages(module, ScaledCosineConv)
+    core = module.attention
+    unchanged(core, ScaledCosineAttention)
+    if core.log_logit_scale is not None or core.num_heads != module.heads:
+        raise _refuse(module, "use a fixed logit scale for all heads")
+    projections = 1 if module.share_projection else 3
+    shape = (projections, module.heads, -1)
+    weight = _weight(module.lin).unflatten(0, shape).expand(3, -1, -1, -1)
+    bias = torch.zeros(len(module.lin.weight)) if module.lin.bias is None else module.lin.bias
+    bias = bias.detach().to(weight).view(shape).expand(3, -1, -1)
+    attended = attention_bound(
+        core,
+        HeadWeights(*weight, value_bias=bias[2]),
+        int(csr.ptr_t.diff().max()),  # a node takes part in at most so many neighborhoods
+        domain.radius,
+        mass=attention_column_sum(csr, max_abs_score(core)),
+    )
+    radius = math.sqrt(attended.radius_squared)
+    return _attention(attended.value, domain, radius, None, scale)
+
+
+@bound_rule(nn.ELU)
+def _elu(module: nn.ELU, domain: Domain, scale: Tensor | None) -> Bound:
+    value = max(1.0, abs(module.alpha)) * max_abs(scale)
+    return simple_bound(value, domain, radius=value * domain.radius)
+
+
+@bound_rule(ResidualLayer)
+def _residual_layer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    # ReLU is nonexpansive and keeps the length bound.
+    bound = chain([("dropout", module.dropout), ("conv", module.conv)], domain)
+    if module.residual:
+        bound = replace(
+            bound,
+            log10=log10_one_plus(bound.log10),
+            paper_log10=log10_one_plus(bound.paper_log10),
+            output=replace(bound.output, radius=domain.radius + bound.output.radius),
+        )
+    return scale_output(bound, scale)
+
+
+@bound_rule(ConvLayer)
+def _conv_layer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    ends = ("norm", "activation") if module.norm_first else ("activation", "norm")
+    return children_in_order("dropout", "conv", *ends)(module, domain, scale)
+
+
+bound_rule(NodeNorm)(children_in_order("norm"))
+bound_rule(LipsLayer)(children_in_order("attn", "mlp"))
+
+
+@bound_rule(AttentionBranch)
+def _attention_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    unchanged(module.dropout, *PASSIVE)
+    return children_in_order("norm", "conv", "proj")(module, domain, scale)
+
+
+@bound_rule(GraphNet)
+def _graph_net(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    _edges(module, domain)
+    layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
+    parts = [("encoder", module.encoder), *layers, ("head", module.head)]
+    return chain(parts, domain, scale)

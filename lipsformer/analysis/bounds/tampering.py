@@ -1,0 +1,95 @@
+"""What makes a call of a module differ from the methods that its bound rule was proved for."""
+
+import inspect
+from typing import Any, cast
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrizations, parametrize
+
+from lipsformer.layers.spectral import SpectralScale
+
+# A call of a module runs these methods of `nn.Module` around `forward`.
+CALL = frozenset(
+    {"__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward", "__getattribute__"}
+    | {"__getattr__"}
+)
+# Methods whose names begin like this build, describe or load a module. A forward pass runs none.
+_SETUP = (
+    *("reset_", "init", "_init", "extra_repr", "set_", "make_", "no_weight_decay", "group_matcher"),
+    *("load", "_load", "get_classifier", "prune_", "forward_intermediates"),
+)
+
+# Parametrizations that are functions of their tensor in evaluation mode.
+_PARAMETRIZATIONS = (
+    SpectralScale,
+    parametrizations._Orthogonal,
+    parametrizations._SpectralNorm,
+    parametrizations._WeightNorm,
+)
+
+
+def methods_of(cls: type[nn.Module]) -> frozenset[str]:
+    """Return the names of the methods below `nn.Module` that may take part in a forward pass."""
+    return frozenset(
+        name
+        for base in cls.__mro__[: cls.__mro__.index(nn.Module)]
+        for name, member in vars(base).items()
+        if (callable(member) or isinstance(member, (property, staticmethod, classmethod)))
+        and not isinstance(member, type)
+        and not name.startswith(_SETUP)
+        and name not in ("__init__", "__repr__", "__getstate__", "__setstate__", "__dir__")
+    )
+
+
+def overridden(cls: type, base: type, methods: frozenset[str]) -> str | None:
+    """Return a method that a class between `cls` and its base class `base` overrides, or None.
+
+    A property counts too, because it may hide a weight and depend on the mode. The properties of
+    PyTorch's parametrized classes do not: `tampering` examines what they compute.
+    """
+    for between in cls.__mro__[: cls.__mro__.index(base)]:
+        of_torch = between.__module__ == parametrize.__name__
+        for name, member in vars(between).items():
+            hides = inspect.isdatadescriptor(member) and not name.startswith("__")
+            if name in methods or (hides and not of_torch):
+                return name
+    return None
+
+
+def tampering(module: nn.Module, methods: frozenset[str]) -> str | None:
+    """Return what makes a call of this instance differ from the methods of its class, or None."""
+    for name in methods:
+        if name in vars(module):
+            return f"its method {name!r} was replaced on the instance"
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if any(not _is_sharding(hook) for hook in hooks):
+        return "a forward hook or forward pre-hook may change its inputs or outputs"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "a global forward hook may change its inputs or outputs"
+    return _untrusted_parametrization(module)
+
+
+def _untrusted_parametrization(module: nn.Module) -> str | None:
+    """Return why reading a parametrized tensor may not give what a call uses, or None."""
+    if not parametrize.is_parametrized(module):
+        return None
+    for name, steps in cast(nn.ModuleDict, module.parametrizations).items():
+        for step in cast(nn.ModuleList, steps):
+            if (
+                type(step) not in _PARAMETRIZATIONS
+                or step._forward_hooks
+                or step._forward_pre_hooks
+            ):
+                return (
+                    f"the parametrization {type(step).__name__} of its {name!r} may return another "
+                    "value at every call: use parametrize.remove_parametrizations first"
+                )
+    if any(part.training for part in module.modules()):
+        return "a parametrization may differ between training and evaluation: call eval() first"
+    return None
+
+
+def _is_sharding(hook: Any) -> bool:
+    """Return whether a hook is one of FSDP2's, which gather the weights and change no value."""
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
