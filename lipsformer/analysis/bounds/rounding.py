@@ -158,6 +158,9 @@ def sigma_bound(matrices: Tensor) -> Tensor:
         >>> 0.0 <= sigma_bound(torch.diag(torch.tensor([3.0, 5.0]).double())).item() - 5.0 < 1e-12
         True
     """
+    if min(matrices.shape[-2:]) == 1:  # such as the symbol of a depthwise convolution
+        norm = torch.linalg.vector_norm(matrices, dim=(-2, -1))
+        return norm * (1.0 + 4.0 * UNIT * (max(matrices.shape[-2:]) + 8)) * OUTWARD
     largest = matrices.abs().amax((-2, -1), keepdim=True)
     largest = torch.where(largest > 0.0, largest, 1.0)
     # A power of two, so that dividing by it is exact. Neither squares nor sums then underflow.
