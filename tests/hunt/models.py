@@ -201,7 +201,9 @@ def converted_deit(extra: Any, nu: float, form: str = "cosine", **arguments: Any
     made = _vit_arguments(**arguments)
     for name in ("global_pool", "class_token", "reg_tokens", "pos_embed"):
         made.pop(name, None)
-    model = convert(VisionTransformerDistilled(**made), spectral_init=False, **attention_of(nu, form))
+    model = convert(
+        VisionTransformerDistilled(**made), spectral_init=False, **attention_of(nu, form)
+    )
     return model_subject(model, arguments["chans"], _plus(made["img_size"], extra))
 
 
