@@ -248,8 +248,8 @@ MODELS = {
     "converted swin": (converted_swin, TIMM_SWIN),
 }
 for _body in ("swin", "cswin"):
-    for _form in ("cosine", "official", "lipschitznorm"):
-        kind(f"{_body}, {_form}", **{**MODELS[_body][1], "form": st.just(_form)})(MODELS[_body][0])
+    for _core in ("cosine", "official", "lipschitznorm"):
+        kind(f"{_body}, {_core}", **{**MODELS[_body][1], "form": st.just(_core)})(MODELS[_body][0])
 for _body in ("converted vit", "converted swin"):
     _args = {**MODELS[_body][1], "form": st.just("lipschitznorm")}
     kind(f"{_body}, lipschitznorm", **_args)(MODELS[_body][0])
