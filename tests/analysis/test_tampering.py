@@ -102,6 +102,13 @@ def test_a_norm_whose_gain_is_not_a_number_has_no_finite_bound():
     assert lipschitz_bound(norm, TOKENS).value == math.inf
 
 
+def test_a_bias_that_is_one_number_for_all_channels_counts_in_each():
+    linear = nn.Linear(3, 5)
+    linear.bias = nn.Parameter(torch.tensor([2.0]))
+    bound = lipschitz_bound(linear, Domain(size=(4,), radius=0.0))
+    assert bound.output.radius == pytest.approx(linear(torch.zeros(3)).norm().item())
+
+
 def test_a_bias_before_the_messages_is_refused():
     """It moves the values away from the ball around 0 in which raw scores are bounded."""
     conv = LipschitzGATConv(3, 2, score_norm=None)

@@ -63,9 +63,9 @@ def split_qkv(weight: Tensor, bias: Tensor | None, num_heads: int) -> HeadWeight
         num_heads: H.
     """
     weight = weight.detach().double()
-    offset = weight.new_zeros(len(weight)) if bias is None else bias.detach().double()
-    query, key, value = weight.unflatten(0, (3, num_heads, -1)).unbind(0)
-    return HeadWeights(query, key, value, offset.unflatten(0, (3, num_heads, -1))[2])
+    offset = weight.new_zeros(()) if bias is None else bias.detach().double()
+    offset = offset.expand(len(weight)).unflatten(0, (3, num_heads, -1))
+    return HeadWeights(*weight.unflatten(0, (3, num_heads, -1)), value_bias=offset[2])
 
 
 def check_attention(module: Any, num_heads: int, *cores: nn.Module) -> None:
@@ -327,7 +327,8 @@ def projected_bound(
     sigma = linear_sigma(proj.weight, scale)
     paper_sigma = linear_sigma(proj.weight) * max_abs(scale)
     value, paper = factor * attended.value, factor * math.sqrt(attended.paper_squared)
-    radius = sigma * (factor * math.sqrt(attended.radius_squared)) + bias_norm(proj.bias, scale)
+    radius = sigma * (factor * math.sqrt(attended.radius_squared))
+    radius += bias_norm(proj.bias, len(proj.weight), scale)
     return Bound(
         log10=log10_product((log10_of(sigma), log10_of(value))),
         paper_log10=log10_product((log10_of(paper_sigma), log10_of(paper))),

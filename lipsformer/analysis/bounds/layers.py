@@ -73,15 +73,21 @@ def linear_sigma(weight: Tensor, scale: Tensor | None = None) -> float:
     """
     matrix = weight.detach().double().flatten(1)
     if scale is not None:
-        matrix = scale.detach().double().unsqueeze(1) * matrix
+        matrix = scale.detach().double().expand(len(matrix)).unsqueeze(1) * matrix
     return largest_singular_value(matrix).item()
 
 
-def bias_norm(bias: Tensor | None, scale: Tensor | None = None) -> float:
-    """Return the 2-norm of diag(scale) b, which is 0 without a bias."""
+def bias_norm(bias: Tensor | None, channels: int, scale: Tensor | None = None) -> float:
+    """Return the 2-norm of diag(scale) b, which is 0 without a bias.
+
+    Args:
+        bias: b, which broadcasts to [channels]; None for none.
+        channels: Number of channels.
+        scale: [channels]; None for ones.
+    """
     if bias is None:
         return 0.0
-    bias = bias.detach().double()
+    bias = bias.detach().double().expand(channels)
     return (bias if scale is None else bias * scale.detach().double()).norm().item()
 
 
@@ -119,18 +125,21 @@ def _gelu(module: nn.GELU, domain: Domain, scale: Tensor | None) -> Bound:
     return simple_bound(GELU_BOUND * max_abs(scale), domain, radius=max_abs(scale) * domain.radius)
 
 
+def _affine(sigma: float, module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    offset = bias_norm(module.bias, len(module.weight), scale)
+    return simple_bound(sigma, domain, radius=sigma * domain.radius + offset)
+
+
 @bound_rule(nn.Linear, Linear)
 def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
-    sigma = linear_sigma(module.weight, scale)
-    return simple_bound(sigma, domain, radius=sigma * domain.radius + bias_norm(module.bias, scale))
+    return _affine(linear_sigma(module.weight, scale), module, domain, scale)
 
 
 @bound_rule(CenterNorm)
 def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if module.dim != len(module.weight):
         raise UnknownModuleError(f"CenterNorm has dim={module.dim} and {len(module.weight)} gains")
-    sigma = center_norm_sigma(product(module.weight, scale))
-    return simple_bound(sigma, domain, radius=sigma * domain.radius + bias_norm(module.bias, scale))
+    return _affine(center_norm_sigma(product(module.weight, scale)), module, domain, scale)
 
 
 @bound_rule(DepthwiseConv2d)
@@ -140,7 +149,8 @@ def _depthwise(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if scale is not None:
         sigma = sigma * scale.detach().double().abs()
     radius = depthwise_radius(module.weight, domain.radius, scale)
-    return simple_bound(sigma.max().item(), domain, radius=radius + bias_norm(module.bias, scale))
+    radius += bias_norm(module.bias, len(module.weight), scale)
+    return simple_bound(sigma.max().item(), domain, radius=radius)
 
 
 def check_depthwise(module: Any) -> None:
@@ -200,8 +210,8 @@ def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bou
     stride = (module.stride[0], module.stride[1])
     sigma = conv_sigma_bound(weight, stride, module.groups).max().item()
     patch = max(linear_sigma(group) for group in weight.chunk(module.groups))
-    patch *= math.sqrt(math.prod(module.kernel_size))
-    radius = patch * domain.radius + bias_norm(module.bias, scale)
+    patch *= math.sqrt(math.prod(weight.shape[2:]))
+    radius = patch * domain.radius + bias_norm(module.bias, len(module.weight), scale)
     return simple_bound(sigma, domain, size=size, radius=radius)
 
 
@@ -213,7 +223,7 @@ def _conv2d_size(module: nn.Conv2d, size: tuple[int, ...]) -> tuple[int, ...]:
     """
     sides = []
     for axis, (side, kernel, stride) in enumerate(
-        zip(size, module.kernel_size, module.stride, strict=True)
+        zip(size, module.weight.shape[2:], module.stride, strict=True)
     ):
         if module.padding == "same":
             sides.append(side)

@@ -209,6 +209,6 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
         )
         gram = gram + attended.gram
         paper_squared += attended.paper_squared
-        radius_squared += (math.sqrt(attended.radius_squared) + bias_norm(lepe.bias)) ** 2
+        radius_squared += (math.sqrt(attended.radius_squared) + bias_norm(lepe.bias, lepe.dim)) ** 2
     both = AttentionBound(torch.as_tensor(gram), paper_squared, radius_squared)
     return projected_bound(both, module.proj, domain, scale, module.attn_factor)
