@@ -6,7 +6,8 @@
 
 A run stands for its best evaluated weights, raw or EMA. Model, class names and preprocessing come
 from the checkpoint's config.json, the data from its config.yaml; `--data key=value` replaces
-settings of config.yaml. A file of weights without a config.json in its folder needs `--config`.
+settings of config.yaml. `--class-map` renames classes of data that call them otherwise. A file of
+weights without a config.json in its folder needs `--config`.
 `--set` evaluates on ImageNet's sets instead: val real v2 a r sketch c, each also as `name=folder`
 (docs/data.md). `--certify` adds the share of images that keep their class within a 2-norm distance,
 proved and under attack (docs/lipschitz.md). Exit code 2 for a mistake.
@@ -49,6 +50,8 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
     if options.json not in (None, "-") and os.environ.get("RANK", "0") == "0":
         require_writable("--json", options.json)
+    if options.class_map is not None and options.set:
+        raise ConfigError("--class-map has no effect with --set, whose classes are ImageNet's")
     distances = [parse_distance(text) for text in options.certify or ()]
     weights = find_weights(options.checkpoint, options.weights)
     overrides = [f"data.{override}" for override in options.data]
@@ -73,7 +76,8 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         num_classes = timm_config["num_classes"] if timm_config else len(STANDARD)
         sets = build_eval_sets(options.set, data, classes, num_classes)
     else:
-        sets = [EvalSet("data", build_eval_dataset(data, classes=classes))]
+        dataset = build_eval_dataset(data, classes=classes, class_map=options.class_map)
+        sets = [EvalSet("data", dataset)]
     if timm_config is not None:
         model = load_model(weights)
     else:
@@ -109,6 +113,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="e.g. root=/d")
     parser.add_argument(
         "--set", nargs="+", metavar="name[=folder]", help="ImageNet's val real v2 a r sketch c"
+    )
+    parser.add_argument(
+        "--class-map",
+        metavar="FILE",
+        help='JSON {"class of the data": "class of the model"}, where the names differ',
     )
     parser.add_argument(
         "--certify",

@@ -22,6 +22,8 @@ from typing import Any
 import timm
 import torch
 from accelerate import Accelerator
+from timm.task import ClassificationTask
+from torch import nn
 from torch.nn import functional as F
 
 import lipsformer  # noqa: F401  (registers the models)
@@ -75,6 +77,7 @@ def engine_loop(name: str, batches: list, output_dir: Path) -> Callable[[], None
         accelerator=accelerator,
         model=prepared,
         module=accelerator.unwrap_model(prepared),
+        task=ClassificationTask(prepared, nn.CrossEntropyLoss(), verbose=False),
         optimizer=optimizer,
         schedule=CosineSchedule(peak=OPTIM.lr, final=0.0, total_steps=1_000_000),
         clip_grad=OPTIM.clip_grad,

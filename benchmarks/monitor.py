@@ -22,6 +22,8 @@ from typing import Any
 import timm
 import torch
 from accelerate import Accelerator
+from timm.task import ClassificationTask
+from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from data import Normalize, build_eval_dataset, collate
@@ -101,6 +103,7 @@ def main() -> None:
         accelerator=accelerator,
         model=prepared,
         module=model,
+        task=ClassificationTask(prepared, nn.CrossEntropyLoss(), verbose=False),
         optimizer=optimizer,
         schedule=CosineSchedule(peak=optim.lr, final=0.0, total_steps=options.updates),
         clip_grad=optim.clip_grad,

@@ -3,6 +3,7 @@
 This is the only module of the package that knows the config.
 """
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from data.sources import (
     FolderSource,
     Source,
     Subset,
+    WithClasses,
     digits,
     held_out,
     torchvision_set,
@@ -32,7 +34,7 @@ SLOW_GROUP_BYTES = 2**23  # reading such a row group takes several times as long
 
 
 def build_datasets(
-    data: DataConfig, augment: AugmentConfig, *, seed: int
+    data: DataConfig, augment: AugmentConfig, *, seed: int, epochs: int = 1
 ) -> tuple[TrainDataset, ImageDataset]:
     """Build the training set, and the validation set in the training set's class order.
 
@@ -40,6 +42,7 @@ def build_datasets(
         data: Which images, where they are, and their size.
         augment: The augmentation.
         seed: Seed of the augmentation.
+        epochs: Number of epochs, over which the sizes of training images are spread.
 
     Raises:
         DataError: If something is missing or unexpected.
@@ -49,22 +52,27 @@ def build_datasets(
         warnings.warn(
             f"reading one image of a shuffled epoch reads a row group of up to "
             f"{source.group_bytes / 2**20:.0f} MiB: make shards of the parquet files "
-            "(`python -m scripts.make_shards --parquet SPLIT`) to train faster",
+            "(`lipsformer make-shards --parquet SPLIT`) to train faster",
             stacklevel=2,
         )
     if data.holdout > 0:
         source = Subset(source, np.flatnonzero(~held_out(source.labels, data.holdout)).tolist())
-    train = TrainDataset(source, train_transform(data, augment), seed=seed)
+    sizes = {size: train_transform(data, augment, size) for size in augment.img_sizes}
+    by_epoch = [sizes[size] for size in sizes_by_epoch(augment.img_sizes, epochs)]
+    train = TrainDataset(source, train_transform(data, augment), seed=seed, by_epoch=by_epoch)
     return train, build_eval_dataset(data, classes=train.classes)
 
 
-def build_eval_dataset(data: DataConfig, *, classes: Sequence[str] | None) -> ImageDataset:
+def build_eval_dataset(
+    data: DataConfig, *, classes: Sequence[str] | None, class_map: str | None = None
+) -> ImageDataset:
     """Build the validation set.
 
     Args:
         data: Which images, where they are, and their size.
         classes: The model's class order; None takes the source's order. Classes are matched by
             name. A class that the model does not know raises, a class without images warns.
+        class_map: JSON file that gives classes of the data the names of the model's classes.
 
     Raises:
         DataError: If something is missing or unexpected.
@@ -74,7 +82,28 @@ def build_eval_dataset(data: DataConfig, *, classes: Sequence[str] | None) -> Im
         source = Subset(source, np.flatnonzero(held_out(source.labels, data.holdout)).tolist())
     else:
         source = build_source(data, data.val_split)
+    if class_map is not None:
+        source = WithClasses(source, _mapped(source.classes, class_map))
     return ImageDataset(source, eval_transform(data), classes=classes)
+
+
+def _mapped(classes: Sequence[str], file: str) -> list[str]:
+    """Return the names of the classes after the map in a JSON file; others keep theirs."""
+    try:
+        mapping = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"the class map {file!r} cannot be read: {error}") from error
+    if not isinstance(mapping, dict) or not all(isinstance(v, str) for v in mapping.values()):
+        raise DataError(
+            f"the class map {file!r} must hold one JSON object, such as "
+            '{"name in the data": "name of the model"}'
+        )
+    if unknown := sorted(set(mapping).difference(classes)):
+        raise DataError(
+            f"the class map {file!r} names {len(unknown)} classes that the data do not have, "
+            f"such as {unknown[0]!r}"
+        )
+    return [mapping.get(name, name) for name in classes]
 
 
 def build_eval_sets(
@@ -123,10 +152,34 @@ def build_batch_transform(
     )
 
 
-def train_transform(data: DataConfig, augment: AugmentConfig) -> TrainTransform:
-    """Build the transform of training images."""
+def sizes_by_epoch(sizes: Sequence[int], epochs: int) -> list[int]:
+    """Return the size of the training images of each epoch; nothing if no sizes are given.
+
+    The position on the list moves evenly from its begin in the first epoch to its end in the last,
+    and the nearest size is taken, as in timm's progressive schedule without spread. Halfway between
+    two sizes it is the earlier one.
+
+    Args:
+        sizes: Sizes in pixels, in the order of training.
+        epochs: Number of epochs.
+
+    Example:
+        >>> sizes_by_epoch([128, 160, 192], epochs=5)
+        [128, 128, 160, 160, 192]
+    """
+    if not sizes or epochs == 1:
+        return list(sizes[-1:])
+    steps, last = len(sizes) - 1, epochs - 1
+    # ceil(epoch * steps / last - 1 / 2) in whole numbers, which have no rounding
+    return [sizes[-(-(2 * epoch * steps - last) // (2 * last))] for epoch in range(epochs)]
+
+
+def train_transform(
+    data: DataConfig, augment: AugmentConfig, size: int | None = None
+) -> TrainTransform:
+    """Build the transform of training images, for a size other than `data.img_size` if given."""
     return TrainTransform(
-        data.img_size,
+        size or data.img_size,
         scale=augment.scale,
         ratio=augment.ratio,
         hflip=augment.hflip,
@@ -155,12 +208,18 @@ def build_source(data: DataConfig, split: str) -> Source:
     if data.source == "shards":
         return ShardSource(folder)
     if data.source == "parquet":
-        return ParquetSource(root / (data.name or ""), split)
+        listed = _skipped(data, split)
+        if odd := sorted(line for line in listed if not line.isdecimal()):
+            raise DataError(
+                f"data.skip_list={data.skip_list!r} names {split}/{odd[0]}, but images of parquet "
+                f"files are listed by their numbers, as {split}/0"
+            )
+        return ParquetSource(root / (data.name or ""), split, skip={int(line) for line in listed})
     return torchvision_set(data.source, split, root=root, download=data.download)
 
 
 def _skipped(data: DataConfig, split: str) -> frozenset[str]:
-    """Return the split's files that `data.skip_list` names, relative to the split's folder."""
+    """Return the split's images that `data.skip_list` names, relative to the split."""
     if data.skip_list is None:
         return frozenset()
     try:
@@ -169,7 +228,7 @@ def _skipped(data: DataConfig, split: str) -> frozenset[str]:
         raise DataError(f"data.skip_list={data.skip_list!r} cannot be read: {error}") from error
     folder = data_root(data.root) / (data.name or "")
     stray = [line for line in lines if line and not (folder / line).exists()]
-    if stray:
+    if stray and data.source == "folder":
         raise DataError(
             f"data.skip_list={data.skip_list!r} names {len(stray)} files that are not in {folder}, "
             f"such as {stray[0]!r}: its paths are relative to that folder, as {split}/..."

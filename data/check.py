@@ -1,17 +1,21 @@
 """Read every image file below a folder, and report which are unreadable or unusual."""
 
+import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
-from data.errors import UnreadableImageError
-from data.images import FORMATS, read_picture
+from data.errors import DataError
+from data.images import FORMATS, EncodedPicture, read_picture
+from data.parquet import ParquetSource
 
+ROWS = 256  # images of a task; each task opens the parquet files anew
 ORIENTATION = 0x0112  # EXIF tag: 1 is upright, 2 to 8 are rotated or mirrored
 
 
@@ -44,17 +48,27 @@ class Finding:
 
 def check_file(folder: str, file: str) -> Finding:
     """Decode one image as training does, and inspect its header."""
-    path = os.path.join(folder, file)
+    return _find(file, lambda: read_picture(os.path.join(folder, file)))
+
+
+def check_rows(folder: str, split: str, rows: range) -> list[Finding]:
+    """Check some images of a split of parquet files, which are called split/number."""
+    source = ParquetSource(Path(folder), split)
+    return [_find(f"{split}/{row}", partial(source.load, row)) for row in rows]
+
+
+def _find(name: str, load: Callable[[], EncodedPicture]) -> Finding:
     try:
-        read_picture(path).pixels()
-    except UnreadableImageError as error:
-        return Finding(file, error=str(error.__cause__).split("\n")[0] or repr(error.__cause__))
+        picture = load()
+        picture.pixels()
+    except DataError as error:
+        return Finding(name, error=str(error.__cause__ or error).split("\n")[0] or repr(error))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Image.open(path, formats=FORMATS) as image:
-            extension = os.path.splitext(file)[1].lower()
+        with Image.open(io.BytesIO(picture.content), formats=FORMATS) as image:
+            extension = os.path.splitext(picture.name)[1].lower()
             return Finding(
-                file,
+                name,
                 kind=f"{image.format} {image.mode}",
                 size=image.size,
                 rotated=image.getexif().get(ORIENTATION, 1) in range(2, 9),
@@ -67,3 +81,12 @@ def check_files(folder: Path, files: list[str], workers: int) -> Iterator[Findin
     """Check all files in `workers` processes, and yield the findings in the files' order."""
     with ProcessPoolExecutor(workers) as pool:
         yield from pool.map(check_file, [str(folder)] * len(files), files, chunksize=16)
+
+
+def check_parquet(folder: Path, split: str, workers: int) -> Iterator[Finding]:
+    """Check all images of a split of parquet files, and yield the findings in their order."""
+    count = len(ParquetSource(folder, split).labels)
+    rows = [range(start, min(start + ROWS, count)) for start in range(0, count, ROWS)]
+    with ProcessPoolExecutor(workers) as pool:
+        for found in pool.map(check_rows, [str(folder)] * len(rows), [split] * len(rows), rows):
+            yield from found

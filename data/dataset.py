@@ -51,12 +51,15 @@ class ImageDataset(Dataset):
 
 
 class TrainDataset(ImageDataset):
-    """Augmented images. An item is a function of (seed, epoch, index), and its key (epoch, index).
+    """Augmented images. An item is a function of the seed and of its key.
+
+    A key is (epoch, index), or (epoch, index, repeat) where an image comes several times.
 
     Args:
         source: Images with labels.
         transform: Random transform of a picture into uint8 [H, W, 3].
         seed: Seed of the augmentation.
+        by_epoch: Transforms of the epochs in their order, where they differ from `transform`.
 
     Example:
         >>> from data.sources import digits
@@ -66,20 +69,30 @@ class TrainDataset(ImageDataset):
         False
     """
 
-    def __init__(self, source: Source, transform: Transform, *, seed: int):
+    def __init__(
+        self,
+        source: Source,
+        transform: Transform,
+        *,
+        seed: int,
+        by_epoch: Sequence[Transform] = (),
+    ):
         super().__init__(source, transform)
         self.seed = seed
+        self.by_epoch = by_epoch
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(self, key: tuple[int, ...]) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.__getitems__([key])[0]
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[tuple[Tensor, int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitems__(self, keys: list[tuple[int, ...]]) -> list[tuple[Tensor, int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the items of a batch. torch's loader calls it."""
         items = []
         with preserve_rng():
-            for epoch, index in keys:
-                seed_all("augment", self.seed, epoch, index)
-                items.append(super().__getitem__(index))
+            for key in keys:
+                epoch, index = key[:2]
+                seed_all("augment", self.seed, *key)
+                transform = self.by_epoch[epoch] if self.by_epoch else self.transform
+                items.append((transform(self.source.load(index)), int(self.labels[index])))
         return items
 
 

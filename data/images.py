@@ -28,7 +28,7 @@ from data.errors import UnreadableImageError
 
 ADVICE = (
     "; repair it, remove it or name it in data.skip_list "
-    "(`python -m scripts.check_data` finds all such files)"
+    "(`lipsformer check-data` finds all such files)"
 )
 # Pillow's other readers, such as that of EPS, which starts Ghostscript, are never used.
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")

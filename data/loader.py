@@ -17,6 +17,7 @@ from data.errors import DataError
 from data.rng import permutation
 
 MicroBatch = tuple[Tensor, Tensor]
+REPEATED_ROUND = 256  # timm's `selected_round`: epochs of repeated samples are a multiple of it
 
 
 class Update(NamedTuple):
@@ -46,8 +47,13 @@ class TrainBatches:
     of an update go to the ranks 0, 1, ... in turn, so that every rank has the same number of them.
     A short last update has as few micro-batches as its size needs, of nearly equal size.
 
+    With R repeats an epoch is the beginning of the order in which every sample comes R times in a
+    row: N samples of it, or the largest multiple of 256 below N, as in timm's `RepeatAugSampler`.
+    The samples of an update go to the ranks one by one in turn, so that the repeats of an image
+    come to different ranks.
+
     Args:
-        dataset: Data set with keys (epoch, index).
+        dataset: Data set with keys (epoch, index), or (epoch, index, repeat) with repeats.
         global_batch_size: Number of samples per update.
         batch_size_per_device: Largest number of samples per micro-batch. The global batch size is a
             multiple of it times `world_size`.
@@ -58,6 +64,7 @@ class TrainBatches:
             process.
         drop_last: Leave out the last N mod G samples of each epoch's order.
         pin_memory: Put batches into page-locked memory.
+        repeats: R, how often an epoch takes each image, differently augmented.
 
     Raises:
         DataError: If there are too few samples for one update, or for the short last update.
@@ -88,8 +95,11 @@ class TrainBatches:
         num_workers: int,
         drop_last: bool,
         pin_memory: bool,
+        repeats: int = 1,
     ):
         count = len(dataset)
+        if repeats > 1 and count >= REPEATED_ROUND:
+            count = count // REPEATED_ROUND * REPEATED_ROUND
         full, rest = divmod(count, global_batch_size)
         if drop_last and full == 0:
             raise DataError(
@@ -101,6 +111,8 @@ class TrainBatches:
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
+        self.repeats = repeats
+        self.samples_per_epoch = count
         self.dataset = dataset
         self.updates_per_epoch = full if drop_last or rest == 0 else full + 1
         if self.updates_per_epoch > full and rest < self._micro_steps(rest) * world_size:
@@ -110,7 +122,7 @@ class TrainBatches:
                 "one: set train.drop_last=true or change train.global_batch_size"
             )
         self.drop_last = drop_last
-        self._keys = _Keys()
+        self._keys = _Keys(repeats)
         self._loader = _loader(dataset, self._keys, num_workers, pin_memory)
 
     def of_rank(self, rank: int, world_size: int, batch_size_per_device: int) -> "TrainBatches":
@@ -125,11 +137,12 @@ class TrainBatches:
             num_workers=0,
             drop_last=self.drop_last,
             pin_memory=False,
+            repeats=self.repeats,
         )
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Update]:
         """Yield the updates of an epoch from `start_update` on, without loading earlier ones."""
-        order = permutation(len(self.dataset), "order", self.seed, epoch)
+        order = self._order(epoch)
         updates = range(start_update, self.updates_per_epoch)
         dealt = [self._deal(order, update) for update in updates]
         self._keys.epoch = epoch
@@ -141,8 +154,13 @@ class TrainBatches:
 
     def indices(self, epoch: int, update: int) -> list[int]:
         """Return the indices of the samples of one update of an epoch, over all ranks."""
+        return (self._group(self._order(epoch), update) // self.repeats).tolist()
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Return the samples of an epoch: R times the index of an image plus the repeat."""
         order = permutation(len(self.dataset), "order", self.seed, epoch)
-        return self._group(order, update).tolist()
+        repeated = np.add.outer(order * self.repeats, np.arange(self.repeats)).ravel()
+        return repeated[: self.samples_per_epoch]
 
     def _group(self, order: np.ndarray, update: int) -> np.ndarray:
         start = update * self.global_batch_size
@@ -150,22 +168,30 @@ class TrainBatches:
 
     def _deal(self, order: np.ndarray, update: int) -> list[np.ndarray]:
         group = self._group(order, update)
-        parts = self._micro_steps(len(group)) * self.world_size
-        return np.array_split(group, parts)[self.rank :: self.world_size]
+        steps = self._micro_steps(len(group))
+        if self.repeats > 1:
+            return np.array_split(group[self.rank :: self.world_size], steps)
+        return np.array_split(group, steps * self.world_size)[self.rank :: self.world_size]
 
     def _micro_steps(self, samples: int) -> int:
         return -(-samples // (self.batch_size_per_device * self.world_size))
 
 
 class _Keys:
-    """The (epoch, index) keys of one epoch's micro-batches, as a batch sampler."""
+    """The keys of one epoch's micro-batches, as a batch sampler."""
 
     epoch = 0
     batches: Sequence[np.ndarray] = ()
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __init__(self, repeats: int):
+        self.repeats = repeats
+
+    def __iter__(self) -> Iterator[list[tuple[int, ...]]]:
         for batch in self.batches:
-            yield [(self.epoch, index) for index in batch.tolist()]
+            if self.repeats == 1:
+                yield [(self.epoch, index) for index in batch.tolist()]
+            else:
+                yield [(self.epoch, *divmod(sample, self.repeats)) for sample in batch.tolist()]
 
 
 def eval_loader(

@@ -8,7 +8,7 @@ costs one row group.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class ParquetSource:
     Args:
         folder: Holds `<split>-*.parquet`, `data/<split>-*.parquet` or `<split>/*.parquet`.
         split: Name of the split, such as "train" or "validation".
+        skip: Numbers of images to leave out.
 
     Raises:
         DataError: If files are missing, or hold no images with class labels.
@@ -39,7 +40,7 @@ class ParquetSource:
         data.errors.DataError: no parquet files of split 'train' in nowhere: ...
     """
 
-    def __init__(self, folder: Path, split: str):
+    def __init__(self, folder: Path, split: str, skip: Collection[int] = ()):
         self.files = [str(file) for file in _files(folder, split)]
         labels, group_sizes, self.group_bytes = [], [], 0
         self._groups: list[tuple[int, int]] = []  # (file, row group within it)
@@ -69,6 +70,13 @@ class ParquetSource:
                 f"{folder}: image {bad} of {split} has the label {self.labels[bad]}; expected 0 to "
                 f"{len(self.classes) - 1}"
             )
+        if skip and max(skip) >= len(self.labels):
+            raise DataError(
+                f"{folder}: image {max(skip)} of {split} shall be left out, but there are "
+                f"{len(self.labels)}"
+            )
+        self._numbers = np.setdiff1d(np.arange(len(self.labels)), list(skip))
+        self.labels = self.labels[self._numbers]
         self._ends = np.cumsum(group_sizes)
         self._held: tuple[int, Any] = (-1, None)
 
@@ -78,6 +86,7 @@ class ParquetSource:
         Raises:
             DataError: If the file is damaged, or holds only a reference to the image.
         """
+        index = int(self._numbers[index])
         group = int(np.searchsorted(self._ends, index, side="right"))
         file = self.files[self._groups[group][0]]
         if self._held[0] != group:

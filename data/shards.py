@@ -47,7 +47,7 @@ class ShardSource:
     def __init__(self, path: Path):
         if not (path / INDEX).is_file():
             raise DataError(
-                f"no {INDEX} in {path}: make it from a folder with `python -m scripts.make_shards`"
+                f"no {INDEX} in {path}: make it from a folder with `lipsformer make-shards`"
             )
         index = read_index(path)
         self.classes = tuple(index["classes"])

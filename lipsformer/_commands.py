@@ -28,7 +28,12 @@ COMMANDS = {
     "report": Command("scripts.report", "train", "write an HTML report of one or several runs"),
     "graph": Command("scripts.train_graph", "train,graph", "train a graph network"),
     "measure": Command("scripts.measure_lipschitz", "train", "bound Lipschitz constants"),
+    "replay": Command("scripts.replay", "train", "repeat an update that was not finite"),
     "check-data": Command("scripts.check_data", "train", "find images that cannot be read"),
+    "make-shards": Command("scripts.make_shards", "train", "pack images into tar files"),
+    "prepare-imagenet": Command(
+        "scripts.prepare_imagenet", "train,imagenet", "unpack ImageNet's archives, and check them"
+    ),
     "demo": Command("scripts.demo", "train,web", "show a web page for your own pictures"),
 }
 COMPLETION = "completion"

@@ -9,20 +9,28 @@ from typing import Any, Literal
 
 from lipsformer._configfile import ConfigError, numbers_in, require, require_finite
 from lipsformer._renamed import renamed
+from lipsformer.recipe import (
+    MOST_PIXELS,
+    AugmentConfig,
+    LossConfig,
+    OptimConfig,
+    ScheduleConfig,
+)
 
 # Keyword arguments of models that count or measure something.
 SIZES = ("embed_dim", "depth", "depths", "num_heads", "patch_size", "window_size", "mlp_ratio")
 MOST_BLOCKS = 1000  # of a stage; each is built before its memory is known
 MOST_WORKERS = 1024
-MOST_PIXELS = 16384  # on a side
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which timm model to train.
 
-    `kwargs` are keyword arguments of the model's entry function. `checkpoint` names the weights
-    from which training starts; without it the weights are drawn from `train.seed`.
+    `kwargs` are keyword arguments of the model's entry function. With `convert: true`,
+    `lipsformer.convert` turns timm's ViT, DeiT or Swin into its Lipschitz form, with the arguments
+    `convert_kwargs`. `checkpoint` names the weights from which training starts; without it the
+    weights are drawn from `train.seed`.
 
     Example:
         >>> ModelConfig(name="lipsformer_nano", kwargs={"drop_path_rate": 0.1}).checkpoint is None
@@ -31,6 +39,8 @@ class ModelConfig:
 
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+    convert: bool = False
+    convert_kwargs: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
 
     def __post_init__(self) -> None:
@@ -43,9 +53,19 @@ class ModelConfig:
             "in_chans": "images have three channels",
             "device": "it is that of the process",
             "dtype": "set train.precision",
+            "out_indices": "a classifier returns no features",
+            **dict.fromkeys(("scriptable", "exportable", "no_jit", "cache_dir"), "no effect here"),
         }.items():
             if key in self.kwargs:
                 raise ConfigError(f"model.kwargs.{key} must not be set: {why}")
+        for key, value in self.kwargs.items():
+            if value is None:
+                raise ConfigError(f"model.kwargs.{key} is null, which timm ignores: remove it")
+        if self.convert_kwargs and not self.convert:
+            raise ConfigError(
+                f"model.convert_kwargs={self.convert_kwargs} has no effect without "
+                "model.convert=true: remove it or set that"
+            )
         require_finite(self, "model")
         for key, value in self.kwargs.items():
             for number in numbers_in(value):
@@ -68,11 +88,12 @@ class DataConfig:
     other names of splits) read it. With `holdout` above 0, this share of the training images of
     each class is left out of training and evaluated in place of `val_split`, so that settings can
     be chosen without the test images. An image that cannot be read stops the run, unless the file
-    `skip_list` names it. That file holds one path per line, relative to the data folder, as
-    `scripts.check_data` writes it. `crop_pct` is the share of each side that the center crop of
-    evaluation keeps. `mean` and `std` belong to the RGB channels, for values in [0, 1]. Pillow
-    resizes evaluation images, bit for bit as timm does. With `exact_eval: false` torch resizes
-    them, which is faster and changes few values, by at most 2 of 255 levels.
+    `skip_list` names it. That file holds one path per line, relative to the data folder, or for
+    parquet one split/number per line, as `lipsformer check-data` writes them. `crop_pct` is the
+    share of each side that the center crop of evaluation keeps. `mean` and `std` belong to the RGB
+    channels, for values in [0, 1]. Pillow resizes evaluation images, bit for bit as timm does. With
+    `exact_eval: false` torch resizes them, which is faster and changes few values, by at most 2 of
+    255 levels.
 
     Example:
         >>> DataConfig(source="folder", name="imagenette-160", img_size=160).train_split
@@ -111,7 +132,7 @@ class DataConfig:
         )
         for name, sources in (
             ("name", ("folder", "shards", "parquet")),
-            ("skip_list", ("folder",)),
+            ("skip_list", ("folder", "parquet")),
         ):
             value = getattr(self, name)
             if self.source not in sources and value is not None:
@@ -119,123 +140,6 @@ class DataConfig:
                     f"data.{name}={value!r} has no effect with data.source={self.source!r}: "
                     f"remove it or use data.source={' or '.join(sources)}"
                 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AugmentConfig:
-    """Augmentation of training images, in timm's terms. Zero or null switches a part off.
-
-    `scale` is the range of the random crop's share of the area, `ratio` the range of its aspect
-    ratio. `reprob` is the probability of random erasing and `remode` what fills the erased part.
-    `mixup` and `cutmix` are the parameters of their Beta distributions. `mixup_prob` is the
-    probability that a batch is mixed. If both are on, `mixup_switch_prob` is the probability of
-    CutMix.
-
-    Example:
-        >>> AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8).hflip
-        0.5
-    """
-
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    hflip: float = 0.5
-    color_jitter: float = 0.0
-    auto_augment: str | None = None
-    reprob: float = 0.0
-    remode: Literal["const", "rand", "pixel"] = "pixel"
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mixup_prob: float = 1.0
-    mixup_switch_prob: float = 0.5
-    label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_finite(self, "augment")
-        for name in ("hflip", "reprob", "mixup_prob", "mixup_switch_prob"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"augment.{name}", value, "must be a probability in [0, 1]")
-        for name in ("color_jitter", "mixup", "cutmix"):
-            value = getattr(self, name)
-            require(0 <= value <= 1e6, f"augment.{name}", value, "must be in [0, 1e6]")
-        low, high = self.scale
-        require(0 < low <= high <= 1, "augment.scale", self.scale, "must be 0 < low <= high <= 1")
-        low, high = self.ratio
-        require(0 < low <= high, "augment.ratio", self.ratio, "must be 0 < low <= high")
-        smoothing = self.label_smoothing
-        require(0 <= smoothing < 1, "augment.label_smoothing", smoothing, "must be in [0, 1)")
-        for name, works, needs in (
-            ("remode", self.reprob > 0, "augment.reprob above 0"),
-            ("mixup_prob", self.mixup > 0 or self.cutmix > 0, "augment.mixup or augment.cutmix"),
-            ("mixup_switch_prob", self.mixup > 0 and self.cutmix > 0, "both mixup and cutmix"),
-        ):
-            value = getattr(self, name)
-            if not works and value != getattr(AugmentConfig, name):
-                raise ConfigError(
-                    f"augment.{name}={value!r} has no effect without {needs}: remove it or set them"
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """The optimizer. `lr` is the peak learning rate. It is never rescaled.
-
-    `name` is one of timm's optimizers (`adamw`, `muon`, `nadamuon`, `lion`, `lamb`, ...). If
-    `betas`, `eps` or `momentum` is null, the optimizer's default applies. `kwargs` are further
-    arguments of its class. The Muon family updates hidden matrices, and AdamW updates the other
-    parameters at the same learning rate. `clip_grad` is the largest 2-norm of the gradient of all
-    parameters together. `layer_decay` makes earlier layers learn more slowly: each group of layers
-    has the learning rate of the next group, multiplied by this factor.
-
-    Example:
-        >>> OptimConfig(lr=1e-3, clip_grad=1.0).name
-        'adamw'
-    """
-
-    lr: float
-    name: str = "adamw"
-    betas: tuple[float, ...] | None = None
-    eps: float | None = None
-    momentum: float | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    weight_decay: float = 0.05
-    clip_grad: float | None = None
-    layer_decay: float | None = None
-
-    def __post_init__(self) -> None:
-        require_finite(self, "optim")
-        require(self.lr >= 0, "optim.lr", self.lr, "must be >= 0")
-        betas, eps, momentum = self.betas, self.eps, self.momentum
-        fits = betas is None or (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas))
-        require(fits, "optim.betas", betas, "must be two or three numbers in [0, 1), or null")
-        require(eps is None or eps > 0, "optim.eps", eps, "must be > 0, or null")
-        fits = momentum is None or 0 <= momentum < 1
-        require(fits, "optim.momentum", momentum, "must be in [0, 1), or null")
-        decay = self.weight_decay
-        require(decay >= 0, "optim.weight_decay", decay, "must be >= 0")
-        clip = self.clip_grad
-        require(clip is None or clip > 0, "optim.clip_grad", clip, "must be > 0, or null for off")
-        decay = self.layer_decay
-        allowed = "must be in (0, 1], or null for off"
-        require(decay is None or 0 < decay <= 1, "optim.layer_decay", decay, allowed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Cosine decay from `optim.lr` to `min_lr`, after a linear warmup, which is off by default.
-
-    Example:
-        >>> ScheduleConfig(min_lr=1e-5).warmup_epochs
-        0.0
-    """
-
-    warmup_epochs: float = 0.0
-    min_lr: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_finite(self, "schedule")
-        warmup = self.warmup_epochs
-        require(warmup >= 0, "schedule.warmup_epochs", warmup, "must be >= 0")
-        require(self.min_lr >= 0, "schedule.min_lr", self.min_lr, "must be >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,6 +307,7 @@ class Config:
     model: ModelConfig
     data: DataConfig
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from timm.utils.model_ema import ModelEmaV3
-from torch import Tensor
 
 from data import (
     DataError,
@@ -18,6 +17,7 @@ from data import (
     collate,
     eval_loader,
 )
+from data.build import sizes_by_epoch
 from data.dataset import ImageDataset, TrainDataset
 from lipsformer._configfile import ConfigError, make_config
 from lipsformer.config import Config, DataConfig
@@ -29,6 +29,7 @@ from lipsformer.engine.build import (
     timm_config,
 )
 from lipsformer.engine.distributed import micro_batches
+from lipsformer.engine.loss import fingerprint, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.preflight import check_model
 from lipsformer.engine.schedule import CosineSchedule
@@ -50,9 +51,13 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     """
     samples, steps = micro_batches(config.train, accelerator.num_processes)
     with accelerator.main_process_first():  # it may have to download
-        train_set, val_set = build_datasets(config.data, config.augment, seed=config.train.seed)
-    image = check_images(config, train_set, val_set)
-    check_model(config, train_set.classes, image, samples)
+        train_set, val_set = build_datasets(
+            config.data, config.augment, seed=config.train.seed, epochs=config.train.epochs
+        )
+    classes = train_set.classes
+    sizes = check_images(config, train_set, val_set)
+    check_model(config, classes, sizes, samples)
+    teacher = load_teacher(config, classes, sizes)
     share = {
         "rank": accelerator.process_index,
         "world_size": accelerator.num_processes,
@@ -65,17 +70,18 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         seed=config.train.seed,
         drop_last=config.train.drop_last,
         pin_memory=accelerator.device.type == "cuda",
+        repeats=config.augment.repeats,
         **share,
     )
     eval_batches = eval_loader(val_set, batch_size=config.train.eval_batch_size, **share)
     normalize = Normalize(config.data.mean, config.data.std)
 
     torch.manual_seed(config.train.seed)
-    model = build_model(config, train_set.classes)
+    model = build_model(config, classes)
     if start is None:
         load_initial_weights(config, model)
     model = model.to(accelerator.device)
-    description = timm_config(model, train_set.classes)
+    description = timm_config(model, classes)
     domain = bound_domain(config, model)
     decay = config.train.ema_decay
     ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
@@ -84,11 +90,13 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, config.optim))
     if ema is not None:
         shard_ema(ema, accelerator)
+    task = make_task(config, prepared, accelerator, teacher=teacher, num_classes=len(classes))
     per_epoch = train_batches.updates_per_epoch
     state = TrainState(
         accelerator=accelerator,
         model=prepared,
         module=accelerator.unwrap_model(prepared),
+        task=task,
         optimizer=optimizer,
         schedule=CosineSchedule(
             peak=config.optim.lr,
@@ -99,6 +107,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         clip_grad=config.optim.clip_grad,
         seed=config.train.seed,
         ema=ema,
+        teacher=None if teacher is None else fingerprint(teacher),
     )
     probe = None
     if config.lipschitz.monitor_every is not None:
@@ -118,43 +127,46 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         transform=build_batch_transform(
             config.data,
             config.augment,
-            num_classes=len(train_set.classes),
+            num_classes=len(classes),
             seed=config.train.seed,
         ),
         eval_batches=eval_batches,
         normalize=normalize,
         num_train_images=len(train_set),
         num_eval_images=len(val_set),
-        classes=train_set.classes,
+        classes=classes,
         timm_config=description,
         micro_batch=(samples, steps),
         monitored=monitored,
     )
 
 
-def check_images(config: Config, train_set: TrainDataset, val_set: ImageDataset) -> Tensor:
-    """Return the first training image after its transform, as large as the validation image.
+def check_images(config: Config, train_set: TrainDataset, val_set: ImageDataset) -> list[int]:
+    """Check the first images after their transforms; return the sizes of the training images.
 
     Raises:
         ConfigError: If the transforms cannot make images of the config's size.
         DataError: If one of the two images cannot be read.
     """
     size = config.data.img_size
+    sizes = sizes_by_epoch(config.augment.img_sizes, config.train.epochs) or [size]
+    first = {train_size: sizes.index(train_size) for train_size in sizes}
     try:
-        images = [train_set[0, 0][0], val_set[0][0]]
+        images = [(size, val_set[0][0])]
+        images += [(train_size, train_set[epoch, 0][0]) for train_size, epoch in first.items()]
     except DataError:
         raise
     except Exception as error:  # Pillow, OpenCV and torch raise whatever sizes make them raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"an image cannot be made with data.img_size={size}, data.crop_pct="
-            f"{config.data.crop_pct}, augment.scale={config.augment.scale} and augment.ratio="
-            f"{config.augment.ratio}: {reason}"
+            f"an image cannot be made with data.img_size={size}, augment.img_sizes="
+            f"{config.augment.img_sizes}, data.crop_pct={config.data.crop_pct}, augment.scale="
+            f"{config.augment.scale} and augment.ratio={config.augment.ratio}: {reason}"
         ) from None
-    for image in images:
-        if image.shape != (size, size, 3):
-            raise ConfigError(f"data.img_size={size}: an image became {tuple(image.shape)}")
-    return images[0]
+    for expected, image in images:
+        if image.shape != (expected, expected, 3):
+            raise ConfigError(f"data.img_size={expected}: an image became {tuple(image.shape)}")
+    return list(first)
 
 
 def data_config(known: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> DataConfig:

@@ -60,6 +60,8 @@ def _memory(config: Config, parts: Parts) -> str:
     )
     if state.accelerator.num_processes > 1:
         found["gradients in transit"] = found["gradients"]
+    if (teacher := getattr(state.task, "teacher", None)) is not None:
+        found["weights of the teacher"] = sum(p.nbytes for p in teacher.parameters())
     lines = [f"{bytes_ / 2**30:8.3f} GiB  {name}" for name, bytes_ in found.items()]
     lines.append(
         f"{sum(found.values()) / 2**30:8.3f} GiB  together; peaks measured on a CPU were 1.2 times "

@@ -1,11 +1,11 @@
 """Read every image below a folder, in parallel, and report the files that cannot be used.
 
     python -m scripts.check_data datasets/imagenette-160 --list unreadable.txt
+    python -m scripts.check_data datasets/imagenet-1k --parquet train --list unreadable.txt
 
-The list holds one path per line, relative to the folder. Given as `data.skip_list`, it makes
-training and evaluation leave these files out. Exit codes: 0 all images can be read; 1 some cannot;
-2 there are no images, or an
-option is wrong.
+The list holds one path per line, relative to the folder, or one split/number per line for parquet
+files. Given as `data.skip_list`, it makes training and evaluation leave these images out. Exit
+codes: 0 all images can be read; 1 some cannot; 2 there are no images, or an option is wrong.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.check import Finding, check_files
+from data.check import Finding, check_files, check_parquet
+from data.errors import DataError
 from data.sources import image_files
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, require_writable
@@ -46,7 +47,8 @@ def report(findings: list[Finding]) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__)
-    parser.add_argument("folder", type=Path, help="folder of images, at any depth")
+    parser.add_argument("folder", type=Path, help="folder of images, at any depth, or parquet")
+    parser.add_argument("--parquet", metavar="SPLIT", help="check this split of parquet files")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="number of processes")
     parser.add_argument("--list", type=Path, help="write the paths of unreadable files to it")
     return parser
@@ -59,21 +61,17 @@ def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | N
             raise ConfigError(f"--workers {options.workers} must be at least 1")
         if options.list is not None:
             require_writable("--list", options.list)
-    except ConfigError as error:
+        if options.parquet is not None:
+            found = check_parquet(options.folder, options.parquet, options.workers)
+        else:
+            files = image_files(options.folder)
+            if not files:
+                raise DataError(f"no image files in {options.folder}")
+            found = check_files(options.folder, files, options.workers)
+        findings = list(tqdm(found, unit="image", disable=not sys.stderr.isatty()))
+    except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    files = image_files(options.folder)
-    if not files:
-        print(f"no image files in {options.folder}", file=sys.stderr)
-        return 2
-    findings = list(
-        tqdm(
-            check_files(options.folder, files, options.workers),
-            total=len(files),
-            unit="image",
-            disable=not sys.stderr.isatty(),
-        )
-    )
     print(report(findings))
     unreadable = [finding.file for finding in findings if finding.error is not None]
     if options.list is not None:

@@ -11,6 +11,7 @@ command continues after an interruption and keeps the complete shards. Train fro
 damaged; 2 a mistake in the arguments or the source.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -91,7 +92,7 @@ def _progress(items: list) -> tqdm:
     return tqdm(items, unit="shard", disable=not sys.stderr.isatty())
 
 
-def main(arguments: list[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__)
     parser.add_argument("source", type=Path, nargs="?", help="folder of class folders, or parquet")
     parser.add_argument("shards", type=Path, help="folder of the shards")
@@ -100,8 +101,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--parquet", metavar="SPLIT", help="the source is this split of parquet files"
     )
-    parser.add_argument("--skip-list", help="files to leave out, listed by scripts.check_data")
+    parser.add_argument("--skip-list", help="files to leave out, listed by check-data")
     parser.add_argument("--verify", action="store_true", help="only check existing shards")
+    return parser
+
+
+def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    parser = parser or make_parser()
     options = parser.parse_intermixed_args(arguments)
     if options.verify == (options.source is not None) or options.images_per_shard < 1:
         parser.error("give a source and a folder for shards, or --verify and a folder of shards")

@@ -9,6 +9,7 @@ folders of the standard index, whose order `data.source=folder` follows, with th
 of images. Exit codes: 0 both splits are complete; 2 something is missing or wrong.
 """
 
+import argparse
 import shutil
 import sys
 from collections.abc import Callable
@@ -39,9 +40,15 @@ def unpack(folder: Path, split: str) -> None:
     shutil.rmtree(folder / part, ignore_errors=True)
     try:
         if split == "val":
+            import scipy.io  # noqa: F401  (torchvision reads the devkit with it)
+
             imagenet.parse_devkit_archive(str(folder))
         parse[split](str(folder), folder=part)
-    except (RuntimeError, ImportError) as error:  # not present, corrupted, no SciPy
+    except ImportError as error:
+        raise DataError(
+            "reading ImageNet's devkit needs SciPy: pip install 'lipsformer[imagenet]'"
+        ) from error
+    except RuntimeError as error:  # not present or corrupted
         raise DataError(" ".join(str(error).split())) from error
     (folder / part).rename(folder / split)
 
@@ -69,10 +76,14 @@ def check(folder: Path, split: str) -> str:
     return f"{folder / split}: {len(source.labels)} images in the standard order of 1,000 classes"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__)
     parser.add_argument("folder", type=Path, help="folder of the archives")
-    folder = parser.parse_intermixed_args(arguments).folder
+    return parser
+
+
+def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    folder = (parser or make_parser()).parse_intermixed_args(arguments).folder
     try:
         for split in ("val", "train"):
             if not (folder / split).exists():

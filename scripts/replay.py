@@ -1,4 +1,6 @@
-"""Repeat a non-finite update and name where it began: `python -m scripts.replay RUN`.
+"""Repeat a non-finite update and name where it began.
+
+    python -m scripts.replay outputs/demo
 
 RUN is the folder of a run that stopped with exit code 3 and left a replay.json. The script loads
 the last checkpoint of the run, trains in memory up to that update, and then checks the output of
@@ -6,6 +8,7 @@ every module and the gradient of every parameter. One process takes the shares o
 run in turn, with their random numbers. Nothing is written. Exit code 2 for a mistake.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -142,12 +145,17 @@ def finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__)
-    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Run the command line; return the exit code."""
+    options = (parser or make_parser()).parse_args(argv)
     try:
-        print(json.dumps(replay(parser.parse_args(argv).run), indent=1))
+        print(json.dumps(replay(options.run), indent=1))
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return distributed.EXIT_USER_ERROR

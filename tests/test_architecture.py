@@ -13,7 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKED = ("lipsformer", "data", "train.py", "eval.py", "scripts", "benchmarks")
 
 LIBRARY = {
-    *{"lipsformer", "lipsformer.config", "lipsformer._configfile", "lipsformer._commands"},
+    *{
+        "lipsformer",
+        "lipsformer.config",
+        "lipsformer.recipe",
+        "lipsformer._configfile",
+        "lipsformer._commands",
+    },
     *{"lipsformer.kernels", "lipsformer.layers", "lipsformer.models", "lipsformer.graph"},
     *{"lipsformer.analysis", "lipsformer.engine", "lipsformer.jsonl"},
 }
@@ -30,7 +36,8 @@ OWN = {
     "lipsformer/completion.py": {"lipsformer._commands", "lipsformer.config"},
     "lipsformer/_configfile.py": set(),
     "lipsformer/jsonl.py": set(),
-    "lipsformer/config.py": {"lipsformer._configfile"},
+    "lipsformer/config.py": {"lipsformer._configfile", "lipsformer.recipe"},
+    "lipsformer/recipe.py": {"lipsformer._configfile"},
     "lipsformer/kernels": {"lipsformer.kernels"},
     "lipsformer/layers": {"lipsformer.layers", "lipsformer.kernels"},
     "lipsformer/models": {
@@ -67,6 +74,7 @@ ELSEWHERE = {
     "lipsformer/_configfile.py": {"omegaconf", "yaml"},
     "lipsformer/jsonl.py": set(),
     "lipsformer/config.py": {"omegaconf", "yaml"},
+    "lipsformer/recipe.py": {"omegaconf", "yaml"},
     "lipsformer/kernels": {"torch", "timm", "triton", "numpy"},
     "lipsformer/layers": {"torch", "timm", "einops"},
     "lipsformer/models": {"torch", "timm", "einops"},

@@ -1,5 +1,8 @@
 """The config schema: what it accepts comes out typed, the rest is refused in one clear line."""
 
+import dataclasses
+import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,8 @@ from lipsformer import _configfile
 from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.config import Config
 from lipsformer.engine.resume import config_identity
+
+ROOT = Path(__file__).resolve().parents[1]
 
 MINIMAL = """
 model: {name: lipsformer_nano}
@@ -169,3 +174,81 @@ def test_identity_ignores_place_and_speed_and_nothing_else(minimal: Path) -> Non
         assert named(other) != named()
     config: Config = read_config(Config, minimal)
     assert config_identity(config)["optim.lr"] == 1e-3
+
+
+def test_the_table_of_timms_flags_has_every_key_once_and_in_order() -> None:
+    rows = [
+        line.split("|")[1:4]
+        for line in (ROOT / "docs" / "recipes.md").read_text().splitlines()
+        if line.startswith("| `") and "` | " in line and ".yaml" not in line
+    ]
+    schema = [
+        f"{section}.{item.name}"
+        for section, kind in typing.get_type_hints(Config).items()
+        for item in dataclasses.fields(kind)
+    ]
+    assert [key.strip(" `") for key, _, _ in rows] == schema
+    for key, flag, remark in rows:
+        assert re.fullmatch(r" (`--[a-z-]+`|-) ", flag), key
+        # a default of timm's that is named there differs from ours
+        assert "default" not in remark or flag.strip() != "-", key
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        # arXiv 2204.07118, table 1; the table's 5 epochs of warmup are left out
+        (
+            "deit3",
+            {
+                "train.global_batch_size": 2048,
+                "optim.name": "lamb",
+                "optim.lr": 3e-3,
+                "optim.weight_decay": 0.02,
+                "schedule.warmup_epochs": 0,
+                "augment.label_smoothing": 0,
+                "augment.repeats": 3,
+                "optim.clip_grad": 1.0,
+                "augment.hflip": 0.5,
+                "augment.auto_augment": "3a",
+                "augment.mixup": 0.8,
+                "augment.cutmix": 1.0,
+                "augment.reprob": 0,
+                "augment.color_jitter": 0.3,
+                "data.crop_pct": 1.0,
+                "loss.type": "bce",
+            },
+        ),
+        # arXiv 2110.00476, table 2
+        (
+            "a3",
+            {
+                "augment.img_sizes": (160,),
+                "data.img_size": 224,
+                "train.epochs": 100,
+                "train.global_batch_size": 2048,
+                "optim.name": "lamb",
+                "optim.lr": 8e-3,
+                "optim.weight_decay": 0.02,
+                "schedule.warmup_epochs": 5,
+                "augment.label_smoothing": 0,
+                "augment.repeats": 1,
+                "optim.clip_grad": None,
+                "augment.hflip": 0.5,
+                "augment.auto_augment": "rand-m6-mstd0.5-inc1",
+                "augment.mixup": 0.1,
+                "augment.cutmix": 1.0,
+                "augment.reprob": 0,
+                "augment.color_jitter": 0,
+                "train.ema_decay": None,
+                "data.crop_pct": 0.95,
+                "loss.type": "bce",
+            },
+        ),
+    ],
+)
+def test_recipes_are_the_published_ones(name: str, published: dict[str, object]) -> None:
+    config = read_config(Config, ROOT / "configs" / "recipes" / f"{name}.yaml")
+    for key, value in published.items():
+        section, _, option = key.partition(".")
+        assert getattr(getattr(config, section), option) == value, key

@@ -13,7 +13,13 @@ import torch
 
 # Classes exported by these packages, and classes defined in the modules of the others.
 EXPORTED = ("lipsformer.layers", "lipsformer.models", "lipsformer.graph")
-DEFINED = ("lipsformer.analysis", "lipsformer.engine", "lipsformer.config", "data")
+DEFINED = (
+    "lipsformer.analysis",
+    "lipsformer.engine",
+    "lipsformer.config",
+    "lipsformer.recipe",
+    "data",
+)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 
 

@@ -117,6 +117,13 @@ def layer_norm(model: Model, blocks: int) -> None:
     replace_norms(model, nn.LayerNorm)
 
 
+def unit_norm(model: Model, blocks: int) -> None:
+    """Start CenterNorm with the constant 1 (`weight_init="unit_norm"`) instead of d / (d - 1)."""
+    for module in model.modules():
+        if isinstance(module, CenterNorm):
+            module.reset_parameters(unit=True)
+
+
 def dot_product(model: Model, blocks: int) -> None:
     """Swap scaled cosine attention for dot-product attention."""
     replace_attention(model, lambda num_heads, head_dim: DotProductAttention(num_heads))
@@ -234,6 +241,7 @@ BODIES = {
     "nViT": Body(make_normalized, weight_decay=False, instruments=(NormalizeWeights,)),
     "plain + SpectralCap": Body(plain, instruments=(partial(SpectralCap, sigma=CAP),)),
     "plain + UpdateLimit": Body(plain, instruments=(partial(UpdateLimit, share=SHARE),)),
+    "lipsformer, unit norm": Body(unit_norm),
     "lipsformer, LayerNorm": Body(layer_norm),
     "lipsformer, dot product": Body(dot_product),
     "lipsformer, plain residual": Body(plain_residual),

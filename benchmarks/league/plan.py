@@ -13,6 +13,7 @@ WARMUPS = (0.0, 0.1)
 SEEDS = (0, 1, 2)
 DEPTHS = (12, 48, 96)
 DEPTH_UPDATES = 200
+VERY_DEEP = (12, 192)  # at the usual learning rate: CenterNorm's factor is 3,300 over 192 blocks
 BEST = 6  # bodies that go on to Imagenette, beside `plain` and `lipsformer`
 WITH_ALL_OPTIMIZERS = ("lipsformer", "plain", "plain + QK-norm")
 
@@ -43,8 +44,9 @@ def grid(data: str, rows: Sequence[tuple[str, str]], warmup: float, seed: int) -
 def stages(records: Sequence[Record], data: Sequence[str]) -> Iterator[list[Cell]]:
     """Yield the cells in the order in which they are wanted.
 
-    First comes seed 0 of every row without warmup, then with warmup. Imagenette and the depths are
-    chosen from the cells of seed 0 without warmup, so they are missing until these are there.
+    First come the few cells of the greatest depth. Then comes seed 0 of every row without warmup,
+    then with warmup. Imagenette and the depths are chosen from the cells of seed 0 without warmup,
+    so they are missing until these are there.
 
     Args:
         records: Finished cells of all data sets.
@@ -52,6 +54,7 @@ def stages(records: Sequence[Record], data: Sequence[str]) -> Iterator[list[Cell
     """
     first = grid("cifar10", entries(), WARMUPS[0], SEEDS[0])
     if "cifar10" in data:
+        yield very_deep_cells()
         yield first
         yield grid("cifar10", entries(), WARMUPS[1], SEEDS[0])
     if set(first) <= cells(records):
@@ -81,6 +84,20 @@ def imagenette_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
     """Return the bodies with the smallest mean loss over the learning rates, and the fixed two."""
     order = sorted(BODIES, key=lambda body: mean_loss(first_grid(records, body)))
     return [(b, "adamw") for b in BODIES if b in order[:BEST] or b in ("plain", "lipsformer")]
+
+
+def very_deep_cells() -> list[Cell]:
+    """Return the cells that compare both forms of CenterNorm at 12 and at 192 blocks."""
+    lr = OPTIMIZERS["adamw"].usual_lr
+    cell = {"optimizer": "adamw", "lr": lr, "updates": DEPTH_UPDATES, "data": "cifar10"}
+    cell |= {"warmup": WARMUPS[0], "seed": SEEDS[0]}
+    bodies = ("lipsformer, unit norm", "lipsformer")
+    return [Cell(blocks=depth, body=body, **cell) for depth in VERY_DEEP for body in bodies]
+
+
+def deep(records: Sequence[Record]) -> list[Record]:
+    """Return the lines of `depth_cells`."""
+    return [r for r in records if r["blocks"] in DEPTHS and r["lr"] in rates("adamw")]
 
 
 def depth_cells(records: Sequence[Record]) -> list[Cell]:

@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
 from benchmarks.league.bodies import BODIES
-from benchmarks.league.plan import DEPTHS, WARMUPS, first_grid, rates
+from benchmarks.league.plan import DEPTHS, WARMUPS, deep, first_grid, rates
 from benchmarks.league.results import select
 from benchmarks.league.table import TITLES, _multiples, _warmup, finished_rows
 
@@ -25,7 +25,7 @@ def plot_all(records: Sequence[Record], folder: Path) -> list[Path]:
     for data, title in TITLES.items():
         if finished_rows(records, data, WARMUPS[0]):
             drawn.append(plot_rates(records, data, title, folder / f"{data}.png"))
-    if any(r["blocks"] in DEPTHS for r in records):
+    if deep(records):
         drawn.append(plot_depths(records, folder / "depth.png"))
     if any(first_grid(records, body) for body in BODIES):
         drawn.append(plot_signals(records, folder / "signals.png"))
@@ -51,14 +51,14 @@ def plot_rates(records: Sequence[Record], data: str, title: str, path: Path) -> 
 
 def plot_depths(records: Sequence[Record], path: Path) -> Path:
     """Draw the accuracy of every body over its number of blocks."""
-    deep = [r for r in records if r["blocks"] in DEPTHS]
-    bodies = [body for body in BODIES if select(deep, body=body)]
+    found = deep(records)
+    bodies = [body for body in BODIES if select(found, body=body)]
 
     def reached(body: str) -> float:
-        return -mean(r["top1"] for r in select(deep, body=body))
+        return -mean(r["top1"] for r in select(found, body=body))
 
     bodies.sort(key=reached)
-    grid = [[select(deep, body=body, blocks=depth) for depth in DEPTHS] for body in bodies]
+    grid = [[select(found, body=body, blocks=depth) for depth in DEPTHS] for body in bodies]
     columns = [str(depth) for depth in DEPTHS]
     about = "CIFAR-10, no warmup: accuracy on held-out images, %. Grey: the run fails."
     return heatmap({"depth": grid}, bodies, columns, "number of blocks", about, path)

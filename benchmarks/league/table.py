@@ -6,7 +6,17 @@ from typing import Any
 
 from benchmarks.league.bodies import BODIES
 from benchmarks.league.cell import OPTIMIZERS
-from benchmarks.league.plan import DEPTHS, WARMUPS, cells, entries, rates, stages
+from benchmarks.league.plan import (
+    DEPTHS,
+    VERY_DEEP,
+    WARMUPS,
+    cells,
+    deep,
+    entries,
+    rates,
+    stages,
+    very_deep_cells,
+)
 from benchmarks.league.results import Summary, select, summarize
 
 Record = dict[str, Any]
@@ -90,9 +100,8 @@ def depth_table(records: Sequence[Record]) -> str:
     """Return the accuracy and the final loss of every body over its number of blocks."""
     names = " | ".join(f"{depth} blocks, % | loss" for depth in DEPTHS)
     lines = [f"| body | lr | {names} |", "|---" * (2 + 2 * len(DEPTHS)) + "|"]
-    deep = [r for r in records if r["blocks"] in DEPTHS]
     for body in BODIES:
-        own = select(deep, body=body)
+        own = select(deep(records), body=body)
         if not own:
             continue
         columns = [f"{own[0]['lr']:g}"]
@@ -101,6 +110,19 @@ def depth_table(records: Sequence[Record]) -> str:
             final = there[0]["final_loss"] if there else None
             columns += [accuracy(there), "-" if final is None else f"{final:.3f}"]
         lines.append(f"| {body} | " + " | ".join(columns) + " |")
+    return "\n".join(lines)
+
+
+def very_deep_table(records: Sequence[Record]) -> str:
+    """Return the losses of both forms of CenterNorm at the usual learning rate."""
+    lines = [
+        "| body | blocks | loss, updates 1 to 10 | loss, last ten updates | accuracy, % |",
+        "|---" * 5 + "|",
+    ]
+    for cell in very_deep_cells():
+        for r in select(records, body=cell.body, blocks=cell.blocks, lr=cell.lr):
+            losses = f"{r['losses'][0]} | {r['losses'][-1]}"
+            lines.append(f"| {cell.body} | {cell.blocks} | {losses} | {accuracy([r])} |")
     return "\n".join(lines)
 
 
@@ -117,7 +139,9 @@ def page(records: Sequence[Record]) -> str:
                     "seed that was not stable.",
                     accuracy_table(records, data, warmup),
                 ]
-    if any(r["blocks"] in DEPTHS for r in records):
+    if any(r["blocks"] == max(VERY_DEEP) for r in records):
+        parts += ["### 192 blocks at the usual rate, 200 updates", very_deep_table(records)]
+    if deep(records):
         parts += ["### Depth, each body at its best rate of six blocks", depth_table(records)]
     wanted = {cell for stage in stages(records, tuple(TITLES)) for cell in stage}
     parts.append(f"Not run: {len(wanted - cells(records))} of {len(wanted)} cells.")

@@ -4,7 +4,9 @@ import difflib
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import timm
 from timm.models._hub import save_config_for_hf  # the public save_for_hf also writes weights
@@ -18,11 +20,13 @@ from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.instrument import Instrument
 from lipsformer.engine.run_folder import TIMM_CONFIG, find_weights, load_weights
 from lipsformer.engine.train_state import TrainState
+from lipsformer.models import convert
+from lipsformer.models.timm_conversion import CONVERTED
 
 logger = logging.getLogger(__name__)
 
 
-def build_model(config: Config, classes: Sequence[str]) -> nn.Module:
+def build_model(config: Config, classes: Sequence[Any]) -> nn.Module:
     """Build the model of a config with its random initial weights.
 
     Raises:
@@ -33,9 +37,16 @@ def build_model(config: Config, classes: Sequence[str]) -> nn.Module:
         near = difflib.get_close_matches(name, timm.list_models(), n=3)
         hint = f"near it: {', '.join(near)}" if near else "timm.list_models() lists all"
         raise ConfigError(f"model.name={name!r} is not known to timm; {hint}")
+    source: dict[str, Any] = {"model_name": name}
+    if config.model.convert:
+        source = {
+            "model_name": CONVERTED,
+            "original": name,
+            "convert_args": config.model.convert_kwargs,
+        }
     try:
         model = timm.create_model(
-            name,
+            **source,
             num_classes=len(classes),
             pretrained_cfg_overlay={
                 "num_classes": len(classes),
@@ -53,16 +64,28 @@ def build_model(config: Config, classes: Sequence[str]) -> nn.Module:
         raise
     except Exception as error:  # wrong arguments raise whatever timm and torch raise
         reason = str(error).partition("\n")[0] or type(error).__name__
-        kwargs = config.model.kwargs
-        more = f" with model.kwargs={kwargs}" if kwargs else ""
-        raise ConfigError(f"model.name={name!r} cannot be built{more}: {reason}") from error
+        raise ConfigError(f"{describe_model(config)} cannot be built: {reason}") from error
     return model
+
+
+def describe_model(config: Config) -> str:
+    """Return the settings that decide the model, as a user wrote them."""
+    options = config.model
+    text = f"model.name={options.name!r}"
+    for key, value in (
+        ("kwargs", options.kwargs),
+        ("convert", options.convert),
+        ("convert_kwargs", options.convert_kwargs),
+    ):
+        text += f" with model.{key}={value}" if value else ""
+    return text
 
 
 def load_initial_weights(config: Config, model: nn.Module) -> None:
     """Load the weights that `model.checkpoint` names, if it names any; log which they are.
 
-    The classifier keeps its random weights if the number of classes differs.
+    The classifier keeps its random weights if the number of classes differs. With `model.convert`
+    the weights may be those of the model before its conversion.
 
     Raises:
         ConfigError: If there are none, or they do not fit.
@@ -71,13 +94,36 @@ def load_initial_weights(config: Config, model: nn.Module) -> None:
         return
     try:
         weights = find_weights(config.model.checkpoint)
-        held = (weights.timm_config() or {}).get("architecture", config.model.name)
+        known = weights.timm_config() or {}
+        held = known.get("architecture", config.model.name)
+        converted = held == CONVERTED
+        if converted:
+            held = known["model_args"]["original"]
         if held != config.model.name:
             raise CheckpointError(f"{weights.file} holds a {held}; set model.name={held}")
-        load_weights(model, weights.file, new_head=True)
+        if converted and not config.model.convert:
+            raise CheckpointError(f"{weights.file} holds a converted model; set model.convert=true")
+        if known and config.model.convert and not converted:
+            _convert_weights(config, model, weights.file)
+        else:
+            load_weights(model, weights.file, new_head=True)
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from None
     logger.info("%s", weights)
+
+
+def _convert_weights(config: Config, model: nn.Module, file: Path) -> None:
+    """Load the weights of the model before its conversion, and convert them."""
+    arguments = config.model.convert_kwargs
+    if arguments.get("spectral_init", True):
+        raise ConfigError(
+            f"model.checkpoint={config.model.checkpoint!r} has no effect with model.convert=true, "
+            "which initializes the weights: set model.convert_kwargs.spectral_init=false"
+        )
+    plain = replace(config, model=replace(config.model, convert=False, convert_kwargs={}))
+    original = build_model(plain, range(model.num_classes))  # pyright: ignore
+    load_weights(original, file, new_head=True)
+    model.load_state_dict(convert(original, **arguments).state_dict())
 
 
 def timm_config(model: nn.Module, classes: Sequence[str]) -> str:

@@ -50,6 +50,8 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     """
     declared = getattr(model, "no_weight_decay", None)
     exempt = set() if declared is None else set(declared())
+    # timm's classes do not know the parameter that `lipsformer.convert` gives them
+    exempt |= {name for name, _ in model.named_parameters() if name.endswith("log_logit_scale")}
     options: dict[str, Any] = {"no_weight_decay_list": exempt}
     if get_optimizer_info(optim.name).opt_class is Muon:
         options["fallback_list"] = exempt | _ends(model)

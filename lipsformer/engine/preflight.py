@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config
-from lipsformer.engine.build import build_model
+from lipsformer.engine.build import build_model, describe_model
 from lipsformer.engine.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -54,8 +54,8 @@ def check_folder(output_dir: Path) -> None:
         raise ConfigError(f"{where} cannot be written: {reason}; name another folder") from None
 
 
-def check_model(config: Config, classes: Sequence[str], image: Tensor, batch: int) -> None:
-    """Check that the model can be built, fits into the memory, and takes an image of the transform.
+def check_model(config: Config, classes: Sequence[str], sizes: Sequence[int], batch: int) -> None:
+    """Check that the model can be built, fits into the memory, and takes the images.
 
     The model is built on the meta device, where tensors have no memory, and runs in evaluation and
     in training. A model that cannot be built there is built on the CPU.
@@ -63,47 +63,49 @@ def check_model(config: Config, classes: Sequence[str], image: Tensor, batch: in
     Args:
         config: The config of the run.
         classes: Names of the classes.
-        image: An image after its transform, [H, W, 3].
+        sizes: Sizes of the training images in pixels.
         batch: Number of images of a training batch on one device.
 
     Raises:
         ConfigError: If anything fails; the message names the keys that decide it.
     """
-    height, width, _ = image.shape
+    trials = [(False, 1, config.data.img_size), *((True, min(batch, 2), size) for size in sizes)]
     try:
-        _run_once(config, classes, (min(batch, 2), 3, height, width), "meta")
+        _run_once(config, classes, trials, "meta")
     except NotImplementedError:  # a model of timm that reads values when it is built
-        _run_once(config, classes, (min(batch, 2), 3, height, width), "cpu")
+        _run_once(config, classes, trials, "cpu")
 
 
-def _run_once(config: Config, classes: Sequence[str], shape: tuple[int, ...], device: str) -> None:
+def _run_once(
+    config: Config, classes: Sequence[str], trials: list[tuple[bool, int, int]], device: str
+) -> None:
     with warnings.catch_warnings(), torch.device(device), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         model = build_model(config, classes)
         _require_memory(config, model)
-        for training, count in ((False, 1), (True, shape[0])):
-            outputs = _outputs(config, model.train(training), (count, *shape[1:]))
+        for training, count, size in trials:
+            outputs = _outputs(config, model.train(training), count, size)
             expected = (count, len(classes))
             if not isinstance(outputs, Tensor) or outputs.shape != expected:
                 found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs)
                 raise ConfigError(
-                    f"{_settings(config)} gives no logits: expected a tensor of shape "
+                    f"{describe_model(config)} gives no logits: expected a tensor of shape "
                     f"{expected}, found {found}"
                 )
 
 
-def _outputs(config: Config, model: nn.Module, shape: tuple[int, ...]) -> Any:
+def _outputs(config: Config, model: nn.Module, count: int, size: int) -> Any:
     try:
         with torch.no_grad():
-            return model(torch.zeros(shape))
+            return model(torch.zeros(count, 3, size, size))
     except NotImplementedError:
         raise
     except Exception as error:  # a model raises whatever its operators raise
         reason = str(error).partition("\n")[0] or type(error).__name__
-        size = config.data.img_size
+        key = "data.img_size" if size == config.data.img_size else "augment.img_sizes"
         raise ConfigError(
-            f"{_settings(config)} does not take images of data.img_size={size} in batches of "
-            f"{shape[0]}: {reason}"
+            f"{describe_model(config)} does not take images of {key}={size} in batches of "
+            f"{count}: {reason}"
         ) from None
 
 
@@ -112,13 +114,6 @@ def _require_memory(config: Config, model: nn.Module) -> None:
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > present:
         raise ConfigError(
-            f"{_settings(config)}: its weights alone take {needed / 2**30:,.0f} GiB, and this "
+            f"{describe_model(config)}: its weights alone take {needed / 2**30:,.0f} GiB, and this "
             f"machine has {present / 2**30:,.0f} GiB of memory"
         )
-
-
-def _settings(config: Config) -> str:
-    """Return how the config describes the model."""
-    kwargs = config.model.kwargs
-    more = f" with model.kwargs={kwargs}" if kwargs else ""
-    return f"model.name={config.model.name!r}{more}"

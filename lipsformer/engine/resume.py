@@ -20,7 +20,7 @@ FORMAT = 2  # of checkpoints; version 1 had other names of parameters
 
 # Settings that leave the mathematics of training as it is: place, speed, reporting, evaluation,
 # and when to give up. The number of devices, which batch_size_per_device follows, has its own
-# option. Of skip_list the content is compared instead of the path.
+# option. Of skip_list the content is compared instead of the path, of the teacher its weights.
 _NOT_IDENTITY = {
     "data": ("root", "download", "num_workers", "exact_eval", "skip_list"),
     "train": (
@@ -31,6 +31,7 @@ _NOT_IDENTITY = {
         "deterministic",
         "max_nonfinite_updates",
     ),
+    "loss": ("teacher",),
     "lipschitz": ("monitor_every", "bound_limit"),
 }
 

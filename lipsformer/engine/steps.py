@@ -102,8 +102,7 @@ def backward(
         seed_micro_step(accelerator.device, state.seed, *at.values())
         last = micro_step == len(micro_batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(state.model):
-            logits = state.model(images).float()
-            loss = F.cross_entropy(logits, targets, reduction="sum")
+            loss = state.task(images, targets)["loss"] * len(images)
             accelerator.backward(loss * scale)
         loss_sum += loss.detach()
     return loss_sum

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from timm.task import TrainingTask
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lipsformer._configfile import ConfigError
 from lipsformer.engine.checkpoint import (
     EMA,
     INSTRUMENTS,
@@ -40,21 +42,26 @@ class TrainState:
         accelerator: Accelerate's, for device, precision and ranks.
         model: The prepared model.
         module: The model inside the wrappers of DDP and of the compiler.
+        task: timm's task, which runs `model` and returns the mean loss of a micro-batch.
         optimizer: The prepared optimizer.
         schedule: Step -> learning rate.
         clip_grad: Largest 2-norm of the whole gradient; None for no limit.
         seed: Seed of drop path and dropout.
         ema: The moving average of the weights, if there is one.
+        teacher: Fingerprint of the weights from which the model learns, if there are any.
         instruments: They act in their order after each step, before the EMA reads the weights.
 
     Example:
         >>> from lipsformer.config import OptimConfig
         >>> from lipsformer.engine.optim import make_optimizer
+        >>> from timm.task import ClassificationTask
         >>> accelerator, model = Accelerator(cpu=True), nn.Linear(3, 2)
         >>> prepared, optimizer = accelerator.prepare(
         ...     model, make_optimizer(model, OptimConfig(lr=0.1))
         ... )
-        >>> state = TrainState(accelerator, prepared, model, optimizer, lambda step: 0.1, None, 0)
+        >>> task = ClassificationTask(prepared, nn.CrossEntropyLoss(), verbose=False)
+        >>> schedule = lambda step: 0.1
+        >>> state = TrainState(accelerator, prepared, model, task, optimizer, schedule, None, 0)
         >>> list(state.state_dict()["model.safetensors"])
         ['weight', 'bias']
     """
@@ -62,11 +69,13 @@ class TrainState:
     accelerator: Accelerator
     model: nn.Module
     module: nn.Module
+    task: TrainingTask
     optimizer: torch.optim.Optimizer
     schedule: Callable[[int], float]
     clip_grad: float | None
     seed: int
     ema: ModelEmaV3 | None = None
+    teacher: str | None = None
     instruments: Sequence[Instrument] = ()
 
     def weights(self) -> dict[str, nn.Module]:
@@ -115,9 +124,15 @@ class TrainState:
 
         Raises:
             CheckpointError: If names or shapes are not those of this run.
+            ConfigError: If it was made with another teacher.
         """
-        _fill(self.module.state_dict(), folder / MODEL)
         state = read_state(folder)
+        if state.get("teacher") != self.teacher:
+            raise ConfigError(
+                f"{folder} was made with another teacher than loss.teacher now names: "
+                "its weights are not the same"
+            )
+        _fill(self.module.state_dict(), folder / MODEL)
         moments = load_file(folder / OPTIMIZER)
         load_state(self.module, self.optimizer, moments, state["optimizer"])
         if self.ema is not None:
@@ -137,7 +152,7 @@ class TrainState:
                 )
 
     def numbers(self) -> dict[str, Any]:
-        """Return the state that is not tensors: of the gradient scaler and the optimizer.
+        """Return the state that is not tensors: of scaler and optimizer, and which teacher it is.
 
         The scaler's is None unless the precision is fp16.
         """
@@ -145,6 +160,7 @@ class TrainState:
         return {
             "scaler": None if scaler is None else scaler.state_dict(),
             "optimizer": state_numbers(self.module, self.optimizer),
+            "teacher": self.teacher,
         }
 
 

@@ -420,7 +420,7 @@ class Trainer:
             "micro_batch": self.parts.micro_batch[0],
         }
         write_atomically(self.folder.path / REPLAY, json.dumps(record, indent=1))
-        logger.error("python -m scripts.replay %s  finds where it began", self.folder.path)
+        logger.error("lipsformer replay %s  finds where it began", self.folder.path)
 
     def _write_summary(self) -> None:
         assert self.best is not None

@@ -54,9 +54,12 @@ class CenterNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Set the gain to one and the bias to zero."""
-        nn.init.ones_(self.weight)
+    def reset_parameters(self, unit: bool = False) -> None:
+        """Set the gain to one, or with ``unit`` to (d - 1) / d, and the bias to zero.
+
+        The Lipschitz constant is d / (d - 1) with a gain of one and 1 with ``unit``.
+        """
+        nn.init.constant_(self.weight, (self.dim - 1) / self.dim if unit else 1.0)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """LipsFormer for images; importing this package registers the models with timm."""
 
+from lipsformer.models import converted as converted  # registers a name with timm
 from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
 from lipsformer.models.lipsformer_swin import LipsFormerSwin
 from lipsformer.models.lipsformer_vit import LipsFormerViT

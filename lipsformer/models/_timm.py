@@ -1,10 +1,10 @@
 """What timm asks of a hierarchical model: its interface, its configuration and its creation."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import get_device_dtype
+from timm.layers import get_device_dtype, to_2tuple
 from timm.models import build_model_with_cfg
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
@@ -61,8 +61,15 @@ class TimmInterface(nn.Module):
 
         Args:
             img_size: Side, or (height, width), in pixels; None keeps it.
+
+        Raises:
+            ValueError: If a side is not a positive multiple of the patch size.
         """
         if img_size is not None:
+            patch_size = self.patch_embed.patch_size
+            sides = cast(tuple[int, int], to_2tuple(img_size))
+            if any(side < 1 or side % patch_size != 0 for side in sides):
+                raise ValueError(f"img_size={img_size} is not a multiple of {patch_size=}")
             update_model_input_size(self, img_size)
 
     def get_classifier(self) -> nn.Module:

@@ -1,8 +1,8 @@
 """The block, the stages and the base model of LipsFormer, to be read beside the paper.
 
-Paper: Qi, Wang, Chen, Shi, Zhang, "LipsFormer: Introducing Lipschitz Continuity to Vision
-Transformers", ICLR 2023, arXiv:2304.09856. ``lipsformer_swin.py`` and ``lipsformer_cswin.py`` add
-the attention and the downsampling of their backbones. Tokens are channels last throughout.
+Paper: Qi et al., "LipsFormer: Introducing Lipschitz Continuity to Vision Transformers", ICLR 2023,
+arXiv:2304.09856. ``lipsformer_swin.py`` and ``lipsformer_cswin.py`` add the attention and the
+downsampling of their backbones. Tokens are channels last throughout.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,10 @@ from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
     Linear,
-    LipschitzNormAttention,
-    ScaledCosineAttention,
     WeightedResidual,
     spectral_init_modules_,
 )
+from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._timm import TimmInterface
 from lipsformer.models.inference import (
     FoldedResidual,
@@ -300,22 +299,25 @@ class LipsFormer(TimmInterface):
             proj_drop_rate: Dropout after the attention's projection and the MLP.
             attn_drop_rate: Dropout of the attention weights.
             drop_path_rate: Drop path rate of the last block, rising linearly from 0.
-            weight_init: "" for spectral initialization, "skip" for none.
+            weight_init: "" for spectral initialization, "skip" for none. "unit_norm", which is not
+                in the paper, also starts CenterNorm with the constant 1 instead of d / (d - 1).
             device: Device of the parameters.
             dtype: Data type of the parameters.
         """
         super().__init__()
-        if weight_init not in ("", "skip"):
-            raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
+        if weight_init not in ("", "unit_norm", "skip"):
+            raise ValueError(f"weight_init must be '', 'unit_norm' or 'skip', got {weight_init!r}")
         if any(side % patch_size != 0 for side in to_2tuple(img_size)):
             raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
-        if attn not in ("cosine", "lipschitznorm"):
-            raise ValueError(f"attn must be 'cosine' or 'lipschitznorm', got {attn!r}")
-        if attn == "lipschitznorm" and (official_compat or learn_logit_scale or value_scale != 1.0):
-            raise ValueError(
-                "attn='lipschitznorm' has neither tau nor nu nor a released form here: leave out "
-                "official_compat, learn_logit_scale and value_scale"
-            )
+        cosine: dict[str, Any] = {
+            "logit_scale": logit_scale,
+            "learn_logit_scale": learn_logit_scale,
+            "value_scale": value_scale,
+        }
+        # some entry points have a logit scale of their own, so it is no mistake of the caller
+        check_attn(attn, learn_logit_scale=learn_logit_scale, value_scale=value_scale)
+        if attn == "lipschitznorm" and official_compat:
+            raise ValueError("attn='lipschitznorm' has no released form: leave out official_compat")
         if official_compat and value_scale != 1.0:
             raise ValueError(
                 f"value_scale={value_scale} has no effect with official_compat=True, whose values "
@@ -326,19 +328,17 @@ class LipsFormer(TimmInterface):
         self.in_chans = in_chans
         self.global_pool = global_pool
         self.output_fmt = "NHWC"
+        self.unit_norm = weight_init == "unit_norm"
         self.embed_dim = embed_dim
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
-        self.official_compat = official_compat
-        self.attn = attn
-        self.attn_options: dict[str, Any] = {"attn_drop": attn_drop_rate}
-        if attn == "cosine":
-            self.attn_options |= {
-                "logit_scale": logit_scale,
-                "learn_logit_scale": learn_logit_scale,
-                "value_scale": None if official_compat else value_scale,
-                "eps": RELEASED_EPS if official_compat else DEFAULT_EPS,
-                **dd,
-            }
+        self.official_compat, self.attn = official_compat, attn
+        self.attn_options: dict[str, Any] = {
+            **cosine,
+            "value_scale": None if official_compat else value_scale,
+            "eps": RELEASED_EPS if official_compat else DEFAULT_EPS,
+            "attn_drop": attn_drop_rate,
+            **dd,
+        }
         self.proj_options = {"proj_drop": proj_drop_rate, **dd}  # last arguments of a token mixer
         self.feature_info: list[dict[str, Any]] = []
 
@@ -388,9 +388,7 @@ class LipsFormer(TimmInterface):
 
     def make_core(self, num_heads: int) -> nn.Module:
         """Build the attention on projected q, k and v that the argument ``attn`` names."""
-        if self.attn == "lipschitznorm":
-            return LipschitzNormAttention(num_heads, **self.attn_options)
-        return ScaledCosineAttention(num_heads, **self.attn_options)
+        return make_core(self.attn, num_heads, **self.attn_options)
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialize every linear and convolution weight spectrally and set the biases to zero.
@@ -405,6 +403,8 @@ class LipsFormer(TimmInterface):
                 if hasattr(module, "reset_parameters"):
                     module.reset_parameters()  # pyright: ignore[reportCallIssue]
         spectral_init_modules_(self, zero_conv_bias=not self.official_compat)
+        for norm in (m for m in self.modules() if isinstance(m, CenterNorm) and self.unit_norm):
+            norm.reset_parameters(unit=True)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the last feature map, [B, H / 32, W / 32, C]."""

@@ -4,8 +4,9 @@ The components are the paper's (Qi et al., "LipsFormer", ICLR 2023). Putting the
 is ours, and no published figure belongs to it.
 """
 
-from typing import Any
+from typing import Any, Literal
 
+from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
@@ -32,6 +33,9 @@ class LipsFormerViT(VisionTransformer):
         *,
         value_scale: float = 1.0,
         residual_scale: float | None = None,
+        attn: Literal["cosine", "lipschitznorm"] = "cosine",
+        logit_scale: float = 10.0,
+        learn_logit_scale: bool = False,
         weight_init: str = "",
         **kwargs: Any,
     ) -> None:
@@ -41,16 +45,28 @@ class LipsFormerViT(VisionTransformer):
             value_scale: nu > 0, the length to which values are normalised.
             residual_scale: Initial weight of the residual branches; None for 1 / (number of
                 blocks).
+            attn: "cosine" for the paper's scaled cosine attention, "lipschitznorm" for dot products
+                normalized by LipschitzNorm, which has neither tau nor nu.
+            logit_scale: tau, which multiplies the cosines, in (0, 100].
+            learn_logit_scale: Learn tau per head and block.
             weight_init: "" for spectral initialization, "skip" for none.
             **kwargs: Arguments of ``timm.models.VisionTransformer``.
 
         Raises:
-            ValueError: If ``weight_init`` is neither.
+            ValueError: If ``weight_init`` is neither, or ``attn`` has no use for an argument.
         """
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
         super().__init__(weight_init="skip", **kwargs)
-        convert(self, value_scale, residual_scale, spectral_init=False)
+        convert(
+            self,
+            value_scale,
+            residual_scale,
+            spectral_init=False,
+            attn=attn,
+            logit_scale=logit_scale,
+            learn_logit_scale=learn_logit_scale,
+        )
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
 
@@ -63,6 +79,41 @@ class LipsFormerViT(VisionTransformer):
         """
         super().init_weights(mode, needs_reset)
         spectral_init_modules_(self)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the tokens, of the position embedding and of the learned logit scales."""
+        names = {name for name, _ in self.named_parameters() if name.endswith("log_logit_scale")}
+        return {*super().no_weight_decay(), *names}
+
+    def set_input_size(
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
+    ) -> None:
+        """Change the image size and the patch size; the weights of both are interpolated.
+
+        Args:
+            img_size: Side, or (height, width), in pixels; None keeps it.
+            patch_size: Side, or (height, width), of a patch in pixels; None keeps it.
+
+        Raises:
+            ValueError: If the model would refuse images of this size.
+        """
+        embed = self.patch_embed
+        height, width = to_2tuple(embed.img_size if img_size is None else img_size)
+        rows, columns = to_2tuple(embed.patch_size if patch_size is None else patch_size)
+        divides = height % rows == 0 and width % columns == 0
+        # A model of a fixed size leaves out the rest of an image behind the last patch.
+        if (
+            height < rows
+            or width < columns
+            or not (divides or embed.strict_img_size or embed.dynamic_img_pad)
+        ):
+            raise ValueError(
+                f"img_size={(height, width)} is not a positive multiple of the patch size "
+                f"{(rows, columns)}"
+            )
+        super().set_input_size(img_size, patch_size)  # pyright: ignore[reportArgumentType]
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier by a new, spectrally initialized one.

@@ -1,6 +1,7 @@
 """Turn timm's plain ViT, DeiT and Swin into their Lipschitz form."""
 
-from typing import Any, cast
+import inspect
+from typing import Any, Literal, cast
 
 from timm.layers import (
     Attention,
@@ -9,6 +10,7 @@ from timm.layers import (
     register_notrace_module,
     resolve_self_attn_mask,
 )
+from timm.models._input import update_model_args
 from timm.models.swin_transformer import (
     PatchMerging,
     SwinTransformer,
@@ -20,10 +22,10 @@ from torch import Tensor, nn
 
 from lipsformer.layers import (
     CenterNorm,
-    ScaledCosineAttention,
     attend_in_windows,
     spectral_init_modules_,
 )
+from lipsformer.models._core import check_attn, make_core
 from lipsformer.models.inference import (
     FrozenLinear,
     fold_norm_before,
@@ -32,12 +34,11 @@ from lipsformer.models.inference import (
 )
 from lipsformer.models.lipsformer_swin import fold_patch_merging
 
-LOGIT_SCALE = 10.0
+# The registered name of all converted models, whose argument `original` names timm's model.
+CONVERTED = "converted_to_lipsformer"
 
 
-def _attend_in_one_row(
-    qkv: Tensor, attention: ScaledCosineAttention, bias: Tensor | None = None
-) -> Tensor:
+def _attend_in_one_row(qkv: Tensor, attention: nn.Module, bias: Tensor | None = None) -> Tensor:
     """Attend with every sequence of ``qkv`` ([B, N, 3 * C]) as a window of one row."""
     rows = qkv.unflatten(-1, (3, 1, -1)).unsqueeze(1)
     return attend_in_windows(rows, [(1, qkv.shape[1])], [attention], bias).squeeze(1)
@@ -49,26 +50,21 @@ class CosineAttention(nn.Module):
     Shape: [B, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention``.
     """
 
-    def __init__(self, original: Attention, value_scale: float) -> None:
+    def __init__(self, original: Attention, attn: str, **options: Any) -> None:
         """Take over the projections of an attention.
 
         Args:
             original: Attention without query, key or output normalization and without gate.
-            value_scale: nu, the length to which values are normalized, > 0.
+            attn: "cosine" or "lipschitznorm".
+            **options: Arguments of ``ScaledCosineAttention``.
         """
         super().__init__()
         weight = original.qkv.weight
         self.num_heads = original.num_heads
         self.head_dim = original.head_dim
         self.qkv = original.qkv
-        self.attention = ScaledCosineAttention(
-            self.num_heads,
-            logit_scale=LOGIT_SCALE,
-            value_scale=value_scale,
-            attn_drop=original.attn_drop.p,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        dd: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        self.attention = make_core(attn, self.num_heads, original.attn_drop.p, **options, **dd)
         self.proj = original.proj
         self.proj_drop = original.proj_drop
 
@@ -104,12 +100,13 @@ class CosineWindowAttention(WindowAttention):
     Shape: [B * num_windows, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention``.
     """
 
-    def __init__(self, original: WindowAttention, value_scale: float) -> None:
+    def __init__(self, original: WindowAttention, attn: str, **options: Any) -> None:
         """Take over the projections and the table of biases of a window attention.
 
         Args:
             original: timm's window attention.
-            value_scale: nu, the length to which values are normalized, > 0.
+            attn: "cosine" or "lipschitznorm".
+            **options: Arguments of ``ScaledCosineAttention``.
         """
         weight = original.qkv.weight
         dd: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
@@ -119,13 +116,7 @@ class CosineWindowAttention(WindowAttention):
         self.proj = original.proj
         self.proj_drop = original.proj_drop
         self.relative_position_bias_table = original.relative_position_bias_table
-        self.attention = ScaledCosineAttention(
-            self.num_heads,
-            logit_scale=LOGIT_SCALE,
-            value_scale=value_scale,
-            attn_drop=original.attn_drop.p,
-            **dd,
-        )
+        self.attention = make_core(attn, self.num_heads, original.attn_drop.p, **options, **dd)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within the windows ``x`` ([B * num_windows, N, C]).
@@ -155,14 +146,20 @@ def convert(
     value_scale: float = 1.0,
     residual_scale: float | None = None,
     spectral_init: bool = True,
+    *,
+    attn: Literal["cosine", "lipschitznorm"] = "cosine",
+    logit_scale: float = 10.0,
+    learn_logit_scale: bool = False,
 ) -> nn.Module:
     r"""Make a plain timm ViT, DeiT or Swin Lipschitz continuous, in place.
 
     LayerNorm becomes CenterNorm, dot-product attention scaled cosine attention, every residual
     branch gets a learnable weight per channel (timm's ``LayerScale``), and the weights are
     initialized spectrally. Shapes, parameter names and the whole API of the class stay; names that
-    are new are ``ls1.gamma`` and ``ls2.gamma`` (``drop_path1.0.gamma`` and so on in Swin) and
-    ``attn.attention.value_scale``.
+    are new are ``ls1.gamma`` and ``ls2.gamma`` (``drop_path1.0.gamma`` and so on in Swin),
+    ``attn.attention.value_scale`` and ``attn.attention.log_logit_scale``. What takes the place of a
+    frozen parameter is frozen. timm's ``save_for_hf`` and ``local-dir:`` rebuild the converted form
+    of a model that ``timm.create_model`` made.
 
     Example:
         >>> import timm
@@ -176,9 +173,14 @@ def convert(
         model: A ``VisionTransformer`` (DeiT included) of plain pre-norm blocks with learned or no
             position embedding, or a ``SwinTransformer``.
         value_scale: nu, the length to which values are normalized, > 0.
-        residual_scale: Initial weight of the branches; None for 1 / (number of blocks).
-        spectral_init: Re-initialise the linear and convolution weights and zero their biases;
-            False keeps pretrained ones.
+        residual_scale: Initial weight of the branches; None for 1 / (number of blocks), or for the
+            model's own ``LayerScale`` if ``spectral_init`` is False and it has one.
+        spectral_init: Initialize the linear and convolution weights spectrally, and set gains to
+            one and biases to zero. False keeps pretrained weights, gains and biases.
+        attn: "cosine" for the paper's scaled cosine attention, "lipschitznorm" for dot products
+            normalized by LipschitzNorm, which has neither tau nor nu.
+        logit_scale: tau, which multiplies the cosines, in (0, 100].
+        learn_logit_scale: Learn tau per head and block.
 
     Returns:
         The same model.
@@ -186,29 +188,63 @@ def convert(
     Raises:
         TypeError: If the model or one of its layers has no Lipschitz form here; the model is left
             as it was.
+        ValueError: If an argument is out of range, or has no effect with ``attn``.
 
     Reference:
         Qi et al. 2023 (LipsFormer) for the four components; the converted backbone is ours.
     """
+    options = {
+        "logit_scale": logit_scale,
+        "learn_logit_scale": learn_logit_scale,
+        "value_scale": value_scale,
+    }
+    check_attn(attn, **options)
+    make_core(attn, 1, 0.0, **options)  # raises if a number is out of range
     _check_convertible(model)
     blocks = _blocks(model)
+    keep = not spectral_init
     scale = 1.0 / len(blocks) if residual_scale is None else residual_scale
     for block in blocks:
-        if hasattr(block, "ls1"):  # the place for the weight in ViT; Swin has none
-            block.attn = CosineAttention(block.attn, value_scale)
-            block.ls1 = _layer_scale(block.norm1, scale)
-            block.ls2 = _layer_scale(block.norm2, scale)
-        else:
-            block.attn = CosineWindowAttention(block.attn, value_scale)
-            block.drop_path1 = nn.Sequential(_layer_scale(block.norm1, scale), block.drop_path1)
-            block.drop_path2 = nn.Sequential(_layer_scale(block.norm2, scale), block.drop_path2)
+        kind = CosineAttention if hasattr(block, "ls1") else CosineWindowAttention
+        block.attn = _in_place_of(block.attn, kind(block.attn, attn, **options))
+        for number, norm in ((1, block.norm1), (2, block.norm2)):
+            weight = _layer_scale(norm, scale)
+            if not hasattr(block, "ls1"):  # the place for the weight in ViT; Swin has none
+                end = f"drop_path{number}"
+                setattr(block, end, nn.Sequential(weight, getattr(block, end)))
+            elif not (
+                keep
+                and residual_scale is None
+                and isinstance(getattr(block, f"ls{number}"), LayerScale)
+            ):
+                setattr(block, f"ls{number}", weight)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.LayerNorm):
-                setattr(parent, name, _center_norm(child))
+                setattr(parent, name, _in_place_of(child, _center_norm(child, keep)))
     if spectral_init:
         spectral_init_modules_(model)
+    _record(model, residual_scale=residual_scale, spectral_init=spectral_init, attn=attn, **options)
     return model
+
+
+def _record(model: nn.Module, **arguments: Any) -> None:
+    """Note for timm's formats how the model is built again, if timm built it."""
+    known = getattr(model, "pretrained_cfg", None) or {}
+    if "architecture" not in known:
+        return
+    defaults = {
+        name: parameter.default for name, parameter in inspect.signature(convert).parameters.items()
+    }
+    given = {name: value for name, value in arguments.items() if value != defaults[name]}
+    update_model_args(model, original=known["architecture"], convert_args=given)
+    rename_architecture(model)
+
+
+def rename_architecture(model: Any) -> None:
+    """Give a converted model the name under which its form is registered with timm."""
+    model.pretrained_cfg = {**model.pretrained_cfg, "architecture": CONVERTED}
+    model.default_cfg = model.pretrained_cfg  # timm's older name
 
 
 def _blocks(model: nn.Module) -> list[Any]:
@@ -240,17 +276,36 @@ def _check_convertible(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if "norm" in type(module).__name__.lower() and not isinstance(module, nn.LayerNorm):
             raise TypeError(f"{name} is a {type(module).__name__}: only LayerNorm is converted")
+        if isinstance(module, nn.LayerNorm) and module.weight is None:
+            raise TypeError(f"{name} is a LayerNorm without gains, which is not converted")
 
 
-def _layer_scale(norm: nn.LayerNorm, value: float) -> LayerScale:
+def _layer_scale(norm: nn.LayerNorm, value: float) -> nn.Module:
     weight = norm.weight
-    dim = norm.normalized_shape[0]
-    return LayerScale(dim, value, device=weight.device, dtype=weight.dtype)
+    scale = LayerScale(norm.normalized_shape[0], value, device=weight.device, dtype=weight.dtype)
+    return scale.requires_grad_(weight.requires_grad)
 
 
-def _center_norm(norm: nn.LayerNorm) -> CenterNorm:
+def _center_norm(norm: nn.LayerNorm, keep: bool) -> CenterNorm:
     weight = norm.weight
-    return CenterNorm(norm.normalized_shape[0], device=weight.device, dtype=weight.dtype)
+    made = CenterNorm(norm.normalized_shape[0], device=weight.device, dtype=weight.dtype)
+    if keep:
+        made.load_state_dict(norm.state_dict(), strict=False)  # some have no bias
+    made.weight.requires_grad_(weight.requires_grad)
+    bias = weight if norm.bias is None else norm.bias
+    made.bias.requires_grad_(bias.requires_grad)
+    return made
+
+
+def _in_place_of(old: Any, new: nn.Module) -> nn.Module:
+    """Give the new module the mode of the old one, and new parameters of attention its freezing."""
+    attention = getattr(new, "attention", None)
+    if attention is not None:
+        attention.requires_grad_(old.qkv.weight.requires_grad)
+    for module in (new, attention):
+        if module is not None:
+            module.training = old.training
+    return new
 
 
 register_fold(PatchMerging)(fold_patch_merging)

@@ -89,7 +89,7 @@ class Report:
             differing=_differing(self.runs),
             environment=_environment(self.runs),
             no_monitor="Nothing was watched: lipschitz.monitor_every was null.",
-            footer=f"Made by python -m scripts.report on {datetime.now():%Y-%m-%d %H:%M} in "
+            footer=f"Made by lipsformer report on {datetime.now():%Y-%m-%d %H:%M} in "
             f"{self.seconds:.1f} s on {platform.node()}.",
         )
 

@@ -64,5 +64,5 @@ def try_report(folder: Path) -> None:
     except ConfigError as error:
         logger.warning("no report: %s", error)
     except Exception:
-        again = f"python -m scripts.report {folder}"
+        again = f"lipsformer report {folder}"
         logger.warning("no report was made; %s tries again", again, exc_info=True)

@@ -13,10 +13,12 @@ import torch
 from timm.data import ImageNetInfo
 
 from data import DataError, UnreadableImageError, build_datasets, build_eval_dataset
+from data.build import build_source
 from data.parquet import ParquetSource
 from data.shards import ShardSource
 from data.sources import FolderSource
 from lipsformer.config import AugmentConfig, DataConfig
+from scripts import check_data
 from scripts.make_shards import main
 from tests.data.photos import encoded, photo
 from tests.data.test_shards import assert_exact_epochs
@@ -145,7 +147,7 @@ def test_large_row_groups_are_slow_or_refused(made, monkeypatch):
     data = DataConfig(source="parquet", root=str(hub), val_split="validation", img_size=16)
     size = ParquetSource(hub, "train").group_bytes
     monkeypatch.setattr("data.build.SLOW_GROUP_BYTES", size - 1)
-    with pytest.warns(UserWarning, match=r"a row group .* scripts.make_shards --parquet SPLIT"):
+    with pytest.warns(UserWarning, match=r"a row group .*lipsformer make-shards --parquet SPLIT"):
         build_datasets(data, AugmentConfig(), seed=0)
     monkeypatch.setattr("data.parquet.MAX_GROUP_BYTES", size - 1)
     with pytest.raises(DataError, match=r"a row group of .* GiB, .* row_group_size=100"):
@@ -219,3 +221,38 @@ def test_class_order_is_the_standard_imagenet_index(datasets, tmp_path):
     for index in range(0, 1000, 97):
         pixels, label = dataset[index]
         assert torch.equal(pixels, by_label[label][0])
+
+
+def test_broken_images_are_listed_and_left_out(tmp_path, capsys):
+    write_tree(tmp_path / "folder", {"a": 11, "b é": 7, "10": 5})
+    rows = shuffled(FolderSource(tmp_path / "folder"), CLASSES)
+    for number in (4, 17):
+        rows[number][0]["bytes"] = rows[number][0]["bytes"][:60]
+    for number, part in enumerate((rows[:13], rows[13:])):
+        name = f"train-{number:05d}-of-00002.parquet"
+        write(tmp_path / "hub" / name, *map(list, zip(*part, strict=True)))
+    bad = tmp_path / "bad.txt"
+    arguments = [str(tmp_path / "hub"), "--parquet", "train", "--workers", "1", "--list", str(bad)]
+    assert check_data.main(arguments) == 1
+    assert "23 images, 2 unreadable" in capsys.readouterr().out
+    assert bad.read_text() == "train/4\ntrain/17\n"
+    data = DataConfig(
+        source="parquet", root=str(tmp_path / "hub"), val_split="train", skip_list=str(bad)
+    )
+    with pytest.warns(UserWarning, match="2 images of train are left out"):
+        source = build_source(data, "train")
+    kept = [row for number, row in enumerate(rows) if number not in (4, 17)]
+    assert [source.load(i).content for i in range(21)] == [image["bytes"] for image, _ in kept]
+    assert source.labels.tolist() == [label for _, label in kept]
+    for line, message in (("train/23", "image 23 of train"), ("train/a.png", "by their numbers")):
+        bad.write_text(line)
+        with (
+            pytest.raises(DataError, match=message),
+            pytest.warns(UserWarning, match="1 images of train"),
+        ):
+            build_source(data, "train")
+
+
+def test_a_split_that_is_not_there_is_one_clear_line(tmp_path, capsys):
+    assert check_data.main([str(tmp_path), "--parquet", "train"]) == 2
+    assert "no parquet files of split 'train'" in capsys.readouterr().err

@@ -1,3 +1,4 @@
+import json
 import zipfile
 from pathlib import Path
 from urllib.error import URLError
@@ -210,3 +211,24 @@ def test_held_out_images_are_the_same_share_of_every_class_and_never_trained_on(
     assert np.array_equal(val.labels, source.labels[kept])
     pixels = [np.asarray(s.load(i).image()) for s, i in ((val.source, 5), (source, int(kept[5])))]
     assert np.array_equal(*pixels)
+
+
+def test_a_class_map_renames_the_classes_of_the_data(tmp_path):
+    """Two classes of the data may be one of the model, and names that agree need no entry."""
+    write_tree(tmp_path / "val", {"Katze": 3, "dog": 2, "kitten": 1})
+    names, file = ("bird", "cat", "dog"), tmp_path / "map.json"
+    config = folder_config(tmp_path)
+    with pytest.raises(DataError, match="2 unknown"):
+        build_eval_dataset(config, classes=names)
+    file.write_text(json.dumps({"Katze": "cat", "kitten": "cat"}))
+    with pytest.warns(UserWarning, match="1 of 3 classes have no images"):
+        images = build_eval_dataset(config, classes=names, class_map=str(file))
+    assert images.labels.tolist() == [1, 1, 1, 2, 2, 1]
+    for text, message in (
+        ('{"Hund": "dog"}', "'Hund'"),
+        ('["dog"]', "must hold one JSON object"),
+        ("{", "cannot be read"),
+    ):
+        file.write_text(text)
+        with pytest.raises(DataError, match=message):
+            build_eval_dataset(config, classes=names, class_map=str(file))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from accelerate import Accelerator
+from timm.task import ClassificationTask
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +42,7 @@ def make_state(
         accelerator=accelerator,
         model=prepared,
         module=accelerator.unwrap_model(prepared),
+        task=ClassificationTask(prepared, nn.CrossEntropyLoss(), verbose=False),
         optimizer=optimizer,
         schedule=CosineSchedule(peak=OPTIM.lr, final=0.0, total_steps=10),
         clip_grad=OPTIM.clip_grad,

@@ -31,6 +31,7 @@ BODY = {
     "learn": st.booleans(),
 }
 STAGES = st.sampled_from([(1,), (1, 1), (2,)])
+FORM = st.sampled_from(["cosine", "cosine", "learned", "lipschitznorm"])
 VIT = {
     "size": st.tuples(st.integers(1, 3), st.integers(1, 2)),
     "extra": st.sampled_from([(0, 0), (0, 0), (0, 0), (1, 0), (0, 2)]),
@@ -41,6 +42,7 @@ VIT = {
     "head_dim": st.sampled_from([2, 3]),
     "depth": st.sampled_from([1, 2]),
     "nu": st.sampled_from([1.0, 0.1, 5.0]),
+    "form": FORM,
     "options": st.fixed_dictionaries(
         {},
         optional={
@@ -63,7 +65,7 @@ VIT = {
     ),
 }
 TIMM_SWIN = {
-    **{name: VIT[name] for name in ("extra", "patch", "chans", "classes", "nu")},
+    **{name: VIT[name] for name in ("extra", "patch", "chans", "classes", "nu", "form")},
     "size": st.tuples(st.integers(1, 4), st.integers(1, 4)),
     "depths": STAGES,
     "head_dim": st.sampled_from([2, 3]),
@@ -172,26 +174,34 @@ def _vit_arguments(
     }
 
 
+def _form(nu: float, form: str) -> dict[str, Any]:
+    """Return the arguments of the attention, of which LipschitzNorm has none."""
+    if form == "lipschitznorm":
+        return {"attn": form}
+    learned = {"logit_scale": 3.0, "learn_logit_scale": True} if form == "learned" else {}
+    return {"value_scale": nu, **learned}
+
+
 @kind("vit", **VIT)
-def vit(extra: Any, nu: float, **arguments: Any) -> Subject:
+def vit(extra: Any, nu: float, form: str = "cosine", **arguments: Any) -> Subject:
     made = _vit_arguments(**arguments)
-    model = LipsFormerViT(value_scale=nu, **made)
+    model = LipsFormerViT(**_form(nu, form), **made)
     return model_subject(model, arguments["chans"], _plus(made["img_size"], extra))
 
 
 @kind("converted vit", **VIT)
-def converted_vit(extra: Any, nu: float, **arguments: Any) -> Subject:
+def converted_vit(extra: Any, nu: float, form: str = "cosine", **arguments: Any) -> Subject:
     made = _vit_arguments(**arguments)
-    model = convert(VisionTransformer(**made), nu, spectral_init=False)
+    model = convert(VisionTransformer(**made), spectral_init=False, **_form(nu, form))
     return model_subject(model, arguments["chans"], _plus(made["img_size"], extra))
 
 
 @kind("converted distilled deit", **VIT)
-def converted_deit(extra: Any, nu: float, **arguments: Any) -> Subject:
+def converted_deit(extra: Any, nu: float, form: str = "cosine", **arguments: Any) -> Subject:
     made = _vit_arguments(**arguments)
     for name in ("global_pool", "class_token", "reg_tokens", "pos_embed"):
         made.pop(name, None)
-    model = convert(VisionTransformerDistilled(**made), nu, spectral_init=False)
+    model = convert(VisionTransformerDistilled(**made), spectral_init=False, **_form(nu, form))
     return model_subject(model, arguments["chans"], _plus(made["img_size"], extra))
 
 
@@ -207,6 +217,7 @@ def converted_swin(
     head_dim: int,
     window: int,
     options: dict[str, Any],
+    form: str = "cosine",
 ) -> Subject:
     img_size = pixels(size, patch)
     model = SwinTransformer(
@@ -222,7 +233,7 @@ def converted_swin(
         weight_init="skip",
         **options,
     )
-    convert(model, nu, spectral_init=False)
+    convert(model, spectral_init=False, **_form(nu, form))
     return model_subject(model, chans, _plus(img_size, extra))
 
 

@@ -165,7 +165,7 @@ def test_features_only_returns_the_stages_outputs(name):
     ("kwargs", "message"),
     [
         ({"img_size": 30}, "img_size=30 is not a multiple of patch_size=4"),
-        ({"weight_init": "jax"}, "weight_init must be '' or 'skip', got 'jax'"),
+        ({"weight_init": "jax"}, "weight_init must be '', 'unit_norm' or 'skip', got 'jax'"),
         ({"value_scale": 2.0, "official_compat": True}, "value_scale=2.0 has no effect"),
         ({"logit_scale": 0.0}, r"logit_scale must lie in \(0, 100\], got 0.0"),
         ({"drop_path_rate": 1.0}, r"drop_path must lie in \[0, 1\), got 1.0"),

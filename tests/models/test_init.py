@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers)
-from lipsformer.layers import DepthwiseConv2d
+from lipsformer.layers import CenterNorm, DepthwiseConv2d
 
 NAMES = ["lipsformer_nano", "lipsformer_swin_nano"]
 
@@ -58,6 +58,17 @@ def test_every_reshaped_weight_has_norm_one(name, dtype):
         assert sigma == pytest.approx(1.0, abs=tolerance), layer_name
         if layer.bias is not None:
             assert not layer.bias.any(), layer_name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unit_norms_have_the_constant_one(name):
+    """The largest singular value of the matrix of every CenterNorm, also after a reset."""
+    model = create(name, weight_init="unit_norm")
+    for _ in range(2):
+        for norm in (module for module in model.modules() if isinstance(module, CenterNorm)):
+            matrix = norm(torch.eye(norm.dim)) - norm.bias
+            assert torch.linalg.svdvals(matrix.double())[0].item() == pytest.approx(1.0, abs=1e-6)
+        model.init_weights()
 
 
 @pytest.mark.parametrize("name", NAMES)

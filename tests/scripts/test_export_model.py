@@ -16,7 +16,7 @@ EXPORTED = [
     pytest.param("lipsformer_nano", "torch", marks=pytest.mark.slow),
     pytest.param("lipsformer_nano", "onnx", marks=pytest.mark.slow),
     ("lipsformer_swin_nano", "hf"),
-    ("lipsformer_swin_nano", "torch"),
+    pytest.param("lipsformer_swin_nano", "torch", marks=pytest.mark.slow),
     ("lipsformer_swin_nano", "onnx"),
     *(
         pytest.param(name, key, marks=pytest.mark.slow)

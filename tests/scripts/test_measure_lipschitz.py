@@ -14,7 +14,7 @@ from scripts.measure_lipschitz import load_images, main
 
 def test_record_table_and_plot_of_a_model(tmp_path, capsys):
     torch.manual_seed(0)
-    options = ["--data", "source=digits", "--images", "2", "--iters", "3", "--ascent", "1"]
+    options = ["--data", "source=digits", "--images", "1", "--iters", "2", "--ascent", "1"]
     files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png")]
     assert main(["lipsformer_swin_nano", *options, *files]) == 0
     record = json.loads((tmp_path / "r.json").read_text())

@@ -80,15 +80,22 @@ def _cosine_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
 @bound_rule(CosineWindowAttention)
 def _cosine_window_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     # Shifted windows add a mask to the bias, so `mass=None`, which holds for every bias and mask.
-    return _attention(module, math.prod(module.window_size), None, domain, scale)
+    return _attention(module, math.prod(module.window_size), None, domain, scale, biased=True)
 
 
 def _attention(
-    module: Any, num_tokens: int, mass: Tensor | None, domain: Domain, scale: Tensor | None
+    module: Any,
+    num_tokens: int,
+    mass: Tensor | None,
+    domain: Domain,
+    scale: Tensor | None,
+    biased: bool = False,
 ) -> Bound:
     check_attention(module, module.num_heads, module.attention)
     heads = split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads)
-    attended = attention_bound(module.attention, heads, num_tokens, domain.radius, mass)
+    attended = attention_bound(
+        module.attention, heads, num_tokens, domain.radius, mass, biased=biased
+    )
     return projected_bound(attended, module.proj, domain, scale)
 
 

@@ -1,0 +1,143 @@
+"""What a step minimizes: timm's training tasks, with or without a teacher."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import timm
+import torch
+from accelerate import Accelerator
+from timm.loss import BinaryCrossEntropy
+from timm.task import (
+    ClassificationTask,
+    LogitDistillationTask,
+    TokenDistillationTask,
+    TrainingTask,
+)
+from torch import Tensor, nn
+
+from lipsformer._configfile import ConfigError, require
+from lipsformer.config import Config
+from lipsformer.engine.checkpoint import CheckpointError
+from lipsformer.engine.run_folder import find_weights, load_model
+
+
+def load_teacher(config: Config, classes: Sequence[str], sizes: Sequence[int]) -> nn.Module | None:
+    """Load the teacher that `loss.teacher` names, on the CPU; None without one.
+
+    Args:
+        config: The config of the run.
+        classes: Names of the classes, which the teacher must know in this order.
+        sizes: Sizes of the training images, which it must take.
+
+    Raises:
+        ConfigError: If it cannot be loaded, or its logits are not those of the classes.
+    """
+    name = config.loss.teacher
+    if name is None:
+        return None
+    try:
+        model, known = _named_model(name)
+        with torch.no_grad():
+            outputs = [model.eval()(torch.zeros(1, 3, size, size)) for size in sizes]
+    except Exception as error:  # timm, the hub and a model raise whatever they meet
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        more = "" if isinstance(error, CheckpointError | ConfigError) else " cannot be used"
+        raise ConfigError(f"loss.teacher={name!r}{more}: {reason}") from None
+    if known is not None and list(known) != list(classes):
+        raise ConfigError(
+            f"loss.teacher={name!r} was trained on other classes than those of the data: "
+            f"{len(known)} from {known[0]!r} on, not {len(classes)} from {classes[0]!r} on"
+        )
+    if any(output.shape != (1, len(classes)) for output in outputs):
+        raise ConfigError(
+            f"loss.teacher={name!r} gives outputs of shape {tuple(outputs[0].shape[1:])} for an "
+            f"image, but the data have {len(classes)} classes"
+        )
+    return model.requires_grad_(False)
+
+
+def _named_model(name: str) -> tuple[nn.Module, Sequence[str] | None]:
+    """Return a trained model, and the names of its classes if they are known."""
+    if not Path(name).exists() and timm.is_model(name):
+        known = timm.get_pretrained_cfg(name)
+        if known is None or not known.has_weights:
+            raise ConfigError("timm has no pretrained weights of this name")
+        return timm.create_model(name, pretrained=True), None
+    weights = find_weights(name)
+    return load_model(weights), weights.classes()
+
+
+def make_criterion(config: Config, num_classes: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Build the mean loss of logits [B, K] and target probabilities [B, K], in float32.
+
+    Raises:
+        ConfigError: If the threshold of the targets makes all classes, or none, the target.
+    """
+    loss, smoothing = config.loss, config.augment.label_smoothing
+    criterion: nn.Module = nn.CrossEntropyLoss()
+    if loss.type == "bce":
+        threshold, low = loss.bce_target_thresh, smoothing / num_classes
+        if threshold is not None:
+            allowed = (
+                f"augment.label_smoothing={smoothing} makes targets of {low:g} and "
+                f"{1 - smoothing + low:g} for {num_classes} classes, and it must separate them"
+            )
+            fits = low <= threshold < 1 - smoothing + low
+            require(fits, "loss.bce_target_thresh", threshold, allowed)
+        criterion = BinaryCrossEntropy(target_threshold=threshold, sum_classes=loss.bce_sum)
+    return lambda logits, targets: criterion(logits.float(), targets)
+
+
+def make_task(
+    config: Config,
+    model: nn.Module,
+    accelerator: Accelerator,
+    *,
+    teacher: nn.Module | None,
+    num_classes: int,
+) -> TrainingTask:
+    """Build timm's task, which computes the mean loss of a micro-batch.
+
+    Args:
+        config: The config of the run.
+        model: The prepared model.
+        accelerator: Accelerate's, for device and precision.
+        teacher: The model to learn from, or None.
+        num_classes: Number of classes.
+
+    Raises:
+        ConfigError: If the model has no distillation head for `loss.distill_type=token`.
+    """
+    loss, device = config.loss, accelerator.device
+    criterion = make_criterion(config, num_classes)
+    if teacher is None:
+        return ClassificationTask(model, criterion, device=device, verbose=False)
+    settings = {
+        # mixed precision and float32 logits, as in the model that learns, but no DDP and no FSDP
+        "teacher_model": accelerator.prepare_model(teacher.to(device), evaluation_mode=True),
+        "criterion": criterion,
+        "temperature": loss.temperature,
+        "task_loss_weight": loss.task_loss_weight,
+        "distill_loss_weight": loss.distill_loss_weight,
+        "device": device,
+        "verbose": False,
+    }
+    if loss.distill_type == "logit":
+        return LogitDistillationTask(model, **settings)
+    try:
+        return TokenDistillationTask(model, distill_type=loss.token_distill_type, **settings)
+    except ValueError:
+        raise ConfigError(
+            f"loss.distill_type='token' needs a model with a distillation head, and model.name="
+            f"{config.model.name!r} has none: use one such as deit_tiny_distilled_patch16_224"
+        ) from None
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return the SHA-256 of the weights of a model."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,0 +1,33 @@
+"""The attention on projected queries, keys and values, which all bodies share."""
+
+from typing import Any
+
+from torch import nn
+
+from lipsformer.layers import LipschitzNormAttention, ScaledCosineAttention
+
+COSINE_ONLY = {"logit_scale": 10.0, "learn_logit_scale": False, "value_scale": 1.0}
+
+
+def check_attn(attn: str, **options: Any) -> None:
+    """Raise a `ValueError` if an attention is unknown or would ignore one of its options.
+
+    Args:
+        attn: "cosine" or "lipschitznorm".
+        **options: Arguments of `ScaledCosineAttention`. LipschitzNorm takes only their defaults.
+    """
+    if attn not in ("cosine", "lipschitznorm"):
+        raise ValueError(f"attn must be 'cosine' or 'lipschitznorm', got {attn!r}")
+    for name, default in COSINE_ONLY.items():
+        if attn == "lipschitznorm" and options.get(name, default) != default:
+            raise ValueError(
+                f"{name}={options[name]!r} has no effect with attn='lipschitznorm', which has "
+                "neither tau nor nu: leave it out"
+            )
+
+
+def make_core(attn: str, num_heads: int, attn_drop: float, **options: Any) -> nn.Module:
+    """Build the attention that `attn` names; `options` are those of `ScaledCosineAttention`."""
+    if attn == "lipschitznorm":
+        return LipschitzNormAttention(num_heads, attn_drop)
+    return ScaledCosineAttention(num_heads, attn_drop=attn_drop, **options)
