@@ -246,8 +246,8 @@ MODELS = {
     "converted swin": (converted_swin, TIMM_SWIN),
 }
 for _body in ("swin", "cswin"):
-    for _form in ("cosine", "official", "lipschitznorm"):
-        kind(f"{_body}, {_form}", **{**MODELS[_body][1], "form": st.just(_form)})(MODELS[_body][0])
+    for _name in ("cosine", "official", "lipschitznorm"):
+        kind(f"{_body}, {_name}", **{**MODELS[_body][1], "form": st.just(_name)})(MODELS[_body][0])
 ANY_MODEL = st.sampled_from(sorted(MODELS)).flatmap(
     lambda name: st.tuples(st.just(name), st.fixed_dictionaries(MODELS[name][1]))
 )
