@@ -12,6 +12,9 @@ from torch.nn.utils import parametrize
 SETUP = ("reset", "init", "extra_repr", "set_", "no_", "group", "load", "prune", "_load", "_init")
 PASSIVE = (nn.Identity, nn.Dropout, DropPath, nn.GELU, nn.ReLU)
 
+# Changes after which the sizes inside a module may no longer fit: any error refuses a bound.
+BREAKING = ("attribute", "replace", "exchange")
+
 
 class Times(nn.Module):
     """Multiply by a number; no rule knows this class."""

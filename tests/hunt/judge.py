@@ -86,7 +86,8 @@ def _verdict(hunt: "_Hunt", case: Case, input_steps: int, weight_steps: int) -> 
         if runs is not None:
             refused = isinstance(error, ValueError) and case["change"] is None
             return {"outcome": "refused" if refused else "unusable", "detail": runs}
-        return {"outcome": "error", "detail": _line(error)}
+        broken = case["change"] is not None and case["change"]["what"] in changes.BREAKING
+        return {"outcome": "refused" if broken else "error", "detail": _line(error)}
     if runs is not None:
         changed = case["change"] is not None
         return {"outcome": "unusable" if changed else "accepts", "detail": runs}
