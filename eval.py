@@ -10,7 +10,9 @@ settings of config.yaml. `--class-map` renames classes of data that call them ot
 weights without a config.json in its folder needs `--config`.
 `--set` evaluates on ImageNet's sets instead: val real v2 a r sketch c, each also as `name=folder`
 (docs/data.md). `--certify` adds the share of images that keep their class within a 2-norm distance,
-proved and under attack (docs/lipschitz.md). Exit code 2 for a mistake.
+proved and under attack, and writes certificate.json beside the weights (docs/lipschitz.md). The
+share that it calls certified is the executed statement: the float32 program, with all of its
+rounding. Exit code 2 for a mistake.
 """
 
 import argparse
@@ -28,12 +30,14 @@ from lipsformer._configfile import ConfigError, read_config, require_writable
 from lipsformer.config import Config
 from lipsformer.engine import exits
 from lipsformer.engine.build import build_model
+from lipsformer.engine.build import timm_config as describe_model
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights, load_model, load_weights
 from scripts._assemble import data_config
-from scripts._certify import DEFAULT, parse_distance
+from scripts._certificate import FILE, certificate
+from scripts._certify import DEFAULT, model_bound, parse_distance
 from scripts._evaluate import evaluate_set, table
 
 EXIT_CODES = {
@@ -85,6 +89,9 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = build_model(config, STANDARD if options.set else sets[0].dataset.classes)
         load_weights(model, weights.file)
 
+    certificate_file = weights.folder / FILE
+    if distances:
+        require_writable("--certify", certificate_file)
     accelerator = make_accelerator(
         options.precision or (config.train.precision if config else "fp32")
     )
@@ -92,10 +99,18 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         print(weights, file=sys.stderr if options.json == "-" else sys.stdout)
     model.to(accelerator.device)
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
+    bound = model_bound(accelerator, model, data) if distances else None
     figures = {
-        eval_set.name: evaluate_set(accelerator, model, eval_set, data, batch_size, distances)
+        eval_set.name: evaluate_set(
+            accelerator, model, eval_set, data, batch_size, distances, bound
+        )
         for eval_set in sets
     }
+    if bound is not None:
+        rows = {s.name: (s, figures[s.name].pop("certificates")) for s in sets}
+        description = json.loads(describe_model(model, sets[0].dataset.classes))
+        record = certificate(bound, weights.file, description, data, rows, distances)
+        certificate_file.write_text(json.dumps(record, indent=1) + "\n")
     rows = [{"set": name, **result} for name, result in figures.items()]
     shared = {
         "checkpoint": options.checkpoint,

@@ -3,6 +3,7 @@
     python train.py --config configs/demo.yaml                    digits, about 2 minutes on a CPU
     python train.py --config configs/demo.yaml optim.lr=1e-3      any setting as key=value
     python train.py --config configs/demo.yaml --dry-run          only show what would be done
+    python train.py --config configs/demo.yaml --dry-run --world-size 16    the same, on 16 devices
     accelerate launch train.py --config configs/imagenet/lipsformer_tiny_100ep.yaml
 
 The same command continues a run that was stopped.
@@ -15,6 +16,7 @@ written, unless training met an image that cannot be read.
 
 import argparse
 import errno
+import json
 import logging
 import os
 import sys
@@ -26,7 +28,13 @@ import torch
 
 from data import DataError
 from lipsformer._commands import documented_parser
-from lipsformer._configfile import ConfigError, describe, dump_config, read_config
+from lipsformer._configfile import (
+    ConfigError,
+    describe,
+    dump_config,
+    read_config,
+    require_writable,
+)
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
 from lipsformer.engine import distributed, exits
@@ -36,6 +44,7 @@ from lipsformer.engine.resume import find_start
 from lipsformer.engine.trainer import Trainer
 from scripts._assemble import assemble
 from scripts._dry_run import describe_run
+from scripts._many_ranks import predict, table
 from scripts.reporting.write import try_report
 
 EXIT_CODES = {
@@ -95,6 +104,19 @@ def dry_run(config: Config) -> str:
     return f"{text}\n\nwould start {place}; nothing was written"
 
 
+def many_ranks(config: Config, options: argparse.Namespace) -> str:
+    """Return what a run on `--world-size` devices would do, as a table or as JSON."""
+    if not options.dry_run:
+        raise ConfigError(f"--world-size {options.world_size} needs --dry-run")
+    if options.json not in (None, "-"):
+        require_writable("--json", options.json)
+    found = predict(config, options.world_size, options.shard)
+    text = json.dumps(found, indent=1)
+    if options.json not in (None, "-"):
+        Path(options.json).write_text(text + "\n")
+    return text if options.json == "-" else table(found)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__, epilog=f"settings:\n\n{describe(Config)}")
     parser.add_argument("--config", required=True, help="YAML file of the run")
@@ -103,6 +125,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="show config, model, schedule and memory; no training",
     )
+    ranks = parser.add_argument_group("with --dry-run")
+    ranks.add_argument("--world-size", type=int, metavar="N", help="show a run on N devices")
+    ranks.add_argument(
+        "--shard", type=int, default=1, metavar="N", help="shard over N of them (1: DDP)"
+    )
+    ranks.add_argument("--json", metavar="FILE", help="also write the figures there; - for stdout")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optim.lr=1e-3")
     return parser
 
@@ -116,6 +144,9 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
 
     def work() -> int:
         config = read_config(Config, options.config, options.overrides)
+        if options.world_size is not None:
+            print(many_ranks(config, options))
+            return 0
         if options.dry_run:
             text = dry_run(config)
             if first:

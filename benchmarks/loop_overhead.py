@@ -83,7 +83,8 @@ def engine_loop(name: str, batches: list, output_dir: Path) -> Callable[[], None
         clip_grad=OPTIM.clip_grad,
         seed=0,
     )
-    metrics, stop, stopwatch = StepMetrics(accelerator, max_nonfinite=0), StopRequest(), Stopwatch()
+    metrics, stop = StepMetrics(accelerator, max_nonfinite=0), StopRequest()
+    stopwatch = Stopwatch(accelerator)
     tracking = Tracking(
         accelerator,
         RunFolder(output_dir),

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,39 +143,56 @@ class TrainBatches:
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[Update]:
         """Yield the updates of an epoch from `start_update` on, without loading earlier ones."""
-        order = self._order(epoch)
-        updates = range(start_update, self.updates_per_epoch)
-        dealt = [self._deal(order, update) for update in updates]
+        dealt = self.deal(epoch, start_update)
         self._keys.epoch = epoch
         self._keys.batches = [micro_batch for update in dealt for micro_batch in update]
         loaded = _raising(self._loader)
-        for update, micro_batches in zip(updates, dealt, strict=True):
+        for update, micro_batches in enumerate(dealt, start_update):
             loaded_now = [next(loaded) for _ in micro_batches]
-            yield Update(loaded_now, len(self._group(order, update)))
+            yield Update(loaded_now, len(self.samples(epoch, update)))
 
     def indices(self, epoch: int, update: int) -> list[int]:
-        """Return the indices of the samples of one update of an epoch, over all ranks."""
-        return (self._group(self._order(epoch), update) // self.repeats).tolist()
+        """Return the indices of the images of one update of an epoch, over all ranks."""
+        return (self.samples(epoch, update) // self.repeats).tolist()
 
-    def _order(self, epoch: int) -> np.ndarray:
-        """Return the samples of an epoch: R times the index of an image plus the repeat."""
-        order = permutation(len(self.dataset), "order", self.seed, epoch)
-        repeated = np.add.outer(order * self.repeats, np.arange(self.repeats)).ravel()
-        return repeated[: self.samples_per_epoch]
-
-    def _group(self, order: np.ndarray, update: int) -> np.ndarray:
+    def samples(self, epoch: int, update: int) -> np.ndarray:
+        """Return the samples of one update, over all ranks: R times an image plus the repeat."""
+        order = _order(len(self.dataset), self.repeats, self.seed, epoch)[: self.samples_per_epoch]
         start = update * self.global_batch_size
         return order[start : start + self.global_batch_size]
 
-    def _deal(self, order: np.ndarray, update: int) -> list[np.ndarray]:
-        group = self._group(order, update)
+    def deal(self, epoch: int, start_update: int = 0) -> list[list[np.ndarray]]:
+        """Return, for each update of an epoch, the samples of each micro-batch of this rank."""
+        updates = range(start_update, self.updates_per_epoch)
+        return [self._deal(self.samples(epoch, update)) for update in updates]
+
+    def _deal(self, group: np.ndarray) -> list[np.ndarray]:
+        """Return this rank's micro-batches of a group.
+
+        They are every `world_size`-th of the parts into which `np.array_split` splits a group. With
+        repeats, neighbors in the group are views of one image, which go to different ranks.
+        """
         steps = self._micro_steps(len(group))
         if self.repeats > 1:
             return np.array_split(group[self.rank :: self.world_size], steps)
-        return np.array_split(group, steps * self.world_size)[self.rank :: self.world_size]
+        parts = steps * self.world_size
+        size, larger = divmod(len(group), parts)
+        return [
+            group[part * size + min(part, larger) : (part + 1) * size + min(part + 1, larger)]
+            for part in range(self.rank, parts, self.world_size)
+        ]
 
     def _micro_steps(self, samples: int) -> int:
         return -(-samples // (self.batch_size_per_device * self.world_size))
+
+
+@lru_cache(maxsize=1)
+def _order(count: int, repeats: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of the samples of an epoch, which many ranks of one process share."""
+    order = permutation(count, "order", seed, epoch)
+    order = np.add.outer(order * repeats, np.arange(repeats)).ravel()
+    order.setflags(write=False)
+    return order
 
 
 class _Keys:
@@ -222,6 +240,7 @@ class EvalBatches:
     """
 
     def __init__(self, dataset: ImageDataset, batch_size: int, indices: range, num_workers: int):
+        self.indices = indices
         starts = range(0, len(indices), batch_size)
         self._batches = [list(indices[start : start + batch_size]) for start in starts]
         pin_memory = torch.accelerator.is_available()

@@ -31,11 +31,11 @@ from lipsformer.engine.build import (
 from lipsformer.engine.distributed import micro_batches
 from lipsformer.engine.loss import fingerprint, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
+from lipsformer.engine.parts import Parts
 from lipsformer.engine.preflight import check_model
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.engine.steps import shard_ema
 from lipsformer.engine.train_state import TrainState
-from lipsformer.engine.trainer import Parts
 
 PROBES = 8  # validation images at which the monitor reads attention
 

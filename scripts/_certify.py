@@ -1,5 +1,6 @@
 """Certified and attacked accuracy, for `eval.py --certify`."""
 
+import copy
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from data import Normalize
 from lipsformer._configfile import ConfigError
-from lipsformer.analysis.bounds import UnknownModuleError, image_domain, lipschitz_bound
-from lipsformer.analysis.certificates import certified_radius
+from lipsformer.analysis.bounds import Bound, UnknownModuleError, image_domain, lipschitz_bound
+from lipsformer.analysis.certificates import certified_radius, executed_error, real_error
 from lipsformer.analysis.robustness import robust_mask
 from lipsformer.config import DataConfig
 from lipsformer.engine.steps import SizedBatches
@@ -35,55 +36,85 @@ def parse_distance(text: str) -> float:
     return value
 
 
+def model_bound(accelerator: Accelerator, model: nn.Module, data: DataConfig) -> Bound:
+    """Return the proved bound of the logits, for normalized images of pixel values in [0, 1].
+
+    Raises:
+        ConfigError: If the model has no proved bound, or float32 may not be what it is on a CPU.
+    """
+    if accelerator.device.type != "cpu" or accelerator.num_processes > 1:
+        raise ConfigError(
+            "--certify covers the rounding of float32 on a CPU: run one process with "
+            "ACCELERATE_USE_CPU=true"
+        )
+    if torch.get_float32_matmul_precision() != "highest":
+        raise ConfigError(
+            "--certify needs products in full float32: leave torch.set_float32_matmul_precision at "
+            "'highest'"
+        )
+    try:
+        domain = image_domain((data.img_size, data.img_size), data.mean, data.std)
+        return lipschitz_bound(model, domain)
+    except UnknownModuleError as error:
+        raise ConfigError(f"--certify: {error}") from None
+
+
 def certify(
-    accelerator: Accelerator,
-    model: nn.Module,
+    bound: Bound,
     classifier: nn.Module,
     batches: SizedBatches,
     data: DataConfig,
     distances: Sequence[float],
+    outputs: Sequence[int] | None,
 ) -> dict[str, Any]:
-    """Return certified and attacked accuracy in percent, computed in float32.
+    """Return certified and attacked accuracy in percent, and logits and radii of every image.
+
+    The images are certified with logits in float64. The attack runs the program in float32.
 
     Args:
-        accelerator: Accelerate's, for device and ranks.
-        model: The model, whose proved bound is used.
-        classifier: The model, or some of its logits.
-        batches: This rank's share of the images.
+        bound: The proved bound of the logits.
+        classifier: The model, or some of its logits, in float32.
+        batches: The images.
         data: The preprocessing.
         distances: 2-norms of the change of an image, for pixel values in [0, 1].
-
-    Raises:
-        ConfigError: If the model has no proved bound.
+        outputs: Which of the model's logits count; None for all.
     """
-    try:
-        domain = image_domain((data.img_size, data.img_size), data.mean, data.std)
-        bound = lipschitz_bound(model, domain)
-    except UnknownModuleError as error:
-        raise ConfigError(f"--certify: {error}") from None
     normalize, generator = Normalize(data.mean, data.std), torch.Generator().manual_seed(0)
+    exact = copy.deepcopy(classifier).double()
+    mean, std = (torch.tensor(x).double()[:, None, None] for x in (data.mean, data.std))
 
     def logits(pixels: Tensor) -> Tensor:
         return classifier(normalize(pixels * 255.0))
 
-    counts = torch.zeros(len(distances), 2, dtype=torch.long, device=accelerator.device)
-    images_seen = torch.zeros((), dtype=torch.long, device=accelerator.device)
+    counts = torch.zeros(len(distances), 3, dtype=torch.long)
+    rows = []
     for images, labels in batches:
-        pixels = images.to(accelerator.device) / 255.0
-        labels = labels.to(accelerator.device)
+        pixels = images / 255.0
         with torch.no_grad():
-            # Normalization stretches distances by at most 1 / min(std).
-            radius = certified_radius(logits(pixels), bound) * min(data.std)
+            precise = exact((pixels.double() - mean) / std)
+        # Normalization stretches distances by at most 1 / min(std).
+        real, executed = (
+            certified_radius(precise, bound, error, outputs) * (min(data.std) * (1.0 - 2.0**-44))
+            for error in (real_error(bound), executed_error(bound))
+        )
+        right = precise.argmax(1) == labels
         for row, distance in zip(counts, distances, strict=True):
-            held = robust_mask(logits, pixels, labels, distance, radius, generator=generator)
-            row += torch.stack([part.sum() for part in held])
-        images_seen += len(labels)
-    counts, images_seen = accelerator.reduce((counts, images_seen), reduction="sum")  # pyright: ignore[reportGeneralTypeIssues]
-    shares = (100.0 * counts.double() / images_seen).tolist()
+            held, attacked = robust_mask(
+                logits, pixels, labels, distance, executed, generator=generator
+            )
+            row += torch.stack([held.sum(), (right & (real > distance)).sum(), attacked.sum()])
+        values = (labels.tolist(), precise.tolist(), real.tolist(), executed.tolist())
+        rows += [
+            {"label": label, "logits": z, "real": r, "executed": e}
+            for label, z, r, e in zip(*values, strict=True)
+        ]
+    shares = (100.0 * counts.double() / len(rows)).tolist()
     return {
         "pixel_bound_log10": bound.log10 - math.log10(min(data.std)),
+        "logit_rounding": bound.output.error,
         "robustness": [
-            {"eps": distance, "certified": certified, "pgd": attacked}
-            for distance, (certified, attacked) in zip(distances, shares, strict=True)
+            {"eps": distance, "certified": executed, "certified_real": real, "pgd": attacked}
+            for distance, (executed, real, attacked) in zip(distances, shares, strict=True)
         ],
+        "certificates": rows,
     }

@@ -5,7 +5,7 @@ import torch
 from lipsformer._configfile import dump_config
 from lipsformer.analysis.cost import count_parameters, part_costs, training_bytes
 from lipsformer.config import Config
-from lipsformer.engine.trainer import Parts
+from lipsformer.engine.parts import Parts
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the run, at which the learning rate is shown
 

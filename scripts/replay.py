@@ -25,9 +25,9 @@ from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.engine import distributed
 from lipsformer.engine.checkpoint import CheckpointError, read_state
+from lipsformer.engine.parts import Parts
 from lipsformer.engine.run_folder import CHECKPOINTS, REPLAY, RunFolder
 from lipsformer.engine.steps import apply_gradient, backward
-from lipsformer.engine.trainer import Parts
 from scripts._assemble import assemble
 
 

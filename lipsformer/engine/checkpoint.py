@@ -59,7 +59,7 @@ class CheckpointFolder:
         self,
         step: int,
         *,
-        tensors: Mapping[str, dict[str, Tensor]],
+        tensors: Mapping[str, Mapping[str, Tensor]],
         texts: Mapping[str, str],
         best_step: int | None,
     ) -> Path:
@@ -80,7 +80,7 @@ class CheckpointFolder:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             for name, content in tensors.items():
-                save_file(content, temporary / name)
+                save_file(dict(content), temporary / name)
             for name, content in texts.items():
                 (temporary / name).write_text(content)
             manifest = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}

@@ -112,12 +112,13 @@ class Tracking:
             self.log(f"update {step}/{self._bar.total}  {figures}")
 
     def size(self) -> int:
-        """Flush metrics.jsonl to the disk and return its length in bytes; 0 on other ranks."""
-        if not self.is_main:
-            return 0
+        """Return the length of metrics.jsonl in bytes."""
+        return self.path.stat().st_size
+
+    def flush(self) -> None:
+        """Wait until metrics.jsonl is on the disk."""
         with self.path.open("a") as file:
             os.fsync(file.fileno())
-            return file.tell()
 
     def close(self) -> None:
         """Close the bar and the trackers."""

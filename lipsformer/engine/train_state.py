@@ -4,7 +4,7 @@ Names in a checkpoint are those of the plain model, and sharded tensors are gath
 therefore does not depend on the number of devices or on the way the model was distributed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class TrainState:
         ema: The moving average of the weights, if there is one.
         teacher: Fingerprint of the weights from which the model learns, if there are any.
         instruments: They act in their order after each step, before the EMA reads the weights.
+        before_change: Called in each step just before anything that a checkpoint holds changes.
 
     Example:
         >>> from lipsformer.config import OptimConfig
@@ -77,6 +78,7 @@ class TrainState:
     ema: ModelEmaV3 | None = None
     teacher: str | None = None
     instruments: Sequence[Instrument] = ()
+    before_change: Callable[[], None] = lambda: None
 
     def weights(self) -> dict[str, nn.Module]:
         """Return the modules to evaluate by kind of weights: "raw", and "ema" if there is one."""
@@ -97,24 +99,47 @@ class TrainState:
                     torch.distributed.broadcast(buffer, src=0)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return file name -> tensors on the CPU.
+        """Return file name -> tensors, on the main process; nothing on the others.
 
-        Every rank must call it, because gathering shards is a collective operation.
+        Plain weights, moments and averages are the tensors themselves, which the next optimizer
+        step changes. All others are copies. Every rank must call it, because gathering shards is a
+        collective operation.
         """
+        moments = state_tensors(self.module, self.optimizer)
         files = {
-            MODEL: _on_cpu(self.module.state_dict()),
-            OPTIMIZER: _on_cpu(state_tensors(self.module, self.optimizer)),
+            MODEL: self._gather(self.module.state_dict(), _parameters(self.module)),
+            OPTIMIZER: self._gather(moments, moments),
         }
         if self.ema is not None:
-            files[EMA] = _on_cpu(self.ema.module.state_dict())
+            files[EMA] = self._gather(self.ema.module.state_dict(), _parameters(self.ema.module))
         remembered = {
             f"{type(instrument).__name__}.{name}": tensor
             for instrument in self.instruments
             for name, tensor in instrument.state_dict().items()
         }
         if remembered:
-            files[INSTRUMENTS] = _on_cpu(remembered)
+            files[INSTRUMENTS] = self._gather(remembered, ())
         return files
+
+    def _gather(self, tensors: dict[str, Tensor], live: Container[str]) -> dict[str, Tensor]:
+        """Gather shards one by one, and copy all that is not `live`; keep it on the main process.
+
+        Args:
+            tensors: By name.
+            live: Names of tensors that only an optimizer step changes.
+        """
+        gathered: dict[str, Tensor] = {}
+        keep = self.accelerator.is_main_process
+        for name, tensor in tensors.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if not keep:
+                continue
+            if isinstance(tensor, DTensor):
+                full = full.to("cpu", copy=True)
+            elif name not in live:
+                full = full.clone()
+            gathered[name] = full.detach()
+        return gathered
 
     def load_checkpoint(self, folder: Path) -> None:
         """Fill model, optimizer, EMA, gradient scaler and instruments from a checkpoint.
@@ -164,14 +189,8 @@ class TrainState:
         }
 
 
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    full = {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in tensors.items()
-    }
-    return {
-        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in full.items()
-    }
+def _parameters(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
 @torch.no_grad()

@@ -8,20 +8,17 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from lipsformer._configfile import dump_config
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import MODEL, STATE, read_state, write_atomically
+from lipsformer.engine.checkpoint import STATE, read_state, write_atomically
 from lipsformer.engine.claim import Claim
 from lipsformer.engine.distributed import environment, memory_gib, on_main
 from lipsformer.engine.lock import FolderLock
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, summarize
+from lipsformer.engine.parts import Parts
 from lipsformer.engine.plots import plot_run
 from lipsformer.engine.resume import FORMAT, require_same_data, require_same_world
 from lipsformer.engine.run_folder import (
@@ -35,66 +32,13 @@ from lipsformer.engine.run_folder import (
     better_kind,
 )
 from lipsformer.engine.signals import StopRequest
-from lipsformer.engine.steps import (
-    BatchTransform,
-    MicroBatch,
-    SizedBatches,
-    Stopwatch,
-    evaluate,
-    train_epoch,
-)
+from lipsformer.engine.steps import Stopwatch, evaluate, train_epoch
 from lipsformer.engine.tracking import Tracking
-from lipsformer.engine.train_state import TrainState
+from lipsformer.engine.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 
-
-class TrainBatches(Protocol):
-    """The training data, dealt into optimizer steps."""
-
-    updates_per_epoch: int
-
-    def epoch(self, epoch: int, start_update: int = 0) -> Iterable[tuple[list[MicroBatch], int]]:
-        """Yield the batches of an epoch from one of its steps on."""
-        ...
-
-    def indices(self, epoch: int, update: int) -> list[int]:
-        """Return the samples of one step of an epoch."""
-        ...
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The objects built from a config: data, model, optimizer.
-
-    Attributes:
-        state: The model and all that trains it.
-        train_batches: The training data.
-        transform: Turns training batches into inputs and targets, on the device.
-        eval_batches: This rank's share of the validation data.
-        normalize: Turns validation images into inputs.
-        num_train_images, num_eval_images: Lengths of the training and the validation set.
-        classes: Names of the classes in the order of the labels.
-        timm_config: timm's description of the model, as JSON.
-        micro_batch: (samples of a micro-batch, micro-batches per step and device).
-        monitored: Records of the monitor that are not written yet, with the number of steps made.
-
-    Example:
-        >>> Parts.__dataclass_fields__["micro_batch"].type
-        tuple[int, int]
-    """
-
-    state: TrainState
-    train_batches: TrainBatches
-    transform: BatchTransform
-    eval_batches: SizedBatches
-    normalize: Callable[[Tensor], Tensor]
-    num_train_images: int
-    num_eval_images: int
-    classes: Sequence[str]
-    timm_config: str
-    micro_batch: tuple[int, int]
-    monitored: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+SAVE_FAILED = 1000  # told to all ranks like a signal; larger than the number of any signal
 
 
 class Trainer:
@@ -123,6 +67,7 @@ class Trainer:
 
     def __init__(self, config: Config, parts: Parts, start: Path | None):
         self.config = config
+        self.config_text = dump_config(config)  # takes longer than the rest of a save
         self.parts = parts
         self.state = parts.state
         self.accelerator = parts.state.accelerator
@@ -132,17 +77,19 @@ class Trainer:
         self.total_steps = config.train.epochs * self.steps_per_epoch
         self.stop = StopRequest()
         self.stopped = 0
-        self.stopwatch = Stopwatch()
+        self.stopwatch = Stopwatch(self.accelerator)
         self.metrics = StepMetrics(
             self.accelerator, max_nonfinite=config.train.max_nonfinite_updates
         )
+        self.lock = FolderLock(self.folder.path)
+        self.writer = CheckpointWriter(self.checkpoints, before_write=self._before_write)
+        self.state.before_change = self.writer.wait_for_copy
         self.step = 0
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Any] | None = None
         # What the instruments found before the evaluation that comes next.
         self.eval_figures: dict[str, dict[str, float]] = {}
         self.run_id = on_main(self.accelerator, lambda: uuid.uuid4().hex[:12])
-        self.lock = FolderLock(self.folder.path)
         on_main(self.accelerator, self.lock.acquire)
         try:
             metrics_bytes = 0 if start is None else self._load(start)
@@ -204,6 +151,7 @@ class Trainer:
                     stopwatch=self.stopwatch,
                     after_step=self._after_step,
                 )
+            on_main(self.accelerator, self.writer.wait)
         except NonFiniteError as error:
             if error.first is not None and self.accelerator.is_main_process:
                 self._write_replay(error.first, str(error))
@@ -231,7 +179,7 @@ class Trainer:
             # Once per epoch and before anything is saved: an evaluation that is repeated after an
             # interruption then sees the same weights, and the figures come from the checkpoint.
             self._prepare_eval()
-        self.stopped = self.stop.stop_signal()
+        self._interrupted()
         if self.stopped or (self._save_is_due() and not epoch_ends):
             self._save()
         return bool(self.stopped)
@@ -284,7 +232,12 @@ class Trainer:
             self._save()
 
     def _interrupted(self) -> bool:
+        """Return whether a signal asks to stop; raise the error of a checkpoint that failed."""
+        if self.writer.failed:
+            self.stop.received = SAVE_FAILED
         self.stopped = self.stop.stop_signal()
+        if self.stopped == SAVE_FAILED:
+            on_main(self.accelerator, self.writer.wait)
         return bool(self.stopped)
 
     def _log(self) -> None:
@@ -321,14 +274,12 @@ class Trainer:
         self.metrics.clear()
 
     def _save(self) -> None:
+        on_main(self.accelerator, self.writer.wait)
         metrics = self.metrics.state_dict()
         self.state.agree_on_buffers()
         tensors = self.state.state_dict()
-        for name, tensor in tensors[MODEL].items():
-            if tensor.is_floating_point() and not tensor.isfinite().all():
-                raise NonFiniteError(
-                    f"{name} is not finite after update {self.step}; nothing was saved"
-                )
+        if not self.accelerator.is_main_process:
+            return
         state = {
             "format": FORMAT,
             "update": self.step,
@@ -345,20 +296,20 @@ class Trainer:
             "classes": list(self.parts.classes),
         }
 
-        def write() -> None:
-            self.lock.check()
-            self.checkpoints.save(
-                self.step,
-                tensors=tensors,
-                texts={
-                    STATE: json.dumps(state, indent=1),
-                    CONFIG: dump_config(self.config),
-                    TIMM_CONFIG: self.parts.timm_config,
-                },
-                best_step=None if self.best is None else self.best["update"],
-            )
+        self.writer.save(
+            self.step,
+            tensors=tensors,
+            texts={
+                STATE: json.dumps(state, indent=1),
+                CONFIG: self.config_text,
+                TIMM_CONFIG: self.parts.timm_config,
+            },
+            best_step=None if self.best is None else self.best["update"],
+        )
 
-        on_main(self.accelerator, write)
+    def _before_write(self) -> None:
+        self.lock.check()
+        self.tracking.flush()
 
     def _load(self, start: Path) -> int:
         """Restore a checkpoint; return the length that metrics.jsonl had at its step."""
@@ -378,6 +329,7 @@ class Trainer:
         return state["metrics_bytes"]
 
     def _leave(self) -> None:
+        self.writer.close()
         self.stop.close()
         if self.accelerator.is_main_process:
             self.lock.release()
@@ -410,6 +362,7 @@ class Trainer:
     def _write_replay(self, step: int, message: str) -> None:
         """Write what `python -m scripts.replay` needs to repeat the step and look inside."""
         epoch, position = divmod(step, self.steps_per_epoch)
+        self.writer.close()
         newest = self.checkpoints.newest()
         record = {
             "message": message,

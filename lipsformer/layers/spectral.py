@@ -1,6 +1,7 @@
 """Largest singular values of weights and of convolution operators; spectral init and caps."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -103,36 +104,59 @@ def conv_sigma_bound(
     Returns:
         [groups], in float32, or float64 for a float64 weight.
     """
-    dtype = torch.promote_types(weight.dtype, torch.float32)
+    sigmas = []
+    for symbols in conv_symbols(weight, stride, groups, oversampling):
+        if min(symbols.shape[-2:]) == 1:
+            peak = torch.linalg.vector_norm(symbols, dim=(-2, -1))
+        else:
+            rows = symbols if symbols.shape[-2] <= symbols.shape[-1] else symbols.mT
+            peak = torch.linalg.eigvalsh(rows @ rows.mH)[..., -1].clamp_min(0.0).sqrt()
+        sigmas.append(peak.flatten(1).amax(1))
+    return torch.cat(sigmas) * grid_excess(weight, stride, oversampling)
+
+
+def grid_excess(weight: Tensor, stride: tuple[int, int], oversampling: int) -> float:
+    """Return the factor by which a supremum may exceed its maximum on the grid of `conv_symbols`.
+
+    Args:
+        weight: [out, in / groups, height, width].
+        stride: Stride of the rows and the columns.
+        oversampling: Frequencies per kernel tap.
+    """
+    taps = [math.ceil(side / step) for side, step in zip(weight.shape[2:], stride, strict=True)]
+    return math.prod(1.0 / math.cos(math.pi * (k - 1) / (2 * oversampling * k)) for k in taps)
+
+
+def conv_symbols(
+    weight: Tensor, stride: tuple[int, int], groups: int, oversampling: int
+) -> Iterator[Tensor]:
+    """Yield the symbol of a convolution on a grid of frequencies, some groups at a time.
+
+    Args:
+        weight: [out, in / groups, height, width].
+        stride: Stride of the rows and the columns.
+        groups: Number of groups.
+        oversampling: Frequencies per kernel tap and axis. One tap needs a single frequency.
+
+    Yields:
+        [groups of this part, frequencies, frequencies, out / groups, in / groups * phases]: complex
+        numbers, or real ones if there is a single tap.
+    """
     height, width = weight.shape[2:]
     taps = [math.ceil(height / stride[0]), math.ceil(width / stride[1])]
-    kernel = weight.detach().to(dtype)
+    kernel = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     kernel = F.pad(kernel, (0, taps[1] * stride[1] - width, 0, taps[0] * stride[0] - height))
     kernel = kernel.unflatten(3, (taps[1], stride[1])).unflatten(2, (taps[0], stride[0]))
     # [groups, out / groups, in / groups * phases, taps, taps]
     kernel = kernel.permute(0, 1, 3, 5, 2, 4).flatten(1, 3).unflatten(0, (groups, -1))
-    if taps == [1, 1]:
-        return torch.stack([largest_singular_value(group.flatten(1)) for group in kernel])
     points = [1 if k == 1 else oversampling * k for k in taps]
-    excess = math.prod(
-        1.0 / math.cos(math.pi * (k - 1) / (2 * n)) for k, n in zip(taps, points, strict=True)
-    )
-    sigmas = []
     for group in kernel.split(max(1, 2**24 // math.prod(points))):  # bounds the memory
-        symbol = torch.fft.rfft2(group, s=points).movedim((1, 2), (3, 4))
-        if symbol.shape[-2] == 1 or symbol.shape[-1] == 1:
-            peak = torch.linalg.vector_norm(symbol, dim=(-2, -1))
-        else:
-            rows = symbol if symbol.shape[-2] <= symbol.shape[-1] else symbol.mT
-            peak = torch.linalg.eigvalsh(rows @ rows.mH)[..., -1].clamp_min(0.0).sqrt()
-        sigmas.append(peak.flatten(1).amax(1))
-    return torch.cat(sigmas) * excess
+        symbols = group if taps == [1, 1] else torch.fft.rfft2(group, s=points)
+        yield symbols.movedim((1, 2), (3, 4))
 
 
 def depthwise_sigma(weight: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the exact 2-norm of a zero padded depthwise convolution, one value per channel.
-
-    Taken from the dense operator on the map, [H W, H W] per channel, so for small maps only.
 
     Args:
         weight: [C, 1, k, k], k odd; stride 1 and padding k // 2.
@@ -141,13 +165,26 @@ def depthwise_sigma(weight: Tensor, size: tuple[int, int]) -> Tensor:
     Returns:
         [C], in float32, or float64 for a float64 weight.
     """
+    operator = depthwise_operator(weight, size)
+    return torch.linalg.eigvalsh(operator @ operator.mT)[:, -1].clamp_min(0.0).sqrt()
+
+
+def depthwise_operator(weight: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return the dense matrices of a zero padded depthwise convolution, for small maps only.
+
+    Args:
+        weight: [C, 1, k, k], k odd; stride 1 and padding k // 2.
+        size: (H, W) of the map.
+
+    Returns:
+        [C, H W, H W], in float32, or float64 for a float64 weight.
+    """
     height, width = size
     tokens = height * width
     kernel = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     basis = torch.eye(tokens, dtype=kernel.dtype, device=kernel.device)
     basis = basis.reshape(tokens, 1, height, width)
-    operator = F.conv2d(basis, kernel, padding=weight.shape[-1] // 2).flatten(2).transpose(0, 1)
-    return torch.linalg.eigvalsh(operator @ operator.mT)[:, -1].clamp_min(0.0).sqrt()
+    return F.conv2d(basis, kernel, padding=weight.shape[-1] // 2).flatten(2).transpose(0, 1)
 
 
 def clip_singular_values(weight: Tensor, cap: float) -> Tensor:

@@ -116,7 +116,7 @@ def test_accumulated_training_equals_whole_batches_with_a_short_last_group() -> 
             first_step=0,
             transform=transform,
             metrics=metrics,
-            stopwatch=Stopwatch(),
+            stopwatch=Stopwatch(state.accelerator),
             after_step=lambda _: False,
         )
         assert made == 3

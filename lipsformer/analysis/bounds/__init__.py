@@ -6,27 +6,31 @@ attention are registered together, with `bound_rule(cls, layout=...)`.
 
 from lipsformer._renamed import renamed
 from lipsformer.analysis.bounds import layers, lipsformer, timm  # noqa: F401  (registers rules)
-from lipsformer.analysis.bounds.core import (
+from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
+    compose,
+    flatten_bound,
+    image_domain,
+    max_abs,
+    scale_output,
+    simple_bound,
+)
+from lipsformer.analysis.bounds.core import (
     Layout,
     UnknownModuleError,
     bound_rule,
     chain,
     children_in_order,
-    compose,
-    flatten_bound,
     gathered_bound,
-    image_domain,
     lipschitz_bound,
+    registration_of,
+    unchanged,
+)
+from lipsformer.analysis.bounds.rounding import (
     log10_of,
     log10_one_plus,
     log10_product,
-    max_abs,
-    registration_of,
-    scale_output,
-    simple_bound,
-    unchanged,
 )
 
 __all__ = [

@@ -19,17 +19,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds.core import (
+from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
-    UnknownModuleError,
-    log10_of,
-    log10_product,
+    carried_error,
     max_abs,
+)
+from lipsformer.analysis.bounds.core import (
+    UnknownModuleError,
     unchanged,
 )
-from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma
+from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_rounding, linear_sigma
+from lipsformer.analysis.bounds.rounding import (
+    OUTWARD,
+    UNIT,
+    eigenvalue_bound,
+    gamma,
+    log10_of,
+    log10_product,
+    norm_bound,
+    outward,
+    sigma_bound,
+)
 from lipsformer.layers import Linear, LipschitzNormAttention, ScaledCosineAttention
+from lipsformer.layers.cosine_attention import MAX_LOGIT_SCALE
+
+# Relative error of exp in float32. PyTorch's least exact exponential allows 20 units in the last
+# place, which is 2.4e-6. A slow test goes through all floats.
+EXP_ERROR = 2.0**-18
 
 
 class HeadWeights(NamedTuple):
@@ -63,9 +80,9 @@ def split_qkv(weight: Tensor, bias: Tensor | None, num_heads: int) -> HeadWeight
         num_heads: H.
     """
     weight = weight.detach().double()
-    offset = weight.new_zeros(()) if bias is None else bias.detach().double()
-    offset = offset.expand(len(weight)).unflatten(0, (3, num_heads, -1))
-    return HeadWeights(*weight.unflatten(0, (3, num_heads, -1)), value_bias=offset[2])
+    offset = weight.new_zeros(len(weight)) if bias is None else bias.detach().double()
+    query, key, value = weight.unflatten(0, (3, num_heads, -1)).unbind(0)
+    return HeadWeights(query, key, value, offset.unflatten(0, (3, num_heads, -1))[2])
 
 
 def check_attention(module: Any, num_heads: int, *cores: nn.Module) -> None:
@@ -93,9 +110,18 @@ def max_abs_score(attention: Any) -> Tensor:
 
     It is tau for `ScaledCosineAttention` and 1 for `LipschitzNormAttention`.
     """
-    tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
-    tau = torch.as_tensor(tau).detach().double().abs().cpu()
-    return tau.flatten().expand(attention.num_heads)
+    learned = getattr(attention, "log_logit_scale", None)
+    if learned is not None:  # in double precision: `attention.tau` rounds to float32
+        tau = learned.detach().double().clamp(max=math.log(MAX_LOGIT_SCALE)).exp() * OUTWARD
+    else:
+        tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
+    return torch.as_tensor(tau).double().abs().cpu().flatten().expand(attention.num_heads)
+
+
+def projection_rounding(qkv: nn.Linear, domain: Domain) -> float:
+    """Bound the error that float32 adds to the projections of a token, as a root mean square."""
+    sigma = linear_sigma(qkv.weight)
+    return linear_rounding(qkv.weight, qkv.bias, None, domain.rms, sigma)
 
 
 def column_mass(tau: Tensor, num_tokens: int, bias: Tensor | None = None) -> Tensor:
@@ -111,48 +137,49 @@ def column_mass(tau: Tensor, num_tokens: int, bias: Tensor | None = None) -> Ten
         bias: Bias that is added to the scores, [H, N, N]; None for none.
 
     Returns:
-        The bounds, [H], between 1 and N.
+        The bounds, [H], between 1 and N, rounded up.
     """
     odds = torch.exp(-2.0 * tau.double())
+    # The exponentials err by at most 2 tau u, the sums by N u.
+    upward = OUTWARD * (1.0 + 4.0 * UNIT * (num_tokens + 500.0))
     if bias is None:
         p = torch.full_like(odds, 1.0 / num_tokens)
-        return num_tokens * p / (p + (1.0 - p) * odds)
+        return upward * num_tokens * p / (p + (1.0 - p) * odds)
     p = bias.detach().double().cpu().softmax(-1)
-    return (p / (p + (1.0 - p) * odds[:, None, None])).sum(-2).amax(-1)
-
-
-def operator_norms(weights: Tensor) -> Tensor:
-    """Return the largest singular value of each [d, C] matrix of [..., d, C]."""
-    rows = weights if weights.shape[-2] <= weights.shape[-1] else weights.mT
-    return torch.linalg.eigvalsh(rows @ rows.mT)[..., -1].clamp_min(0.0).sqrt()
+    return upward * (p / (p + (1.0 - p) * odds[:, None, None])).sum(-2).amax(-1)
 
 
 class AttentionBound(NamedTuple):
     """Bound of all heads of an attention, before the output projection.
 
     Attributes:
-        gram: Matrix [C, C] with |dY|^2 <= trace(dX gram dX^T).
+        gram: Matrix [C, C] with |dY|^2 <= trace(dX gram dX^T), up to rounding.
+        terms: Number of products that are summed in an entry of `gram`.
         paper_squared: Square of the bound that follows from the paper's Theorem 1. The bounds of
             the heads are combined as the root of their sum of squares.
         radius_squared: Square of the largest 2-norm of an output token.
+        rounding: Largest error of float32, as the root of the mean square over the output tokens,
+            for inputs of the projections that are exact.
 
     Example:
         >>> import torch
         >>> from lipsformer.analysis.bounds.attention import AttentionBound
-        >>> AttentionBound(4.0 * torch.eye(3), paper_squared=9.0, radius_squared=1.0).value
-        2.0
+        >>> f"{AttentionBound(4.0 * torch.eye(3), 1, paper_squared=9.0, radius_squared=1.0).value}"
+        '2.0000000000001137'
     """
 
     gram: Tensor
+    terms: int
     paper_squared: float
     radius_squared: float
+    rounding: float = math.inf
 
     @property
     def value(self) -> float:
-        """The bound: the root of the largest eigenvalue of `gram`."""
+        """The bound: the root of the largest eigenvalue of `gram`, rounded up."""
         if not self.gram.isfinite().all():
             return math.inf
-        return torch.linalg.eigvalsh(self.gram)[-1].clamp_min(0.0).sqrt().item()
+        return outward(math.sqrt(eigenvalue_bound(self.gram, self.terms).item()))
 
 
 def attention_bound(
@@ -164,7 +191,8 @@ def attention_bound(
     local_norm: Tensor | None = None,
     local_radius: float = 0.0,
     padded: bool = False,
-    biased: bool = False,
+    largest_bias: float | None = None,
+    qkv_rounding: float = math.inf,
 ) -> AttentionBound:
     r"""Bound x -> attention(q(x), k(x), v(x)) + local(v(x)) on one window.
 
@@ -187,17 +215,23 @@ def attention_bound(
         local_norm: Norm of a linear map of the values that is added to the output, per head, [H].
         local_radius: Largest factor by which that map increases the 2-norm of the longest value.
         padded: Whether a window may hold tokens whose query, key and value are zero.
-        biased: Whether a bias is added to the scores. The theorem of Dasoulas et al. excludes it.
+        largest_bias: Largest |bias| or |mask| that is added to the scores; None if nothing is. The
+            theorem of Dasoulas et al. excludes a bias.
+        qkv_rounding: Error of float32 in the projections of a token, as a root mean square over the
+            tokens; inf if it is not known.
     """
     if isinstance(attention, LipschitzNormAttention):
-        bound = _lipschitz_norm_bound(heads, num_tokens, radius, mass, local_norm, local_radius)
-        return bound._replace(paper_squared=math.inf) if biased else bound
+        bound = _lipschitz_norm_bound(
+            *(heads, num_tokens, radius, mass, local_norm, local_radius),
+            *(largest_bias, qkv_rounding),
+        )
+        return bound if largest_bias is None else bound._replace(paper_squared=math.inf)
     tau = max_abs_score(attention)
     mass = torch.full_like(tau, num_tokens) if mass is None else mass
     steep = attention.eps**-0.5
-    norms = [operator_norms(w).cpu() for w in (heads.query, heads.key, heads.value)]
+    norms = [sigma_bound(w).cpu() for w in (heads.query, heads.key, heads.value)]
     reach = norms[2] * radius  # The values lie in a ball of this radius around the bias.
-    longest = reach + heads.value_bias.norm(dim=1).cpu()
+    longest = reach + norm_bound(heads.value_bias, dim=1).cpu()
     if attention.value_scale is None:
         # A ball of half the length of the longest value holds that ball and 0.
         spread = torch.maximum(reach, longest / 2) if padded else reach
@@ -219,13 +253,43 @@ def attention_bound(
     key_factor = mass.clamp(max=num_tokens / 2).sqrt().to(heads.key)
     scores = torch.cat([heads.query, key_factor[:, None, None] * heads.key], dim=1)
     paths = [
-        (scores, operator_norms(scores).cpu(), spread * tau * steep),
+        (scores, sigma_bound(scores).cpu(), spread * tau * steep),
         (heads.value, norms[2], value_factor),
     ]
     gram = paths_gram(paths)
     local = local_radius * longest.square().sum().sqrt().item() if local_radius > 0.0 else 0.0
     radius_squared = (attended_radius.sqrt().item() + local) ** 2
-    return AttentionBound(gram, paper_squared, radius_squared)
+    slope = spread * tau * steep * key_factor.cpu().clamp_min(1.0) + value_factor
+    rounding = slope.max().item() * qkv_rounding + attended_radius.sqrt().item() * core_rounding(
+        tau.max().item(), num_tokens, heads.query.shape[1], largest_bias or 0.0
+    )
+    terms = gram_terms(heads)
+    return AttentionBound(gram, terms, paper_squared, radius_squared, outward(rounding))
+
+
+def gram_terms(heads: HeadWeights) -> int:
+    """Return how many products the entries of a bound's Gram matrix sum: three for each row."""
+    return 3 * heads.query.shape[0] * heads.query.shape[1]
+
+
+def core_rounding(tau: float, num_tokens: int, dim: int, largest_bias: float) -> float:
+    r"""Bound the error of attention in float32, relative to the longest value.
+
+    A normalized vector has a relative error of at most :math:`\gamma_{d+8}`, which gives the error
+    :math:`\delta` of a score. An attention weight is a quotient of exponentials, so its relative
+    error is at most :math:`4 \delta`, and four times the errors of the argument and of the value
+    of an exponential, for every rescaling of a fused softmax over blocks of at least 32 tokens.
+
+    Args:
+        tau: Largest logit scale.
+        num_tokens: N.
+        dim: Number of products in a score and in a norm.
+        largest_bias: Largest |bias|.
+    """
+    score = tau * (gamma(3 * dim + 24) + EXP_ERROR) + gamma(2) * (tau + largest_bias)
+    exponential = gamma(2) * 2.0 * (tau + largest_bias) + EXP_ERROR
+    weight = 4.0 * score + 4.0 * (2 + num_tokens // 32) * exponential + gamma(2 * num_tokens + 8)
+    return weight + gamma(dim + num_tokens + 16) if weight < 0.25 else math.inf
 
 
 def paths_gram(paths: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
@@ -251,6 +315,8 @@ def _lipschitz_norm_bound(
     mass: Tensor | None,
     local_norm: Tensor | None,
     local_radius: float,
+    largest_bias: float | None,
+    qkv_rounding: float,
 ) -> AttentionBound:
     r"""Bound attention with LipschitzNorm, whose scores lie in [-1, 1], and the local map.
 
@@ -264,10 +330,18 @@ def _lipschitz_norm_bound(
     squared = 4.5 + (1.0 + mass.sqrt() + local).square()
     gram = torch.einsum("h,hdi,hdj->ij", squared.to(stacked.device), stacked, stacked)
     theorem = lipschitz_norm_theorem(num_tokens, num_tokens, math.sqrt(3.0)) + local.cpu()
-    paper = theorem * operator_norms(stacked).cpu()
-    longest = operator_norms(heads.value).cpu() * radius + heads.value_bias.norm(dim=1).cpu()
-    reach = (1.0 + local_radius) * longest.square().sum().sqrt().item()
-    return AttentionBound(gram, paper.square().sum().item(), reach**2)
+    paper = theorem * sigma_bound(stacked).cpu()
+    longest = sigma_bound(heads.value).cpu() * radius + norm_bound(heads.value_bias, dim=1).cpu()
+    attended = longest.square().sum().sqrt().item()
+    # The norms of the scores sum over all tokens of a window.
+    products = num_tokens * heads.query.shape[1]
+    rounding = squared.sqrt().max().item() * qkv_rounding + attended * core_rounding(
+        1.0, num_tokens, products, largest_bias or 0.0
+    )
+    radius_squared = ((1.0 + local_radius) * attended) ** 2
+    paper_squared = paper.square().sum().item()
+    terms = gram_terms(heads)
+    return AttentionBound(gram, terms, paper_squared, radius_squared, outward(rounding))
 
 
 def scaled_cosine_theorem(
@@ -327,11 +401,22 @@ def projected_bound(
     sigma = linear_sigma(proj.weight, scale)
     paper_sigma = linear_sigma(proj.weight) * max_abs(scale)
     value, paper = factor * attended.value, factor * math.sqrt(attended.paper_squared)
-    radius = sigma * (factor * math.sqrt(attended.radius_squared))
-    radius += bias_norm(proj.bias, len(proj.weight), scale)
+    longest = outward(factor * math.sqrt(attended.radius_squared))
+    # Errors are carried through the attention first, then through the projection.
+    error = carried_error(value, domain.error, factor * attended.rounding, domain.tokens)
+    norm = outward(math.sqrt(domain.tokens) * longest)
+    between = Domain(size=domain.size, radius=longest, norm=norm, error=error)
+    rounding = linear_rounding(proj.weight, proj.bias, scale, between.rms, sigma)
+    radius = outward(sigma * longest + bias_norm(proj.bias, scale))
+    output = Domain(
+        size=domain.size,
+        radius=radius,
+        norm=outward(math.sqrt(domain.tokens) * radius),
+        error=carried_error(sigma, error, rounding, domain.tokens),
+    )
     return Bound(
         log10=log10_product((log10_of(sigma), log10_of(value))),
         paper_log10=log10_product((log10_of(paper_sigma), log10_of(paper))),
-        output=Domain(size=domain.size, radius=radius),
+        output=output,
         input=domain,
     )

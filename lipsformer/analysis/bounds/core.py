@@ -1,85 +1,21 @@
-"""Proved Lipschitz bounds: inputs, bounds, how bounds compose, and which rule a class has.
+"""Proved Lipschitz bounds: which rule a class has, and when a rule applies.
 
 A bound rule computes the bound of one class of modules. The rule of a composite module composes the
 bounds of its children in the order in which its `forward` calls them. Import everything from
 `lipsformer.analysis.bounds`, which loads the rules. The proofs are in docs/lipschitz.md.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lipsformer.analysis.bounds.composition import Bound, Domain, compose, scale_output
 from lipsformer.analysis.bounds.tampering import CALL, methods_of, overridden, tampering
 from lipsformer.analysis.sigma import full_tensor
 from lipsformer.layers import merge_heads
-
-
-@dataclass(frozen=True, kw_only=True)
-class Domain:
-    """The set of inputs on which a bound holds.
-
-    Attributes:
-        size: Size of the map in tokens or pixels: (H, W), (N,) for a sequence, or () for pooled
-            features.
-        radius: Largest 2-norm of a token (of a pixel over its channels). Only attention on raw
-            values needs it, because its constant grows with the values.
-
-    Example:
-        >>> from lipsformer.analysis.bounds import Domain
-        >>> Domain(size=(14, 14), radius=3.0).tokens
-        196
-    """
-
-    size: tuple[int, ...]
-    radius: float = math.inf
-
-    def __post_init__(self) -> None:
-        if math.isnan(self.radius):  # 0 * inf, or weights that are not finite
-            object.__setattr__(self, "radius", math.inf)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens N."""
-        return math.prod(self.size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """A proved upper bound of a Lipschitz constant: 2-norm, whole input, evaluation mode.
-
-    Attributes:
-        log10: Decimal logarithm of the bound.
-        paper_log10: The same with the paper's Theorem 1 for attention and max|alpha| Lip(f) for
-            residual branches, for comparison. It is inf if an attention is not covered by its
-            paper's theorem.
-        output: The domain of the outputs.
-        input: The domain on which the bound holds.
-        parts: Bounds of the children, by name.
-        kind: Name of the module's class.
-
-    Example:
-        >>> from torch import nn
-        >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
-        >>> bound = lipschitz_bound(nn.GELU(), Domain(size=(49,)))
-        >>> f"{bound.kind}: {bound.value:.3f}"
-        'GELU: 1.129'
-    """
-
-    log10: float
-    paper_log10: float
-    output: Domain
-    input: Domain
-    parts: dict[str, "Bound"] = field(default_factory=dict)
-    kind: str = ""
-
-    @property
-    def value(self) -> float:
-        """The bound itself; inf if it exceeds the range of a float."""
-        return 10.0**self.log10 if self.log10 < 308.0 else math.inf
 
 
 class Layout(NamedTuple):
@@ -258,40 +194,6 @@ def _unknown(cls: type[nn.Module]) -> str:
     return advice
 
 
-def simple_bound(
-    value: float, domain: Domain, *, size: tuple[int, ...] | None = None, radius: float
-) -> Bound:
-    """Return the bound of a layer without parts.
-
-    Args:
-        value: Bound of the Lipschitz constant.
-        domain: The inputs.
-        size: Size of the output map; None if it equals that of the input map.
-        radius: Largest 2-norm of an output token.
-    """
-    output = replace(domain, size=domain.size if size is None else size, radius=radius)
-    log10 = log10_of(value)
-    return Bound(log10=log10, paper_log10=log10, output=output, input=domain)
-
-
-def compose(first: Bound, second: Bound, name: str | None = None) -> Bound:
-    """Return the bound of one map followed by another: the constants multiply.
-
-    Args:
-        first: Bound of the first map.
-        second: Bound of the second map on `first.output`.
-        name: Name under which `second` becomes a part of the result. None adds the parts of
-            `second` instead.
-    """
-    return Bound(
-        log10=log10_product((first.log10, second.log10)),
-        paper_log10=log10_product((first.paper_log10, second.paper_log10)),
-        output=second.output,
-        input=first.input,
-        parts={**first.parts, **({name: second} if name else second.parts)},
-    )
-
-
 def chain(
     layers: Iterable[tuple[str, nn.Module]], domain: Domain, scale: Tensor | None = None
 ) -> Bound:
@@ -324,57 +226,6 @@ def children_in_order(*names: str) -> BoundRule:
     return bound_of_children
 
 
-def scale_output(bound: Bound, scale: Tensor | None) -> Bound:
-    """Return the bound of a map whose output is multiplied by one factor per channel.
-
-    Args:
-        bound: Bound of the map.
-        scale: The factors, [C]; None for none.
-    """
-    factor = max_abs(scale)
-    return replace(
-        bound,
-        log10=log10_product((bound.log10, log10_of(factor))),
-        paper_log10=log10_product((bound.paper_log10, log10_of(factor))),
-        output=replace(bound.output, radius=factor * bound.output.radius),
-    )
-
-
-def log10_of(value: float) -> float:
-    """Return the decimal logarithm: -inf for 0, inf for inf, and inf for nan, which is no bound."""
-    if math.isnan(value):
-        return math.inf
-    return math.log10(value) if value > 0.0 else -math.inf
-
-
-def log10_product(logs: Iterable[float]) -> float:
-    """Return the logarithm of a product, which is 0 if any factor is 0, even if another is inf."""
-    logs = list(logs)
-    return -math.inf if -math.inf in logs else sum(logs)
-
-
-def log10_one_plus(log10: float) -> float:
-    """Return log10(1 + 10^log10) without overflow."""
-    return max(log10, 0.0) + math.log10(1.0 + 10.0 ** -abs(log10))
-
-
-def max_abs(scale: Tensor | None) -> float:
-    """Return the largest absolute value, which is the 2-norm of diag(scale); 1 for None."""
-    return 1.0 if scale is None else scale.detach().abs().max().item()
-
-
-def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> Domain:
-    """Return the domain of normalized images whose pixel values lie in [0, 1].
-
-    Args:
-        size: (H, W) in pixels.
-        mean: Mean per channel that the normalization subtracts.
-        std: Standard deviation per channel by which it divides.
-    """
-    longest = [max(m, 1.0 - m) / s for m, s in zip(mean, std, strict=True)]
-    return Domain(size=size, radius=math.hypot(*longest))
-
-
 class _BoundOf(nn.Module):
     """Compute a model's bound as a forward pass, so that `functional_call` can replace weights."""
 
@@ -395,10 +246,3 @@ def gathered_bound(model: nn.Module, domain: Domain) -> Bound:
     """
     weights = {f"model.{name}": full_tensor(weight) for name, weight in model.named_parameters()}
     return functional_call(_BoundOf(model), weights, (domain,))
-
-
-def flatten_bound(bound: Bound, name: str = "") -> Iterator[tuple[str, Bound]]:
-    """Yield (module name, bound) of a bound and of all its parts, parents before children."""
-    yield name, bound
-    for part_name, part in bound.parts.items():
-        yield from flatten_bound(part, f"{name}.{part_name}" if name else part_name)

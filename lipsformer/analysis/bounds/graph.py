@@ -20,23 +20,24 @@ from lipsformer.analysis.bounds.attention import (
     HeadWeights,
     attention_bound,
     max_abs_score,
-    operator_norms,
     paths_gram,
 )
-from lipsformer.analysis.bounds.core import (
+from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
+    max_abs,
+    scale_output,
+    simple_bound,
+)
+from lipsformer.analysis.bounds.core import (
     UnknownModuleError,
     bound_rule,
     chain,
     children_in_order,
-    log10_one_plus,
-    max_abs,
-    scale_output,
-    simple_bound,
     unchanged,
 )
 from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma
+from lipsformer.analysis.bounds.rounding import log10_one_plus, sigma_bound
 from lipsformer.graph.cosine_conv import ScaledCosineConv
 from lipsformer.graph.diagnostics import (
     adjacency_norm,
@@ -132,8 +133,13 @@ def _weight(linear: Any, *, without_bias: bool = False) -> Tensor:
 
 
 def _bias(linear: Any) -> Tensor:
-    bias = torch.zeros(()) if linear.bias is None else linear.bias
-    return bias.detach().double().expand(len(linear.weight)).to(linear.weight.device)
+    bias = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+    return bias.detach().double()
+
+
+def _spread(bias: Tensor | None, channels: int) -> Tensor | None:
+    """Return the bias of a layer of PyG, which may be one number, for every channel."""
+    return None if bias is None else bias.expand(channels)
 
 
 def _product(*factors: Tensor) -> Tensor:
@@ -165,7 +171,7 @@ def _gcn(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         raise _refuse(module, "use the default normalization, without cached edges")
     sigma = linear_sigma(_weight(module.lin, without_bias=True), scale)
     radius = row_sum * sigma * domain.radius
-    radius += bias_norm(module.bias, len(module.lin.weight), scale)
+    radius += bias_norm(_spread(module.bias, len(module.lin.weight)), scale)
     return simple_bound(norm * sigma, domain, radius=radius)
 
 
@@ -176,7 +182,7 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if module.lin is None or module.released_code:
         raise _refuse(module, "use one kind of nodes, and released_code=False")
     weight = _weight(module.lin, without_bias=True).unflatten(0, (module.heads, -1))
-    norms = operator_norms(weight)
+    norms = sigma_bound(weight)
     reach = _product(norms, torch.tensor(domain.radius).to(norms))
     if module.score_norm is None:
         csr = edges.csr_with_self_loops if module.add_self_loops else edges.csr
@@ -191,14 +197,16 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         constant = gat_attention_bound(module, edges.edge_index, edges.num_targets)
         factor = torch.full_like(norms, constant)
     gram = torch.einsum("h,hdi,hdj->ij", factor.square(), weight, weight)
-    value, radius = AttentionBound(gram, math.inf, 0.0).value, reach.norm().item()
+    terms = weight.shape[0] * weight.shape[1]
+    value, radius = AttentionBound(gram, terms, math.inf, 0.0).value, reach.norm().item()
     if not module.concat:  # the mean of H heads is at most H^(-1/2) times their Frobenius norm
         value, radius = value / math.sqrt(module.heads), reach.mean().item()
     if module.res is not None:
         sigma = linear_sigma(_weight(module.res, without_bias=True))
         value, radius = value + sigma, radius + sigma * domain.radius
     channels = len(weight.flatten(0, 1)) if module.concat else weight.shape[1]
-    return _attention(value, domain, radius + bias_norm(module.bias, channels), scale)
+    radius += bias_norm(_spread(module.bias, channels))
+    return _attention(value, domain, radius, scale)
 
 
 @bound_rule(LipschitzTransformerConv)
@@ -210,7 +218,7 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     linears = (module.lin_query, module.lin_key, module.lin_value)
     query, key, value = (_weight(linear).unflatten(0, (module.heads, -1)) for linear in linears)
     kappa = 1.0 / math.sqrt(query.shape[1])
-    norms = [operator_norms(weight) for weight in (query, key, value)]
+    norms = [sigma_bound(weight) for weight in (query, key, value)]
     reach = [_product(norm, torch.tensor(domain.radius).to(norm)) for norm in norms]
     longest = [
         spread + _bias(linear).view(module.heads, -1).norm(dim=1)
@@ -237,14 +245,14 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         squared = cases.square().sum(1).amax(0)
         stacked = torch.cat([query, key, value], dim=1)
         gram = torch.einsum("h,hdi,hdj->ij", squared, stacked, stacked)
-    total, radius = AttentionBound(gram, math.inf, 0.0).value, longest[2].norm().item()
+    terms = 3 * query.shape[0] * query.shape[1]
+    total, radius = AttentionBound(gram, terms, math.inf, 0.0).value, longest[2].norm().item()
     if not module.concat:
         total, radius = total / math.sqrt(module.heads), longest[2].mean().item()
     if module.root_weight:
         sigma = linear_sigma(_weight(module.lin_skip))
         total += sigma
-        radius += sigma * domain.radius
-        radius += bias_norm(module.lin_skip.bias, len(module.lin_skip.weight))
+        radius += sigma * domain.radius + bias_norm(module.lin_skip.bias)
     return _attention(total, domain, radius, scale)
 
 

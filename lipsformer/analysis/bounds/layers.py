@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 from timm.layers import (
     ClassifierHead,
     DropPath,
@@ -15,23 +16,39 @@ from timm.layers import (
 from timm.layers.adaptive_avgmax_pool import FastAdaptiveAvgPool
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds.core import (
+from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
+    compose,
+    max_abs,
+    simple_bound,
+)
+from lipsformer.analysis.bounds.core import (
     UnknownModuleError,
     bound_rule,
     chain,
-    compose,
     lipschitz_bound,
-    max_abs,
-    simple_bound,
     unchanged,
 )
-from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear, largest_singular_value
-from lipsformer.layers.spectral import conv_sigma_bound, depthwise_sigma
+from lipsformer.analysis.bounds.rounding import (
+    FFT_ERROR,
+    OUTWARD,
+    UNIT,
+    abs_sigma_bound,
+    gamma,
+    norm_bound,
+    outward,
+    sigma_bound,
+)
+from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
+from lipsformer.layers.spectral import conv_symbols, depthwise_operator, grid_excess
 
 # The largest derivative of GELU(x) = x Phi(x), which is Phi(x) + x phi(x) at x = sqrt(2).
-GELU_BOUND = 0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi)
+GELU_BOUND = outward(0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi))
+
+# GELU in float32 errs by at most GELU_ERROR |x|, in PyTorch and in our kernel. A slow test goes
+# through all floats.
+GELU_ERROR = 2.0**-20
 
 # On maps of at most this many tokens a depthwise convolution is cheap to write out as a matrix.
 MAX_DENSE_TOKENS = 64
@@ -41,54 +58,83 @@ PASSIVE = (nn.Identity, nn.Dropout, DropPath, PatchDropout)
 
 
 def center_norm_sigma(weight: Tensor) -> float:
-    r"""Return the exact 2-norm of CenterNorm, :math:`\sigma_{max}(diag(g) d/(d-1) (I - 11^T/d))`.
+    r"""Bound the 2-norm of CenterNorm, :math:`\sigma_{max}(diag(g) d/(d-1) (I - 11^T/d))`.
 
     Without the factor d/(d-1), the square of the norm is the largest root of
     :math:`\sum_i 1 / (g_i^2 - \lambda) = 0`. The root lies between the two largest :math:`g_i^2`.
-    Bisection from above finds it in O(d).
+    Bisection from above finds it in O(d). A step down is made only where the sum is positive by
+    more than its rounding error, so the result is exact up to rounding and never below the norm.
 
     Args:
         weight: The gain g, [d].
     """
-    squares = weight.double().detach().cpu().square().sort(descending=True).values
+    squares = weight.double().detach().cpu().square().sort(descending=True).values * OUTWARD
     dim = len(squares)
     high, low = squares[0].item(), squares[1].item()
     for _ in range(60):
         middle = 0.5 * (low + high)
         if not low < middle < high:
             break
-        if (1.0 / (squares - middle)).sum() > 0.0:
+        terms = 1.0 / (squares - middle)
+        if terms.sum() > 2.0 * UNIT * (dim + 4) * terms.abs().sum():
             high = middle
         else:
             low = middle
-    return dim / (dim - 1) * math.sqrt(high)
+    return outward(dim / (dim - 1) * math.sqrt(high))
 
 
 def linear_sigma(weight: Tensor, scale: Tensor | None = None) -> float:
-    """Return the largest singular value of diag(scale) W in double precision.
+    """Bound the largest singular value of diag(scale) W, up to rounding.
 
     Args:
         weight: W, [out, in, ...], which is reshaped to [out, in * ...].
         scale: [out]; None for ones.
     """
+    return sigma_bound(matrix_of(weight, scale)).item()
+
+
+def matrix_of(weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return diag(scale) W in double precision, reshaped to [out, in * ...]."""
     matrix = weight.detach().double().flatten(1)
-    if scale is not None:
-        matrix = scale.detach().double().expand(len(matrix)).unsqueeze(1) * matrix
-    return largest_singular_value(matrix).item()
+    return matrix if scale is None else scale.detach().double().unsqueeze(1) * matrix
 
 
-def bias_norm(bias: Tensor | None, channels: int, scale: Tensor | None = None) -> float:
-    """Return the 2-norm of diag(scale) b, which is 0 without a bias.
+def linear_rounding(
+    weight: Tensor, bias: Tensor | None, scale: Tensor | None, length: float, sigma: float
+) -> float:
+    r"""Bound the error that float32 adds to :math:`s \odot (W x + b)`, also with s folded in.
 
     Args:
-        bias: b, which broadcasts to [channels]; None for none.
-        channels: Number of channels.
-        scale: [channels]; None for ones.
+        weight: W, [out, in, ...], which is reshaped to [out, in * ...].
+        bias: b, [out]; None for none.
+        scale: s, [out]; None for ones.
+        length: 2-norm of x, or its root mean square over many x; the result is of the same kind.
+        sigma: Bound of the largest singular value of diag(s) W.
     """
-    if bias is None:
-        return 0.0
-    bias = bias.detach().double().expand(channels)
-    return (bias if scale is None else bias * scale.detach().double()).norm().item()
+    matrix, shift = matrix_of(weight, scale), bias_norm(bias, scale)
+    absolute = abs_sigma_bound(matrix) * length + shift
+    return sum_rounding(matrix.shape[1], absolute, sigma * length + shift)
+
+
+def sum_rounding(terms: int, absolute: float, total: float) -> float:
+    r"""Bound the error of sums of products and a bias in float32, added in any order.
+
+    Every addition errs by u times the sum of a part of the terms. The largest sum of a part is
+    that of the positive or of the negative terms, :math:`(\sum |t_j| + |\sum t_j|) / 2`. Products
+    and a scale round three times.
+
+    Args:
+        terms: Number of products.
+        absolute: 2-norm of the sums of absolute values.
+        total: 2-norm of the sums.
+    """
+    additions = gamma(terms + 1)
+    return gamma(4) * absolute + additions * ((absolute + total) / 2.0 + additions * absolute)
+
+
+def bias_norm(bias: Tensor | None, scale: Tensor | None = None) -> float:
+    """Bound the 2-norm of diag(scale) b, which is 0 without a bias."""
+    return 0.0 if bias is None else outward(norm_bound(product(bias, scale)).item())
 
 
 def product(weight: Tensor, scale: Tensor | None) -> Tensor:
@@ -99,13 +145,15 @@ def product(weight: Tensor, scale: Tensor | None) -> Tensor:
 
 @bound_rule(*PASSIVE, nn.ReLU)
 def _nonexpansive(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
-    return simple_bound(max_abs(scale), domain, radius=max_abs(scale) * domain.radius)
+    largest = max_abs(scale)
+    return simple_bound(largest, domain, radius=largest * domain.radius, shift=0.0, rounding=0.0)
 
 
 @bound_rule(LayerScale)
 def _layer_scale(module: LayerScale, domain: Domain, scale: Tensor | None) -> Bound:
     value = max_abs(product(module.gamma, scale))
-    return simple_bound(value, domain, radius=value * domain.radius)
+    radius, rounding = value * domain.radius, gamma(1) * value * domain.rms
+    return simple_bound(value, domain, radius=radius, shift=0.0, rounding=rounding)
 
 
 @bound_rule(nn.Sequential)
@@ -121,36 +169,57 @@ def _gelu(module: nn.GELU, domain: Domain, scale: Tensor | None) -> Bound:
             f"no Lipschitz bound is known for GELU(approximate={module.approximate!r}): use the "
             "exact form"
         )
-    # The radius follows from |GELU(x)| <= |x|.
-    return simple_bound(GELU_BOUND * max_abs(scale), domain, radius=max_abs(scale) * domain.radius)
+    return gelu_bound(domain, max_abs(scale))
 
 
-def _affine(sigma: float, module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    offset = bias_norm(module.bias, len(module.weight), scale)
-    return simple_bound(sigma, domain, radius=sigma * domain.radius + offset)
+def gelu_bound(domain: Domain, largest: float = 1.0) -> Bound:
+    """Return the bound of GELU, followed by a product with factors of at most `largest`.
+
+    Radius and norm follow from |GELU(x)| <= |x|.
+    """
+    radius, rounding = largest * domain.radius, GELU_ERROR * largest * domain.rms
+    bound = simple_bound(GELU_BOUND * largest, domain, radius=radius, rounding=rounding)
+    return replace(bound, output=replace(bound.output, norm=outward(largest * domain.norm)))
 
 
 @bound_rule(nn.Linear, Linear)
 def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
-    return _affine(linear_sigma(module.weight, scale), module, domain, scale)
+    sigma, bias = linear_sigma(module.weight, scale), bias_norm(module.bias, scale)
+    radius = sigma * domain.radius + bias
+    rounding = linear_rounding(module.weight, module.bias, scale, domain.rms, sigma)
+    bound = simple_bound(sigma, domain, radius=radius, shift=bias, rounding=rounding)
+    return bound if scale is not None else replace(bound, last=(bound.log10, module.weight))
 
 
 @bound_rule(CenterNorm)
 def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if module.dim != len(module.weight):
         raise UnknownModuleError(f"CenterNorm has dim={module.dim} and {len(module.weight)} gains")
-    return _affine(center_norm_sigma(product(module.weight, scale)), module, domain, scale)
+    gain, dim = product(module.weight, scale), module.dim
+    sigma, bias = center_norm_sigma(gain), bias_norm(module.bias, scale)
+    # The mean of d channels errs by gamma(d + 1) |x| d^(-1/2), the other steps by a few roundings.
+    rounding = gamma(dim + 8) * (max_abs(gain) * dim / (dim - 1) * domain.rms + bias)
+    radius = sigma * domain.radius + bias
+    return simple_bound(sigma, domain, radius=radius, shift=bias, rounding=rounding)
 
 
 @bound_rule(DepthwiseConv2d)
 def _depthwise(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     check_depthwise(module)
     sigma = depthwise_channel_sigma(module.weight, (domain.size[0], domain.size[1]))
+    largest = module.weight.detach().double().abs().sum((1, 2, 3))  # |w|_1 bounds the norm of |w| *
     if scale is not None:
-        sigma = sigma * scale.detach().double().abs()
-    radius = depthwise_radius(module.weight, domain.radius, scale)
-    radius += bias_norm(module.bias, len(module.weight), scale)
-    return simple_bound(sigma.max().item(), domain, radius=radius)
+        sigma, largest = (norm * scale.detach().double().abs() for norm in (sigma, largest))
+    bias = bias_norm(module.bias, scale)
+    # Padding adds exact zeros. So an output sums at most as many products as there are tokens.
+    taps = min(module.weight[0].numel(), domain.tokens)
+    return simple_bound(
+        sigma.max().item(),
+        domain,
+        radius=depthwise_radius(module.weight, domain.radius, scale) + bias,
+        shift=bias,
+        rounding=gamma(taps + 3) * (largest.max().item() * domain.rms + bias),
+    )
 
 
 def check_depthwise(module: Any) -> None:
@@ -163,7 +232,7 @@ def check_depthwise(module: Any) -> None:
 
 
 def depthwise_channel_sigma(weight: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bound the norm of the convolution of each channel. The bound is exact on small maps.
+    """Bound the norm of the convolution of each channel, exactly up to rounding on small maps.
 
     Args:
         weight: [C, 1, k, k], of a convolution with zero padding k // 2.
@@ -174,8 +243,32 @@ def depthwise_channel_sigma(weight: Tensor, size: tuple[int, int]) -> Tensor:
     """
     weight = weight.detach().double()
     if math.prod(size) <= MAX_DENSE_TOKENS:
-        return depthwise_sigma(weight, size)
-    return conv_sigma_bound(weight, groups=len(weight), oversampling=16)
+        return sigma_bound(depthwise_operator(weight, size))
+    return conv_bound(weight, groups=len(weight), oversampling=16)
+
+
+def conv_bound(
+    weight: Tensor, stride: tuple[int, int] = (1, 1), groups: int = 1, oversampling: int = 8
+) -> Tensor:
+    """Return `lipsformer.layers.spectral.conv_sigma_bound`, rounded up, one value per group.
+
+    An entry of the symbol errs by at most FFT_ERROR times the sum of its absolute taps. The
+    Frobenius norm of these sums bounds the norm of the error.
+
+    Args:
+        weight: [out, in / groups, height, width], float64.
+        stride: Stride of the rows and the columns.
+        groups: Number of groups.
+        oversampling: Frequencies per kernel tap.
+    """
+    peaks = [
+        sigma_bound(symbols).flatten(1).amax(1)
+        for symbols in conv_symbols(weight, stride, groups, oversampling)
+    ]
+    # Phases of a strided convolution have at most as large sums of taps as the kernel itself has.
+    taps = weight.abs().sum((-2, -1)).unflatten(0, (groups, -1))
+    sigma = torch.cat(peaks) + FFT_ERROR * norm_bound(taps, dim=(1, 2))
+    return sigma * grid_excess(weight, stride, oversampling) * OUTWARD
 
 
 def depthwise_radius(weight: Tensor, radius: float, scale: Tensor | None = None) -> float:
@@ -189,8 +282,8 @@ def depthwise_radius(weight: Tensor, radius: float, scale: Tensor | None = None)
         kernel = kernel * scale.detach().double().unsqueeze(1)
     taps = kernel.shape[1]
     by_offset = kernel.abs().amax(0).sum().item()
-    by_channel = math.sqrt(taps) * kernel.norm(dim=1).max().item()
-    return min(by_offset, by_channel) * radius if radius < math.inf else math.inf
+    by_channel = math.sqrt(taps) * norm_bound(kernel, dim=1).max().item()
+    return outward(min(by_offset, by_channel) * radius) if radius < math.inf else math.inf
 
 
 @bound_rule(nn.Conv2d)
@@ -208,11 +301,23 @@ def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bou
     if scale is not None:
         weight = weight * scale.detach().double()[:, None, None, None]
     stride = (module.stride[0], module.stride[1])
-    sigma = conv_sigma_bound(weight, stride, module.groups).max().item()
-    patch = max(linear_sigma(group) for group in weight.chunk(module.groups))
-    patch *= math.sqrt(math.prod(weight.shape[2:]))
-    radius = patch * domain.radius + bias_norm(module.bias, len(module.weight), scale)
-    return simple_bound(sigma, domain, size=size, radius=radius)
+    sigma = conv_bound(weight, stride, module.groups).max().item()
+    groups = [group.flatten(1) for group in weight.chunk(module.groups)]
+    patch, bias = max(linear_sigma(group) for group in groups), bias_norm(module.bias, scale)
+    # A pixel is a part of at most so many patches.
+    copies = math.prod(
+        math.ceil(k / s) for k, s in zip(module.weight.shape[2:], stride, strict=True)
+    )
+    length = math.sqrt(copies * domain.tokens / math.prod(size)) * domain.rms
+    largest = max(abs_sigma_bound(group) for group in groups)
+    return simple_bound(
+        sigma,
+        domain,
+        size=size,
+        radius=patch * math.sqrt(math.prod(module.weight.shape[2:])) * domain.radius + bias,
+        shift=bias,
+        rounding=sum_rounding(groups[0].shape[1], largest * length + bias, patch * length + bias),
+    )
 
 
 def _conv2d_size(module: nn.Conv2d, size: tuple[int, ...]) -> tuple[int, ...]:
@@ -257,7 +362,8 @@ def _pool(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         unchanged(module.pool, nn.Identity)
         size = () if flattens else domain.size
         radius = domain.radius * (math.sqrt(domain.tokens) if flattens else 1.0)
-        return simple_bound(largest, domain, size=size, radius=largest * radius)
+        radius *= largest
+        return simple_bound(largest, domain, size=size, radius=radius, shift=0.0, rounding=0.0)
     if not isinstance(module.pool, (FastAdaptiveAvgPool, nn.AdaptiveAvgPool2d)):
         raise UnknownModuleError(
             f"no Lipschitz bound is known for pooling {module.pool_type!r}: use 'avg'"
@@ -271,7 +377,8 @@ def _pool(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     # The mean of N tokens multiplies each by 1 / N. Its norm over the whole map is 1 / sqrt(N).
     value = largest / math.sqrt(domain.tokens)
     size = () if flattens else (1, 1)
-    return simple_bound(value, domain, size=size, radius=largest * domain.radius)
+    radius, rounding = largest * domain.radius, gamma(domain.tokens + 2) * largest * domain.rms
+    return simple_bound(value, domain, size=size, radius=radius, shift=0.0, rounding=rounding)
 
 
 @bound_rule(Mlp)

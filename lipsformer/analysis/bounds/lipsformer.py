@@ -16,30 +16,39 @@ from lipsformer.analysis.bounds.attention import (
     column_mass,
     max_abs_score,
     projected_bound,
+    projection_rounding,
     split_qkv,
 )
-from lipsformer.analysis.bounds.core import (
+from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
+    carried_error,
+    compose,
+    max_abs,
+    scale_output,
+)
+from lipsformer.analysis.bounds.core import (
     Layout,
     bound_rule,
     chain,
     children_in_order,
-    log10_of,
-    log10_one_plus,
-    log10_product,
-    max_abs,
-    scale_output,
     unchanged,
 )
 from lipsformer.analysis.bounds.layers import (
-    GELU_BOUND,
     PASSIVE,
     bias_norm,
     check_depthwise,
     conv2d_bound,
     depthwise_channel_sigma,
     depthwise_radius,
+    gelu_bound,
+)
+from lipsformer.analysis.bounds.rounding import (
+    gamma,
+    log10_of,
+    log10_one_plus,
+    log10_product,
+    outward,
 )
 from lipsformer.layers import DepthwiseConv2d, Linear, WeightedResidual
 from lipsformer.models.lipsformer import (
@@ -73,7 +82,7 @@ def _patch_embed(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 @bound_rule(ConvMerging)
 def _conv_merging(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     # Padding the map with zeros to even sides is an isometry.
-    even = Domain(size=tuple(side + side % 2 for side in domain.size), radius=domain.radius)
+    even = replace(domain, size=tuple(side + side % 2 for side in domain.size))
     return chain([("conv", module.conv), ("norm", module.norm)], even, scale)
 
 
@@ -84,31 +93,33 @@ def patch_merging_bound(module: Any, domain: Domain, scale: Tensor | None) -> Bo
     The concatenation is an isometry of the map. It increases the 2-norm of the longest token by a
     factor of at most 2.
     """
-    merged = Domain(size=tuple((side + 1) // 2 for side in domain.size), radius=2.0 * domain.radius)
+    size = tuple((side + 1) // 2 for side in domain.size)
+    merged = replace(domain, size=size, radius=2.0 * domain.radius)
     return chain([("norm", module.norm), ("reduction", module.reduction)], merged, scale)
 
 
 @bound_rule(ConvBranch)
 def _conv_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    layers = [("depthwise", module.depthwise)]
-    if module.pointwise is not None:
-        unchanged(module.pointwise, Linear)
-        layers.append(("pointwise", module.pointwise))
     # GELU acts on every channel separately. |diag(scale) GELU'| is at most GELU_BOUND |scale|, so
     # `scale` can be applied to the convolution before it.
-    return _with_gelus(chain(layers, domain, scale), len(layers))
+    if module.pointwise is None:
+        return with_gelu(chain([("depthwise", module.depthwise)], domain, scale))
+    unchanged(module.pointwise, Linear)
+    first = with_gelu(chain([("depthwise", module.depthwise)], domain))
+    return with_gelu(compose(first, chain([("pointwise", module.pointwise)], first.output, scale)))
 
 
 @bound_rule(Mlp)
 def _mlp(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     unchanged(module.fc2, Linear)
     unchanged(module.drop, *PASSIVE)
-    return _with_gelus(chain([("fc1", module.fc1), ("fc2", module.fc2)], domain, scale), 1)
+    hidden = with_gelu(chain([("fc1", module.fc1)], domain))
+    return compose(hidden, chain([("fc2", module.fc2)], hidden.output, scale))
 
 
-def _with_gelus(bound: Bound, number: int) -> Bound:
-    gelus = number * math.log10(GELU_BOUND)
-    return replace(bound, log10=bound.log10 + gelus, paper_log10=bound.paper_log10 + gelus)
+def with_gelu(bound: Bound) -> Bound:
+    """Return the bound of a map followed by GELU."""
+    return compose(bound, gelu_bound(bound.output))
 
 
 def residual_bound(
@@ -129,12 +140,21 @@ def residual_bound(
     weighted, plain = chain(branch, domain, alpha), chain(branch, domain)
     largest_weight = max_abs(alpha)
     # The radius of a branch may be infinite, and 0 * inf is nan.
-    added = weighted.output.radius if largest_weight > 0.0 else 0.0
+    nothing = Domain(size=(), radius=0.0, norm=0.0, error=0.0)
+    added = weighted.output if largest_weight > 0.0 else nothing
     paper_log10 = log10_product((plain.paper_log10, log10_of(largest_weight)))
+    # The product with alpha and the sum round.
+    rounding = gamma(3) * (domain.rms + added.rms)
+    error = carried_error(1.0, domain.error, rounding, domain.tokens) + added.error
     total = Bound(
         log10=log10_one_plus(weighted.log10),
         paper_log10=log10_one_plus(paper_log10),
-        output=replace(domain, radius=domain.radius + added),
+        output=replace(
+            domain,
+            radius=outward(domain.radius + added.radius),
+            norm=outward(domain.norm + added.norm),
+            error=outward(error),
+        ),
         input=domain,
         parts=plain.parts,
     )
@@ -159,14 +179,16 @@ def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) ->
     """
     check_attention(module, module.num_heads, module.attention)
     h, w = module.window(*domain.size)
+    bias = module.position_bias(h, w)[0]
     attended = attention_bound(
         module.attention,
         split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads),
         h * w,
-        domain.radius,
-        mass=column_mass(max_abs_score(module.attention), h * w, module.position_bias(h, w)[0]),
+        domain.reach,
+        mass=column_mass(max_abs_score(module.attention), h * w, bias),
         padded=_pads(domain.size, (h, w)),
-        biased=True,
+        largest_bias=max_abs(bias),
+        qkv_rounding=projection_rounding(module.qkv, domain),
     )
     return projected_bound(attended, module.proj, domain, scale)
 
@@ -187,7 +209,8 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
     heads = split_qkv(
         module.qkv.weight, module.qkv.bias, module.num_branches * module.heads_per_branch
     )
-    gram, paper_squared, radius_squared = 0.0, 0.0, 0.0
+    qkv_rounding = projection_rounding(module.qkv, domain)
+    gram, paper_squared, radius_squared, rounding_squared, terms = 0.0, 0.0, 0.0, 0.0, 0
     for branch, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
         unchanged(lepe, DepthwiseConv2d)
         check_depthwise(lepe)
@@ -201,14 +224,19 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
             attention,
             HeadWeights(*(part[own] for part in heads)),
             math.prod(size),
-            domain.radius,
+            domain.reach,
             mass=column_mass(max_abs_score(attention), math.prod(size)),
             local_norm=local.amax(1).cpu(),
             local_radius=depthwise_radius(lepe.weight, 1.0),
             padded=_pads(domain.size, size),
+            qkv_rounding=qkv_rounding,
         )
-        gram = gram + attended.gram
+        gram, terms = gram + attended.gram, terms + attended.terms
         paper_squared += attended.paper_squared
-        radius_squared += (math.sqrt(attended.radius_squared) + bias_norm(lepe.bias, lepe.dim)) ** 2
-    both = AttentionBound(torch.as_tensor(gram), paper_squared, radius_squared)
+        radius = math.sqrt(attended.radius_squared) + bias_norm(lepe.bias)
+        radius_squared += radius**2
+        # LePE sums nine products and a bias. `attn_factor` may multiply the result.
+        rounding_squared += (attended.rounding + gamma(16) * radius) ** 2
+    rounding = math.sqrt(rounding_squared)
+    both = AttentionBound(torch.as_tensor(gram), terms, paper_squared, radius_squared, rounding)
     return projected_bound(both, module.proj, domain, scale, module.attn_factor)

@@ -1,6 +1,7 @@
 """Bounds of timm's ViT, DeiT and Swin after `lipsformer.convert` has made them Lipschitz."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from timm.layers import LayerScale, PatchEmbed, resample_abs_pos_embed
@@ -21,25 +22,38 @@ from lipsformer.analysis.bounds.attention import (
     column_mass,
     max_abs_score,
     projected_bound,
+    projection_rounding,
     split_qkv,
 )
-from lipsformer.analysis.bounds.core import (
+from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
+    carried_error,
+    compose,
+    max_abs,
+    simple_bound,
+)
+from lipsformer.analysis.bounds.core import (
     Layout,
     UnknownModuleError,
     bound_rule,
     chain,
     children_in_order,
-    compose,
     lipschitz_bound,
-    log10_of,
-    simple_bound,
     unchanged,
 )
 from lipsformer.analysis.bounds.layers import PASSIVE, product
 from lipsformer.analysis.bounds.lipsformer import patch_merging_bound, residual_bound
+from lipsformer.analysis.bounds.rounding import (
+    gamma,
+    log10_of,
+    norm_bound,
+    outward,
+)
 from lipsformer.models.timm_conversion import CosineAttention, CosineWindowAttention
+
+# timm adds -100 to the scores of tokens that a shifted window does not join.
+SHIFT_MASK = 100.0
 
 bound_rule(PatchMerging)(patch_merging_bound)
 bound_rule(SwinTransformerStage)(children_in_order("downsample", "blocks"))
@@ -62,7 +76,7 @@ def _patch_embed(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         )
     if module.dynamic_img_pad:  # Padding with zeros is an isometry.
         size = tuple(side + -side % p for side, p in zip(size, patch, strict=True))
-    padded = Domain(size=size, radius=domain.radius)
+    padded = replace(domain, size=size)
     return chain([("proj", module.proj), ("norm", module.norm)], padded, scale)
 
 
@@ -74,27 +88,33 @@ def _sequence_layout(model: Any, _: Any, __: int, ___: Tensor) -> Layout:
 @bound_rule(CosineAttention, layout=_sequence_layout)
 def _cosine_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     mass = column_mass(max_abs_score(module.attention), domain.tokens)
-    return _attention(module, domain.tokens, mass, domain, scale)
+    return _attention(module, domain.tokens, mass, None, domain, scale)
 
 
 @bound_rule(CosineWindowAttention)
 def _cosine_window_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     # Shifted windows add a mask to the bias, so `mass=None`, which holds for every bias and mask.
-    return _attention(module, math.prod(module.window_size), None, domain, scale, biased=True)
+    largest_bias = SHIFT_MASK + max_abs(module.relative_position_bias_table)
+    return _attention(module, math.prod(module.window_size), None, largest_bias, domain, scale)
 
 
 def _attention(
     module: Any,
     num_tokens: int,
     mass: Tensor | None,
+    largest_bias: float | None,
     domain: Domain,
     scale: Tensor | None,
-    biased: bool = False,
 ) -> Bound:
     check_attention(module, module.num_heads, module.attention)
-    heads = split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads)
     attended = attention_bound(
-        module.attention, heads, num_tokens, domain.radius, mass, biased=biased
+        module.attention,
+        split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads),
+        num_tokens,
+        domain.reach,
+        mass,
+        largest_bias=largest_bias,
+        qkv_rounding=projection_rounding(module.qkv, domain),
     )
     return projected_bound(attended, module.proj, domain, scale)
 
@@ -150,17 +170,24 @@ def _distilled_vit(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     """
     unchanged(module.head_drop, *PASSIVE)
     x = _vit_features(module, domain, [module.cls_token, module.dist_token])
-    pooled = Domain(size=(), radius=x.output.radius)
+    pooled = replace(x.output, size=())
     heads = {
         name: lipschitz_bound(getattr(module, name), pooled, scale)
         for name in ("head", "head_dist")
     }
-    log10 = log10_of(math.hypot(*(head.value for head in heads.values())) / 2.0)
+    value = math.hypot(*(head.value for head in heads.values())) / 2.0
     radius = sum(head.output.radius for head in heads.values()) / 2.0
+    # Each head carries the whole error of the tokens, which is more than its share.
+    error = sum(head.output.error for head in heads.values()) / 2.0
     mean = Bound(
-        log10=log10,
-        paper_log10=log10,
-        output=Domain(size=(), radius=radius),
+        log10=log10_of(value),
+        paper_log10=log10_of(value),
+        output=Domain(
+            size=(),
+            radius=outward(radius),
+            norm=sum(head.output.norm for head in heads.values()),
+            error=carried_error(1.0, error, gamma(2) * (radius + error), 1),
+        ),
         input=x.output,
         parts=heads,
     )
@@ -196,10 +223,15 @@ def _tokens(module: Any, patches: Domain, prefix: list[Tensor]) -> Bound:
             f"no Lipschitz bound is known for {num_embedded} embedded tokens with "
             f"{position.shape[1]} position embeddings: use the image size of the model"
         )
-    radius = max([patches.radius, *(token.norm().item() for token in tokens)])
+    lengths = [norm_bound(token).item() for token in tokens]
+    radius, shift = max([patches.radius, *lengths]), max([0.0, *lengths])
     if position is not None:
-        radius += position.detach().norm(dim=-1).max().item()
-    return simple_bound(1.0, patches, size=(patches.tokens + len(tokens),), radius=radius)
+        longest = norm_bound(position, dim=-1).max().item()
+        radius, shift = radius + longest, shift + longest
+    # The float32 program may interpolate the position embedding, whose error is not known.
+    rounding = math.inf if module.dynamic_img_size else gamma(1) * (radius + patches.error)
+    size = (patches.tokens + len(tokens),)
+    return simple_bound(1.0, patches, size=size, radius=radius, shift=shift, rounding=rounding)
 
 
 def _vit_pool(module: Any, tokens: Domain) -> Bound:
@@ -207,7 +239,9 @@ def _vit_pool(module: Any, tokens: Domain) -> Bound:
     if module.attn_pool is None and module.global_pool in ("token", "avg"):
         averaged = tokens.tokens - (0 if module.pool_include_prefix else module.num_prefix_tokens)
         value = 1.0 if module.global_pool == "token" else 1.0 / math.sqrt(averaged)
-        return simple_bound(value, tokens, size=(), radius=tokens.radius)
+        rounding = 0.0 if module.global_pool == "token" else gamma(averaged + 2) * tokens.reach
+        radius = tokens.radius
+        return simple_bound(value, tokens, size=(), radius=radius, shift=0.0, rounding=rounding)
     raise UnknownModuleError(
         f"no Lipschitz bound is known for the pooling {module.global_pool!r}: use 'avg' or 'token'"
     )

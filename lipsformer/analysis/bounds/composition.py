@@ -1,0 +1,224 @@
+"""Domains, bounds, how bounds compose, and how the errors of float32 are carried along."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from lipsformer.analysis.bounds.rounding import (
+    MAX_NORM32,
+    TINY32,
+    gamma,
+    log10_of,
+    log10_product,
+    outward,
+    power_of_ten,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """The set of inputs on which a bound holds.
+
+    Attributes:
+        size: Size of the map in tokens or pixels: (H, W), (N,) for a sequence, or () for pooled
+            features.
+        radius: Largest 2-norm of a token (of a pixel over its channels). Attention on raw values
+            needs it, because its constant grows with the values. So does every rounding error.
+        norm: Largest 2-norm of the map; inf if it is not known.
+        error: Largest distance between the map that the float32 program computes and the exact map,
+            as a 2-norm over the map; inf if it is not known.
+
+    Example:
+        >>> from lipsformer.analysis.bounds import Domain
+        >>> Domain(size=(14, 14), radius=3.0).tokens
+        196
+    """
+
+    size: tuple[int, ...]
+    radius: float = math.inf
+    norm: float = math.inf
+    error: float = math.inf
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.radius):  # 0 * inf, or weights that are not finite
+            object.__setattr__(self, "radius", math.inf)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens N."""
+        return math.prod(self.size)
+
+    @property
+    def reach(self) -> float:
+        """Largest 2-norm of a token, exact or computed."""
+        return self.radius + (self.error if self.error < math.inf else 0.0)
+
+    @property
+    def rms(self) -> float:
+        """Largest root mean square of the 2-norms of the tokens of a map, exact or computed.
+
+        It is inf where float32 might overflow.
+        """
+        if self.norm > MAX_NORM32:
+            return math.inf
+        return outward((self.norm + self.error) / math.sqrt(self.tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """A proved upper bound of a Lipschitz constant: 2-norm, whole input, evaluation mode.
+
+    Attributes:
+        log10: Decimal logarithm of the bound, rounded up.
+        paper_log10: The same with the paper's Theorem 1 for attention and max|alpha| Lip(f) for
+            residual branches, for comparison. It is inf if an attention is not covered by its
+            paper's theorem.
+        output: The domain of the outputs.
+        input: The domain on which the bound holds.
+        parts: Bounds of the children, by name.
+        kind: Name of the module's class.
+        last: `log10` and weight of the linear layer that the map ends in; None for other maps.
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
+        >>> bound = lipschitz_bound(nn.GELU(), Domain(size=(49,)))
+        >>> f"{bound.kind}: {bound.value:.3f}"
+        'GELU: 1.129'
+    """
+
+    log10: float
+    paper_log10: float
+    output: Domain
+    input: Domain
+    parts: dict[str, "Bound"] = field(default_factory=dict)
+    kind: str = ""
+    last: "tuple[float, Tensor] | None" = field(default=None, compare=False)
+
+    @property
+    def value(self) -> float:
+        """The bound itself; inf if it exceeds the range of a float."""
+        return power_of_ten(self.log10)
+
+
+def simple_bound(
+    value: float,
+    domain: Domain,
+    *,
+    size: tuple[int, ...] | None = None,
+    radius: float,
+    shift: float = math.inf,
+    rounding: float = math.inf,
+) -> Bound:
+    """Return the bound of a layer without parts. Its arguments are rounded up here.
+
+    Args:
+        value: Bound of the Lipschitz constant.
+        domain: The inputs.
+        size: Size of the output map; None if it equals that of the input map.
+        radius: Largest 2-norm of an output token.
+        shift: Largest 2-norm of an output token for the input 0; inf if it is not known.
+        rounding: The error that float32 adds to a token of the output, as a root mean square over
+            the tokens, for inputs up to `domain.rms`; inf if it is not known.
+    """
+    size = domain.size if size is None else size
+    tokens = math.prod(size)
+    output = replace(
+        domain,
+        size=size,
+        radius=outward(radius),
+        norm=carried_error(value, domain.norm, shift, tokens),
+        error=carried_error(value, domain.error, rounding, tokens),
+    )
+    log10 = log10_of(value)
+    return Bound(log10=log10, paper_log10=log10, output=output, input=domain)
+
+
+def carried_error(value: float, error: float, rounding: float, tokens: int) -> float:
+    r"""Return the error of the output of a layer, :math:`L e + \sqrt N \delta`.
+
+    Args:
+        value: Lipschitz constant L of the layer.
+        error: Error e of its input.
+        rounding: Error that the layer adds to a token, delta, as a root mean square.
+        tokens: Number of tokens N of its output.
+    """
+    total = value * error + math.sqrt(tokens) * rounding
+    return outward(total) + TINY32 if total < math.inf else math.inf  # 0 * inf is not below inf
+
+
+def compose(first: Bound, second: Bound, name: str | None = None) -> Bound:
+    """Return the bound of one map followed by another: the constants multiply.
+
+    Args:
+        first: Bound of the first map.
+        second: Bound of the second map on `first.output`.
+        name: Name under which `second` becomes a part of the result. None adds the parts of
+            `second` instead.
+    """
+    return Bound(
+        log10=log10_product((first.log10, second.log10)),
+        paper_log10=log10_product((first.paper_log10, second.paper_log10)),
+        output=second.output,
+        input=first.input,
+        parts={**first.parts, **({name: second} if name else second.parts)},
+        last=second.last,
+    )
+
+
+def scale_output(bound: Bound, scale: Tensor | None) -> Bound:
+    """Return the bound of a map whose output is multiplied by one factor per channel.
+
+    Args:
+        bound: Bound of the map.
+        scale: The factors, [C]; None for none.
+    """
+    factor = max_abs(scale)
+    output = bound.output
+    return replace(
+        bound,
+        log10=log10_product((bound.log10, log10_of(factor))),
+        paper_log10=log10_product((bound.paper_log10, log10_of(factor))),
+        last=None,
+        output=replace(
+            output,
+            radius=outward(factor * output.radius),
+            norm=carried_error(factor, output.norm, 0.0, output.tokens),
+            error=carried_error(factor, output.error, 0.0, output.tokens),
+        ),
+    )
+
+
+def max_abs(scale: Tensor | None) -> float:
+    """Return the largest absolute value, which is the 2-norm of diag(scale); 1 for None."""
+    return 1.0 if scale is None else scale.detach().abs().max().item()
+
+
+def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> Domain:
+    """Return the domain of normalized images whose pixel values lie in [0, 1].
+
+    The error is that of the normalization (255 x - 255 mean) / (255 std) in float32.
+
+    Args:
+        size: (H, W) in pixels.
+        mean: Mean per channel that the normalization subtracts.
+        std: Standard deviation per channel by which it divides.
+    """
+    longest = [max(m, 1.0 - m) / s for m, s in zip(mean, std, strict=True)]
+    radius, tokens = outward(math.hypot(*longest)), math.prod(size)
+    rounding = gamma(8) * math.hypot(*((1.0 + m) / s for m, s in zip(mean, std, strict=True)))
+    return Domain(
+        size=size,
+        radius=radius,
+        norm=outward(math.sqrt(tokens) * radius),
+        error=carried_error(0.0, 0.0, rounding, tokens),
+    )
+
+
+def flatten_bound(bound: Bound, name: str = "") -> Iterator[tuple[str, Bound]]:
+    """Yield (module name, bound) of a bound and of all its parts, parents before children."""
+    yield name, bound
+    for part_name, part in bound.parts.items():
+        yield from flatten_bound(part, f"{name}.{part_name}" if name else part_name)

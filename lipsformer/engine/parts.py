@@ -1,0 +1,58 @@
+"""The objects of a run, as they are built from its config."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from lipsformer.engine.steps import BatchTransform, MicroBatch, SizedBatches
+from lipsformer.engine.train_state import TrainState
+
+
+class TrainBatches(Protocol):
+    """The training data, dealt into optimizer steps."""
+
+    updates_per_epoch: int
+
+    def epoch(self, epoch: int, start_update: int = 0) -> Iterable[tuple[list[MicroBatch], int]]:
+        """Yield the batches of an epoch from one of its steps on."""
+        ...
+
+    def indices(self, epoch: int, update: int) -> list[int]:
+        """Return the samples of one step of an epoch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects built from a config: data, model, optimizer.
+
+    Attributes:
+        state: The model and all that trains it.
+        train_batches: The training data.
+        transform: Turns training batches into inputs and targets, on the device.
+        eval_batches: This rank's share of the validation data.
+        normalize: Turns validation images into inputs.
+        num_train_images, num_eval_images: Lengths of the training and the validation set.
+        classes: Names of the classes in the order of the labels.
+        timm_config: timm's description of the model, as JSON.
+        micro_batch: (samples of a micro-batch, micro-batches per step and device).
+        monitored: Records of the monitor that are not written yet, with the number of steps made.
+
+    Example:
+        >>> Parts.__dataclass_fields__["micro_batch"].type
+        tuple[int, int]
+    """
+
+    state: TrainState
+    train_batches: TrainBatches
+    transform: BatchTransform
+    eval_batches: SizedBatches
+    normalize: Callable[[Tensor], Tensor]
+    num_train_images: int
+    num_eval_images: int
+    classes: Sequence[str]
+    timm_config: str
+    micro_batch: tuple[int, int]
+    monitored: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)

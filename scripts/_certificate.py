@@ -1,0 +1,179 @@
+"""The file that `eval.py --certify` writes, for `python -m scripts.check_certificate`.
+
+Claims are written a relative 2e-9 weaker than what was computed, so that a checker with another
+linear algebra library, whose bounds differ in the last digits, can derive them.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from timm.data.transforms import str_to_pil_interp
+
+from data.dataset import ImageDataset
+from data.evalsets import EvalSet
+from lipsformer.analysis.bounds import Bound, flatten_bound
+from lipsformer.config import DataConfig
+
+FILE = "certificate.json"
+FORMAT = "lipsformer certificate 1"
+SLACK = 1e-9
+PREPROCESSING = ("source", "img_size", "crop_pct", "interpolation", "exact_eval", "mean", "std")
+
+SAYS = {
+    "real": "No image within this distance has another class under the exact network.",
+    "executed": "No image within this distance gets another class from the float32 program on a "
+    "CPU. The rounding of both images is subtracted from the margin.",
+    "distance": "2-norm over the pixels of the network's input. All pixel values lie in [0, 1].",
+    "own_pixel_factors": "A change of the data's own pixels grows by at most this factor up to "
+    "the network's pixels, before values are rounded to 8 bits.",
+    "premises": "Only this file states logits (computed in float64), labels, sizes of the data's "
+    "images in pixels and channels, and which logits count. All else follows from the weights.",
+}
+
+# The proof of a class's constant, as docs/lipschitz.md names it. All others are compositions.
+PROOFS = {
+    **dict.fromkeys(("Linear", "NonDynamicallyQuantizableLinear"), "linear"),
+    "CenterNorm": "center norm",
+    **dict.fromkeys(("Conv2d", "PatchConv2d", "DepthwiseConv2d"), "convolution"),
+    "GELU": "gelu",
+    "SelectAdaptivePool2d": "average pooling",
+    **dict.fromkeys(("Identity", "Dropout", "DropPath", "PatchDropout"), "identity"),
+    **dict.fromkeys(
+        ("WindowAttention", "StripeAttention", "CosineAttention", "CosineWindowAttention"),
+        "scaled cosine attention",
+    ),
+    "WeightedResidual": "weighted residual",
+}
+
+
+def certificate(
+    bound: Bound,
+    weights: Path,
+    model: Mapping[str, Any],
+    data: DataConfig,
+    sets: Mapping[str, tuple[EvalSet, Sequence[Mapping[str, Any]]]],
+    distances: Sequence[float],
+) -> dict[str, Any]:
+    """Return the certificate of a model on some sets of images.
+
+    Args:
+        bound: The proved bound of the logits.
+        weights: The file of weights.
+        model: timm's description of the model, with `architecture` and `model_args`.
+        data: The preprocessing.
+        sets: For each name, the set, and logits and radii of its images in order.
+        distances: The distances for which shares are stated.
+    """
+    settings = asdict(data)
+    preprocessing = {key: settings[key] for key in PREPROCESSING}
+    scale = 1.0 - 3.0 * SLACK  # SLACK in the decimal logarithm is 2.3 times as much in the value
+    listed = {}
+    for name, (eval_set, rows) in sets.items():
+        own = own_sizes(eval_set.dataset, data)
+        sizes = sorted(set(own))
+        premises = {
+            "outputs": eval_set.outputs,
+            "sizes": sizes,
+            "size_of": [sizes.index(size) for size in own],
+            "labels": [row["label"] for row in rows],
+            "logits": [row["logits"] for row in rows],
+        }
+        radii = {key: [row[key] * scale for row in rows] for key in ("real", "executed")}
+        listed[name] = {
+            "premises": premises,
+            "premises_sha256": digest(premises),
+            "own_pixel_factors": [own_factor(size, data) for size in sizes],
+            **radii,
+            "shares": [
+                {"distance": distance, **shares(premises, radii, distance)}
+                for distance in distances
+            ],
+        }
+    return {
+        "format": FORMAT,
+        "says": SAYS,
+        "weights": {"file": weights.name, "sha256": sha256(weights.read_bytes())},
+        "model": {key: model[key] for key in ("architecture", "model_args")},
+        "preprocessing": {**preprocessing, "sha256": digest(preprocessing)},
+        "domain": {"size": bound.input.size, "pixels": [0, 1], "radius": bound.input.radius},
+        "layers": [
+            {
+                "name": name,
+                "class": part.kind,
+                "proof": PROOFS.get(part.kind, "composition"),
+                "log10": weaker(part.log10),
+            }
+            for name, part in flatten_bound(bound)
+        ],
+        "logit_rounding": bound.output.error * (1.0 + SLACK),
+        "sets": listed,
+    }
+
+
+def weaker(log10: float) -> float:
+    """Return a logarithm with some slack. A constant of 0, which JSON lacks, is written as -400."""
+    return max(log10, -400.0) + SLACK
+
+
+def shares(
+    premises: Mapping[str, Any], radii: Mapping[str, Sequence[float]], distance: float
+) -> dict[str, float]:
+    """Return the share of images, in percent, that keep the right class within a distance."""
+    right = np.argmax(premises["logits"], axis=1) == np.array(premises["labels"])
+    return {
+        key: 100.0 * float((right & (np.array(values) > distance)).mean())
+        for key, values in radii.items()
+    }
+
+
+def digest(content: Any) -> str:
+    """Return the SHA-256 of the canonical JSON of a value."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return sha256(text.encode())
+
+
+def sha256(content: bytes) -> str:
+    """Return the SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def own_sizes(dataset: ImageDataset, data: DataConfig) -> list[tuple[int, int, int]]:
+    """Return height, width and channels of each image before any resizing."""
+    if data.source == "digits":  # enlarged when they are loaded
+        return [(8, 8, 1)] * len(dataset)
+    channels = 1 if data.source == "fashion_mnist" else 3
+    sizes = (dataset.source.load(index).size for index in range(len(dataset)))
+    return [(height, width, channels) for width, height in sizes]
+
+
+def own_factor(size: tuple[int, int, int], data: DataConfig) -> float:
+    """Bound the norm of the linear map from the data's pixels to those of the network.
+
+    A resize is the product of an operator along the columns and one along the rows. Repeating a
+    gray value three times has the norm sqrt(3). The center crop has norm 1.
+    """
+    height, width, channels = size
+    factor = math.sqrt(3.0 / channels)
+    if data.source == "digits":
+        factor *= resize_norm(height, data.img_size, data) * resize_norm(width, data.img_size, data)
+        height = width = data.img_size
+    resized, short = math.floor(data.img_size / data.crop_pct), min(height, width)
+    for side in (height, width):
+        factor *= resize_norm(side, int(resized * side / short), data)
+    return factor * (1.0 + 5e-7)  # the operators are in float32
+
+
+def resize_norm(old: int, new: int, data: DataConfig) -> float:
+    """Return the largest singular value of Pillow's resize of a line of pixels."""
+    if old == new:
+        return 1.0
+    lines = Image.fromarray(np.eye(old, dtype=np.float32))
+    operator = np.asarray(lines.resize((new, old), str_to_pil_interp(data.interpolation)))
+    return float(np.linalg.svd(operator.astype(np.float64), compute_uv=False)[0])

@@ -1,0 +1,400 @@
+"""Check a certificate of `eval.py --certify`: `python -m scripts.check_certificate FILE WEIGHTS`.
+
+WEIGHTS is a file of weights, its folder or a run, with timm's config.json, which tells the
+architecture. Constants, composition, rounding errors, radii and shares are derived from the weights
+again, in NumPy and the standard library alone. A claim that is stronger than what follows is
+refused, a weaker one is accepted. Logits, labels and sizes of the data's images are taken from the
+certificate. The checker covers `lipsformer_swin_*` with cosine attention and normalized values. The
+proofs are in docs/lipschitz.md. Exit code 0 if all claims follow, 1 if not.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import struct
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+U, U32, UP = 2.0**-53, 2.0**-24, 1.0 + 2.0**-44  # float64, float32, rounding up
+GELU = UP * (0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi))
+GELU_ERROR, EXP_ERROR, FFT_ERROR, TINY = 2.0**-20, 2.0**-18, 2.0**-43, 2.0**-90
+MAX_DENSE_TOKENS, MAX_LOGIT_SCALE, EPS = 64, 100.0, 1e-2
+# Arguments of a model that are read here, follow from the weights, or matter in training only.
+ARGUMENTS = {
+    *("num_classes", "in_chans", "img_size", "patch_size", "embed_dim", "depths", "num_heads"),
+    *("mlp_ratio", "window_size", "global_pool", "attn", "logit_scale", "learn_logit_scale"),
+    *("value_scale", "residual_scale", "official_compat", "weight_init", "drop_rate"),
+    *("proj_drop_rate", "attn_drop_rate", "drop_path_rate"),
+}
+
+
+def require(holds: Any, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+class Map(NamedTuple):
+    """Maps of tokens: size, norm, error of float32, and constant of the layer that makes them."""
+
+    size: tuple[int, ...]
+    norm: float
+    error: float
+    value: float = 1.0
+
+    @property
+    def rms(self) -> float:
+        return UP * (self.norm + self.error) / math.sqrt(math.prod(self.size))
+
+
+def gamma(steps: int) -> float:
+    return UP * (steps * U32 / (1.0 - steps * U32))
+
+
+def carried(value: float, error: float, added: float, tokens: int) -> float:
+    total = value * error + math.sqrt(tokens) * added
+    return UP * total + TINY if total < math.inf else math.inf
+
+
+def layer(value: float, x: Map, shift: float, rounding: float, size: Any = None) -> Map:
+    size = x.size if size is None else size
+    known = ((x.norm, shift), (x.error, rounding))
+    return Map(size, *(carried(value, *pair, math.prod(size)) for pair in known), UP * value)
+
+
+def eigenvalue(gram: np.ndarray, terms: int) -> float:
+    """Bound the largest eigenvalue: proposed by LAPACK, proved by a Cholesky decomposition."""
+    n, trace = len(gram), float(np.trace(gram))
+    if trace == 0.0:
+        return 0.0
+    mu, step = max(float(np.linalg.eigvalsh(gram)[-1]), 0.0), 8.0 * n * U
+    proved = False
+    while not proved:
+        mu, step = mu + step * max(mu, trace / n), 8.0 * step
+        with contextlib.suppress(np.linalg.LinAlgError):
+            proved = np.linalg.cholesky(mu * np.eye(n) - gram) is not None
+    return UP * (mu * (1.0 + 4.0 * n * (n + 3) * U) + 4.0 * (terms + 4) * U * trace)
+
+
+def sigma(matrix: np.ndarray) -> float:
+    scale = 2.0 ** math.frexp(float(np.abs(matrix).max()))[1]
+    rows = matrix / scale if matrix.shape[0] <= matrix.shape[1] else matrix.T / scale
+    return UP * scale * math.sqrt(eigenvalue(rows @ rows.T, rows.shape[1]))
+
+
+def scaled(weight: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+    return weight if scale is None else scale.reshape(-1, *[1] * (weight.ndim - 1)) * weight
+
+
+def product_rounding(matrix: np.ndarray, value: float, bias: float, length: float) -> float:
+    """Bound the error of W x + b, where |x| <= length and |W| <= value."""
+    m, v, more = np.abs(matrix), np.ones(len(matrix)), 1.0 + 4.0 * U * (sum(matrix.shape) + 8)
+    for _ in range(3):
+        v = m @ (m.T @ v)
+        v = v + 1e-6 * max(v.max(), 1e-300)
+    absolute = math.sqrt((m @ (m.T @ v) / v).max()) * more * length + bias
+    additions, total = gamma(matrix.shape[1] + 1), value * length + bias
+    return gamma(4) * absolute + additions * ((absolute + total) / 2.0 + additions * absolute)
+
+
+def channel_sigmas(kernels: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+    """Bound the norms of zero padded depthwise convolutions [C, k, k] on a map."""
+    k, (height, width) = kernels.shape[-1], size
+    if height * width <= MAX_DENSE_TOKENS:
+        y, x = np.divmod(np.arange(height * width), width)
+        dy, dx = (i[None] - i[:, None] + k // 2 for i in (y, x))
+        inside = (dy >= 0) & (dy < k) & (dx >= 0) & (dx < k)
+        operators = kernels[:, dy.clip(0, k - 1), dx.clip(0, k - 1)] * inside
+        return np.array([sigma(operator) for operator in operators])
+    peaks = np.abs(np.fft.rfft2(kernels, s=(16 * k, 16 * k))).max((1, 2))
+    sums = np.abs(kernels).sum((1, 2))
+    return (peaks + FFT_ERROR * sums) * UP / math.cos(math.pi * (k - 1) / (32 * k)) ** 2
+
+
+class Model:
+    """The bounds of a LipsFormer-Swin, module by module: `nodes` holds the logarithms by name."""
+
+    def __init__(self, weights: dict[str, np.ndarray], config: dict[str, Any]):
+        args, name = config["model_args"], config["architecture"]
+        self.weights, self.args, self.nodes, self.used, self.noting = weights, args, {}, set(), True
+        usual = args.get("attn", "cosine") == "cosine" and args.get("global_pool", "avg") == "avg"
+        covered = name.startswith("lipsformer_swin_") and usual and set(args) <= ARGUMENTS
+        require(covered and not args.get("official_compat"), f"{name} with {args} is not covered")
+
+    def of(self, name: str) -> np.ndarray:
+        require(name in self.weights, f"the weights have no {name}")
+        self.used.add(name)
+        return self.weights[name]
+
+    def bias(self, path: str, scale: np.ndarray | None = None) -> float:
+        name = f"{path}.bias"
+        bias = scaled(self.of(name), scale) if name in self.weights else np.zeros(1)
+        return UP * (1.0 + 2.0 * U * (bias.size + 8)) * float(np.linalg.norm(bias))
+
+    def holds(self, path: str) -> bool:
+        return any(name.startswith(f"{path}.") for name in self.weights)
+
+    def bound(self, x: Map) -> Map:
+        norm, linear, gelu = ("norm", self.center_norm), self.linear, ("", self.gelu)
+        conv1 = (("depthwise", self.depthwise), gelu, ("pointwise", linear), gelu)
+        conv2 = (("depthwise", self.depthwise), gelu)
+        mlp = (("fc1", linear), gelu, ("fc2", linear))
+        block = (
+            *(("conv1", partial(self.residual, conv1)), ("conv2", partial(self.residual, conv2))),
+            *(("attn", partial(self.residual, self.windows)), ("norm1", self.center_norm)),
+            *(("mlp", partial(self.residual, mlp)), ("norm2", self.center_norm)),
+        )
+        stage = (("downsample", self.merging), ("blocks", partial(self.numbered, block)))
+        head = (("global_pool", self.pool), ("drop", self.identity), ("fc", linear))
+        parts = (("patch_embed", (("proj", self.patches), norm)),)
+        parts += (("stages", partial(self.numbered, stage)), norm, ("head", head))
+        whole = self.apply(parts, "", x, None)
+        extra = set(self.weights) - self.used
+        require(not extra, f"the weights {sorted(extra)} belong to no known layer")
+        self.nodes[""] = whole.value
+        return whole
+
+    def apply(self, rule: Any, path: str, x: Map, scale: np.ndarray | None) -> Map:
+        """Apply a rule, or named rules in order. GELU has no name. The last name gets the scale."""
+        if callable(rule):
+            return rule(path, x, scale)
+        value, last = 1.0, [name for name, _ in rule if name][-1]
+        for name, inner in rule:
+            own = f"{path}.{name}".lstrip(".")
+            x = self.apply(inner, own, x, scale if name == last else None)
+            if self.noting and name:
+                self.nodes[own] = x.value
+            value *= UP * x.value
+        return x._replace(value=value)
+
+    def numbered(self, rule: Any, path: str, x: Map, scale: np.ndarray | None) -> Map:
+        parts = [(str(i), rule) for i in range(99) if self.holds(f"{path}.{i}")]
+        return self.apply(parts, path, x, scale)
+
+    def merging(self, path: str, x: Map, scale: np.ndarray | None) -> Map:
+        if not self.holds(path):
+            return self.identity(path, x, scale)
+        parts = (("norm", self.center_norm), ("reduction", self.linear))
+        x = x._replace(size=tuple((side + 1) // 2 for side in x.size))
+        return self.apply(parts, path, x, scale)
+
+    def identity(self, path: str, x: Map, _: np.ndarray | None) -> Map:
+        return layer(1.0, x, 0.0, 0.0)
+
+    def gelu(self, path: str, x: Map, _: np.ndarray | None) -> Map:
+        return layer(GELU, x, 0.0, GELU_ERROR * x.rms)._replace(norm=UP * x.norm)
+
+    def pool(self, path: str, x: Map, _: np.ndarray | None) -> Map:
+        rounding = gamma(math.prod(x.size) + 2) * x.rms
+        return layer(1.0 / math.sqrt(math.prod(x.size)), x, 0.0, rounding, ())
+
+    def linear(self, path: str, x: Map, scale: np.ndarray | None) -> Map:
+        matrix, bias = scaled(self.of(f"{path}.weight"), scale), self.bias(path, scale)
+        value = sigma(matrix)
+        return layer(value, x, bias, product_rounding(matrix, value, bias, x.rms))
+
+    def patches(self, path: str, x: Map, _: np.ndarray | None) -> Map:
+        """A convolution whose stride is the side of its kernel."""
+        weight, bias = self.of(f"{path}.weight"), self.bias(path)
+        k, matrix = weight.shape[-1], weight.reshape(len(weight), -1)
+        require(all(side % k == 0 for side in x.size), f"{x.size} is no multiple of {k}")
+        size, value = tuple(side // k for side in x.size), sigma(matrix)
+        rounding = product_rounding(matrix, value, bias, k * x.rms)
+        return layer(UP * value, x, bias, rounding, size)
+
+    def center_norm(self, path: str, x: Map, _: np.ndarray | None) -> Map:
+        gain, bias = self.of(f"{path}.weight"), self.bias(path)
+        squares = np.sort(gain**2)[::-1] * UP
+        d, high, low = len(gain), *map(float, squares[:2])
+        while low < (middle := 0.5 * (low + high)) < high and high - low > 2.0**-50 * high:
+            terms = 1.0 / (squares - middle)
+            positive = terms.sum() > 2.0 * U * (d + 4) * np.abs(terms).sum()
+            high, low = (middle, low) if positive else (high, middle)
+        value = UP * (d / (d - 1) * math.sqrt(high))
+        rounding = gamma(d + 8) * (float(np.abs(gain).max()) * d / (d - 1) * x.rms + bias)
+        return layer(value, x, bias, rounding)
+
+    def depthwise(self, path: str, x: Map, scale: np.ndarray | None) -> Map:
+        weight, bias = self.of(f"{path}.weight"), self.bias(path, scale)
+        factor = np.ones(len(weight)) if scale is None else np.abs(scale)
+        value = float((channel_sigmas(weight[:, 0], x.size) * factor).max())
+        largest = float((np.abs(weight).sum((1, 2, 3)) * factor).max())
+        rounding = gamma(min(weight[0].size, math.prod(x.size)) + 3) * (largest * x.rms + bias)
+        return layer(value, x, bias, rounding)
+
+    def residual(self, branch: Any, path: str, x: Map, _: np.ndarray | None) -> Map:
+        alpha = self.of(f"{path}.residual_scale")
+        self.apply((("branch", branch),), path, x, None)  # notes the constants without alpha
+        self.noting = False
+        part = self.apply(branch, f"{path}.branch", x, alpha)
+        self.noting = True
+        added = part if np.abs(alpha).max() > 0.0 else Map((), 0.0, 0.0)
+        error = (
+            carried(1.0, x.error, gamma(3) * (x.rms + added.rms), math.prod(x.size)) + added.error
+        )
+        return Map(x.size, UP * (x.norm + added.norm), UP * error, UP * (1.0 + part.value))
+
+    def windows(self, path: str, x: Map, scale: np.ndarray | None) -> Map:
+        table = self.of(f"{path}.relative_position_bias_table")
+        side, heads = (math.isqrt(len(table)) + 1) // 2, table.shape[1]
+        require((2 * side - 1) ** 2 == len(table), "only square windows are covered")
+        h, w = (-(-extent // -(-extent // side)) for extent in x.size)
+        n, index = h * w, np.arange(h * w)
+        y, z = (i[:, None] - i[None] + side - 1 for i in (index // w, index % w))
+        bias = table[y * (2 * side - 1) + z].transpose(2, 0, 1)
+        tau = np.full(heads, float(self.args.get("logit_scale", 10.0)))
+        if self.args.get("learn_logit_scale"):
+            learned = self.of(f"{path}.attention.log_logit_scale").ravel()
+            tau = np.exp(np.minimum(learned, math.log(MAX_LOGIT_SCALE))) * UP
+        nu, steep = abs(float(self.of(f"{path}.attention.value_scale"))), EPS**-0.5
+        p, odds = np.exp(bias - bias.max(-1, keepdims=True)), np.exp(-2.0 * tau)[:, None, None]
+        p = p / p.sum(-1, keepdims=True)
+        mass = (p / (p + (1.0 - p) * odds)).sum(1).max(1) * UP * (1.0 + 4.0 * U * (n + 500.0))
+        qkv = self.of(f"{path}.qkv.weight")
+        query, key, value = qkv.reshape(3, heads, -1, qkv.shape[1])
+        key_factor = np.sqrt(np.minimum(mass, n / 2.0))
+        spread, value_factor = nu if n > 1 else 0.0, nu * steep * np.sqrt(mass)
+        gram = np.zeros((qkv.shape[1],) * 2)
+        for i in range(heads):
+            scores = np.concatenate([query[i], key_factor[i] * key[i]])
+            paths = [(scores, sigma(scores), spread * tau[i] * steep)]
+            paths += [(value[i], sigma(value[i]), value_factor[i])]
+            total = sum(size * factor for _, size, factor in paths)
+            for matrix, size, factor in paths:
+                gram += (total * factor / size if size > 0.0 else 0.0) * (matrix.T @ matrix)
+        constant, longest = UP * math.sqrt(eigenvalue(gram, len(qkv))), math.sqrt(nu**2 * heads)
+        slope = float((spread * tau * steep * np.maximum(key_factor, 1.0) + value_factor).max())
+        projected = product_rounding(qkv, sigma(qkv), self.bias(f"{path}.qkv"), x.rms)
+        dim, steepest, most = query.shape[1], float(tau.max()), float(np.abs(bias).max())
+        score = steepest * (gamma(3 * dim + 24) + EXP_ERROR) + gamma(2) * (steepest + most)
+        exponential = (2 + n // 32) * (gamma(2) * 2.0 * (steepest + most) + EXP_ERROR)
+        core = 4.0 * score + 4.0 * exponential + gamma(2 * n + 8)
+        core = core + gamma(dim + n + 16) if core < 0.25 else math.inf
+        tokens, rounding = math.prod(x.size), UP * (slope * projected + longest * core)
+        error = carried(constant, x.error, rounding, tokens)
+        between = Map(x.size, UP * math.sqrt(tokens) * longest, error)
+        proj = self.linear(f"{path}.proj", between, scale)
+        return proj._replace(value=UP * proj.value * constant)
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Read a file: the length of a JSON header, the header, and the values."""
+    content = path.read_bytes()
+    start = 8 + struct.unpack("<Q", content[:8])[0]
+    header, arrays = json.loads(content[8:start]), {}
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        require(entry["dtype"] == "F32", f"{name} is {entry['dtype']}, not float32")
+        flat = np.frombuffer(content[start:][slice(*entry["data_offsets"])], "<f4")
+        arrays[name] = flat.reshape(entry["shape"]).astype(np.float64)
+    return arrays
+
+
+def resize_norm(old: int, new: int, interpolation: str) -> float:
+    """Return the norm of Pillow's resize of a line of pixels."""
+    centers = (np.arange(new)[:, None] + 0.5) * old / new
+    t = np.abs(np.arange(old) + 0.5 - centers) / max(old / new, 1.0)
+    cubic = np.where(t < 1, (1.5 * t - 2.5) * t**2 + 1, ((2.5 - 0.5 * t) * t - 4) * t + 2)
+    weights = np.where(t < 2, cubic, 0) if interpolation == "bicubic" else np.maximum(1 - t, 0)
+    operator = weights / weights.sum(1, keepdims=True)
+    return 1.0 if old == new else float(np.linalg.svd(operator, compute_uv=False)[0])
+
+
+def own_factor(size: Sequence[int], settings: dict[str, Any]) -> float:
+    """Bound the norm of the map from the data's pixels to those of the network."""
+    *sides, channels = size
+    new, kind, factor = settings["img_size"], settings["interpolation"], math.sqrt(3.0 / channels)
+    if settings["source"] == "digits":
+        factor *= math.prod(resize_norm(side, new, kind) for side in sides)
+        sides = [new, new]
+    resized = math.floor(new / settings["crop_pct"])
+    return factor * math.prod(resize_norm(s, int(resized * s / min(sides)), kind) for s in sides)
+
+
+def digest(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check(claims: dict[str, Any], path: Path) -> str:
+    """Return what was derived; raise an error for a claim that does not follow."""
+    require(claims["format"] == "lipsformer certificate 1", "the format is unknown")
+    files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
+    hashes = {hashlib.sha256(file.read_bytes()).hexdigest(): file for file in files}
+    require(claims["weights"]["sha256"] in hashes, f"{path} holds no weights with this SHA-256")
+    file, data = hashes[claims["weights"]["sha256"]], claims["preprocessing"]
+    config = json.loads((file.parent / "config.json").read_text())
+    known = {**config, **config["pretrained_cfg"], **claims["model"], **data}
+    config["img_size"] = config["pretrained_cfg"]["input_size"][1]
+    require({**known, **config, **config["pretrained_cfg"]} == known, "config.json is another")
+    given = {key: value for key, value in data.items() if key != "sha256"}
+    require(data["sha256"] == digest(given), "the hash of the preprocessing is another")
+    channels = list(zip(data["mean"], data["std"], strict=True))
+    size, pixels = [data["img_size"]] * 2, data["img_size"] ** 2
+    radius = UP * math.hypot(*(max(m, 1.0 - m) / s for m, s in channels))
+    added = gamma(8) * math.hypot(*((1.0 + m) / s for m, s in channels))
+    x = Map(tuple(size), UP * math.sqrt(pixels) * radius, carried(0.0, 0.0, added, pixels))
+    domain = {"size": size, "pixels": [0, 1], "radius": radius}
+    require(claims["domain"] == domain, f"the domain is not {domain}")
+    model = Model(read_safetensors(file), config)
+    whole = model.bound(x)
+    stated = {row["name"]: row["log10"] for row in claims["layers"]}
+    require(set(stated) == set(model.nodes), f"other layers: {set(stated) ^ set(model.nodes)}")
+    for name, value in model.nodes.items():
+        derived = math.log10(UP * value) if value > 0.0 else -400.0
+        require(
+            stated[name] >= derived, f"{name or 'the model'}: {stated[name]} is below {derived}"
+        )
+    error = whole.error
+    require(claims["logit_rounding"] >= error, f"the rounding of the logits is {error}")
+    allowance = {"real": UP * 2.0**-28 * error, "executed": UP**2 * (1.0 + 2.0**-28) * error}
+    rows, last = model.of("head.fc.weight"), model.nodes["head.fc"]
+    between = np.array([np.linalg.norm(row - rows, axis=1) for row in rows]) * UP**2
+    between *= whole.value / last if last > 0.0 else 0.0  # constants of the differences of logits
+    for name, content in claims["sets"].items():
+        given = content["premises"]
+        require(content["premises_sha256"] == digest(given), f"{name}: other premises")
+        for size, factor in zip(given["sizes"], content["own_pixel_factors"], strict=True):
+            derived = own_factor(size, data)
+            require(factor >= derived, f"{name}: {factor} for {size} is below {derived}")
+        logits, chosen = np.array(given["logits"]), given["outputs"] or range(len(rows))
+        best, every = logits.argmax(1), np.arange(len(logits))
+        for key, error in allowance.items():
+            margins = logits[every, best][:, None] - logits - UP * math.sqrt(2.0) * error
+            radii = margins.clip(0.0) / between[np.ix_(chosen, chosen)][best].clip(1e-300)
+            radii[every, best] = np.inf
+            claimed = np.array(content[key], dtype=float)
+            follows = claimed <= radii.min(1) * min(data["std"]) / UP**2
+            require(
+                follows.all(), f"{name}: {key} radii {np.flatnonzero(~follows)[:9]} are too large"
+            )
+            right = best == np.array(given["labels"])
+            for share in content["shares"]:
+                held = 100.0 * float((right & (claimed > share["distance"])).mean())
+                require(share[key] <= held, f"{name}: the {key} share {share[key]} exceeds {held}")
+    taken = "logits, labels and sizes of the data's images are taken from the certificate"
+    return f"all claims follow: bound {whole.value:.6g}, rounding {whole.error:.3e}; {taken}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("certificate", type=Path, metavar="FILE")
+    parser.add_argument("weights", type=Path, metavar="WEIGHTS")
+    options = parser.parse_args(argv)
+    try:
+        print(check(json.loads(options.certificate.read_text()), options.weights))
+    except Exception as error:
+        print(f"refused: {error}" if type(error) is ValueError else f"refused: {error!r}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
