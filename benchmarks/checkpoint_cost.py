@@ -10,6 +10,7 @@ a save before them are timed too, because the thread that writes takes time of t
 """
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -79,6 +80,7 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
             s for step, s in seconds.items() if step % every == 1
         ),
         "saves": len(saved),
+        "load_average": os.getloadavg()[0],
         **machine(accelerator.device),
     }
 

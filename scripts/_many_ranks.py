@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data import DataError, TrainBatches, build_datasets, eval_loader
+from data.build import sizes_by_epoch
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
@@ -66,6 +67,7 @@ def predict(config: Config, world_size: int, shard: int = 1) -> dict[str, Any]:
         num_workers=0,
         drop_last=config.train.drop_last,
         pin_memory=False,
+        repeats=config.augment.repeats,
     )
     step = _fake_step(config, classes, samples, steps)
     return {
@@ -101,7 +103,9 @@ def _data(config: Config) -> tuple[Any, Any, list[str], bool]:
     """Return training set, validation set, classes, and whether the data are here."""
     data = replace(config.data, download=False)
     try:
-        train_set, val_set = build_datasets(data, config.augment, seed=config.train.seed)
+        train_set, val_set = build_datasets(
+            data, config.augment, seed=config.train.seed, epochs=config.train.epochs
+        )
     except DataError:
         if data.name not in PUBLISHED or data.skip_list or data.holdout:
             raise
@@ -167,7 +171,8 @@ class _Step:
 
 def _fake_step(config: Config, classes: list[str], samples: int, steps: int) -> _Step:
     step = _Step()
-    size, step.arrived = config.data.img_size, []
+    sizes = sizes_by_epoch(config.augment.img_sizes, config.train.epochs)
+    size, step.arrived = max(sizes or [config.data.img_size]), []
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
     with FakeTensorMode() as mode, LiveBytes() as live:
         try:
@@ -306,10 +311,10 @@ def _check_samplers(
         times = np.zeros(count, int)
         for rank in range(world_size):
             dealt = batches.of_rank(rank, world_size, samples).deal(epoch)
-            indices = np.concatenate([part for update in dealt for part in update])
+            own = np.concatenate([part for update in dealt for part in update])
             updates = np.repeat(np.arange(len(dealt)), [sum(map(len, u)) for u in dealt])
-            np.add.at(times, indices, 1)
-            same &= bool((update_of[indices] == updates).all())
+            np.add.at(times, own, 1)
+            same &= bool((update_of[own] == updates).all())
         once &= bool((times == (update_of >= 0)).all())
     seen: Counter[int] = Counter()
     for rank in range(world_size):

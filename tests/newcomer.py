@@ -38,6 +38,7 @@ DONE = "newcomer's command ended with"
 TOOLS = ("hatchling",)  # what pip would fetch to build the wheel
 
 IMAGENET = "needs ImageNet"
+CERTIFIED = "needs the certified run; tests/scripts/test_check_certificate.py has its own"
 LEFT_OUT = {
     "make test": "what CI runs besides",
     "python train.py --config configs/imagenet/": IMAGENET,
@@ -47,6 +48,8 @@ LEFT_OUT = {
     "python train.py --config configs/cifar10/": "downloads CIFAR-10",
     "python -m scripts.import_weights": "needs the authors' file",
     "python eval.py --checkpoint OUT --data": f"{IMAGENET} and the converted file",
+    "python eval.py --checkpoint outputs/certified/": CERTIFIED,
+    "python -m scripts.check_certificate": CERTIFIED,
 }
 
 PHOTOS = """

@@ -186,25 +186,36 @@ def test_certified_and_attacked_accuracy(
     data = ["--data", "source=digits", "num_workers=0"]
     arguments = ["--checkpoint", str(tmp_path), *data, "--certify", "1e-6", "36/255"]
     (record,) = evaluate(tmp_path, *arguments)
-    assert "within 0.1412 (2-norm): certified" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "within 0.1412 (2-norm): certified" in text and "(executed: the float32 program" in text
+    assert (tmp_path / "certificate.json").exists()
 
-    bound = lipschitz_bound(model, image_domain((16, 16), mean, std)).value / 0.25
+    found = lipschitz_bound(model, image_domain((16, 16), mean, std))
+    bound = found.value / 0.25
     assert record["pixel_bound_log10"] == pytest.approx(math.log10(bound))
+    rounding = record["logit_rounding"]
+    assert rounding == pytest.approx(found.output.error)
     settings = {"source": "digits", "img_size": 16, "crop_pct": 1.0}
     images = build_eval_dataset(make_config(DataConfig, [settings], origin=""), classes=None)
-    radii = []
+    rows = model.head.weight.detach().double()
+    before = bound / torch.linalg.matrix_norm(rows, 2)  # the constant without the classifier
+    radii = {"certified": [], "certified_real": []}
     for image, label in (images[i] for i in range(len(images))):
         pixels = torch.as_tensor(image).permute(2, 0, 1).double() / 255
         pixels = (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
         with torch.no_grad():
-            logits = model.double()(pixels[None])[0].tolist()
-        margin = logits[label] - max(z for k, z in enumerate(logits) if k != label)
-        radii.append(margin / (math.sqrt(2) * bound))
+            logits = model.double()(pixels[None])[0]
+        others = torch.arange(10) != label
+        constants = before * (rows[label] - rows[others]).norm(dim=1)
+        for kind, error in (("certified", rounding), ("certified_real", 0.0)):
+            margins = logits[label] - logits[others] - math.sqrt(2.0) * error
+            radii[kind].append((margins / constants).min().item())
     for row, eps in zip(record["robustness"], (1e-6, 36 / 255), strict=True):
         assert row["eps"] == eps
-        assert row["certified"] == pytest.approx(100 * sum(r > eps for r in radii) / 360)
-        assert row["certified"] <= row["pgd"] <= record["top1"]
-    assert record["robustness"][0]["certified"] > 0.0
+        for kind, distances in radii.items():
+            assert row[kind] == pytest.approx(100 * sum(r > eps for r in distances) / 360)
+        assert row["certified"] <= row["certified_real"] <= row["pgd"] <= record["top1"]
+    assert record["robustness"][0]["certified_real"] > 0.0
     assert record["robustness"][1]["pgd"] < record["top1"]
 
     for bad, part in ((["--certify", "0"], "--certify=0"), (["--certify"], "LayerNorm")):

@@ -211,17 +211,17 @@ def test_errors_that_nothing_bounds_are_infinite():
     assert core_rounding(1e6, 49, 32, 0.0) == math.inf
 
 
-def all_floats(step: int):
-    """All float32 values below 2^101, or every step-th, in pieces."""
-    for start in range(0, (101 + 127) * 2**23, 2**24):
-        bits = torch.arange(start, start + 2**24, step, dtype=torch.int32)
+def floats(step: int, first: int = -127, last: int = 101):
+    """Every step-th float32 from 2^first to 2^last, and their negatives, in pieces."""
+    for start in range((first + 127) * 2**23, (last + 127) * 2**23, 2**21):
+        bits = torch.arange(start, start + 2**21, step, dtype=torch.int32)
         positive = bits.view(torch.float32)
         yield torch.cat([positive, -positive])
 
 
-def check_functions(step: int) -> None:
+def check_functions(*drawn: int) -> None:
     one = torch.ones(16)
-    for x in all_floats(step):
+    for x in floats(*drawn):
         x = torch.cat([x, x.new_zeros(-len(x) % 16)])
         wide = x.double()
         gelu = 0.5 * wide * torch.special.erfc(-wide / math.sqrt(2.0))
@@ -230,17 +230,18 @@ def check_functions(step: int) -> None:
             assert ((computed.double() - gelu).abs() <= GELU_ERROR * wide.abs() + 1e-37).all()
         below = x[(x <= 0.0) & (x > -87.0)]
         exact = below.double().exp()
-        for computed in (below.exp(), (below[None] - 0.0).exp()[0]):
-            assert ((computed.double() - exact).abs() <= EXP_ERROR * exact).all()
+        assert ((below.exp().double() - exact).abs() <= EXP_ERROR * exact).all()
         scores = torch.stack([torch.zeros_like(below), below], dim=1)
         attn = scores.softmax(1)[:, 1].double()
         assert ((attn - exact / (1.0 + exact)).abs() <= 2.0 * EXP_ERROR * exact).all()
 
 
 def test_elementary_functions_of_some_floats():
-    check_functions(step=4099)
+    check_functions(4099)
 
 
 @pytest.mark.slow
-def test_elementary_functions_of_all_floats():
-    check_functions(step=1)
+@pytest.mark.timeout(3600)
+def test_elementary_functions_of_all_floats_between_tiny_and_saturated():
+    """Below, both functions are linear to 2^-24. Above, they are constant or the identity."""
+    check_functions(1, -24, 7)

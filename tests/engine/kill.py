@@ -52,7 +52,7 @@ def start(folder: Path, optimizer: str, kill: random.Random | None, seconds: flo
             assert [rank.exitcode for rank in ranks] == [0, 0], (folder / "log.0").read_text()
         else:
             victim = kill.choice(ranks)
-            victim.join(kill.uniform(0, seconds))
+            victim.join(kill.uniform(0.25, 1) * seconds)  # the first quarter is the start
             victim.kill()
             time.sleep(kill.choice([0, 0.01, 0.3]))
     return time.monotonic() - before

@@ -53,23 +53,31 @@ def test_two_sharded_ranks_send_what_was_predicted(tmp_path: Path) -> None:
     assert sent == found
 
 
-def test_samplers_of_seven_ranks_deal_every_image_once(tmp_path: Path) -> None:
-    """1,437 images: 19 updates of 77, whose last has 51, and without it 18."""
+@pytest.mark.parametrize(
+    ("settings", "steps", "images", "left_out"),
+    [
+        ([], 19, 1437, 0),  # the last update has 51
+        (["train.drop_last=true"], 18, 1386, 51),
+        (["augment.repeats=3"], 17, 427, 1010),  # 1280 views, which is five times timm's 256
+    ],
+)
+def test_samplers_of_seven_ranks_deal_every_image_once(
+    tmp_path: Path, settings: list[str], steps: int, images: int, left_out: int
+) -> None:
     config = str(write_config(tmp_path, DIGITS, tmp_path / "out"))
     batch = ["train.global_batch_size=77", "train.batch_size_per_device=11"]
-    for drop_last, left_out, steps in ((False, 0, 19), (True, 1437 - 18 * 77, 18)):
-        settings = [config, *batch, f"train.drop_last={drop_last}"]
-        found = predict(tmp_path, settings, "--world-size", "7")
-        assert found["steps_per_epoch"] == steps
-        assert found["samplers"] == {
-            "ranks": 7,
-            "images": 1437 - left_out,
-            "left_out": left_out,
-            "each_image_once": True,
-            "updates_as_on_one_rank": True,
-            "each_validation_image_once": True,
-            "data": "found",
-        }
+    batch += ["train.drop_last=false", *settings]
+    found = predict(tmp_path, [config, *batch], "--world-size", "7")
+    assert found["steps_per_epoch"] == steps
+    assert found["samplers"] == {
+        "ranks": 7,
+        "images": images,
+        "left_out": left_out,
+        "each_image_once": True,
+        "updates_as_on_one_rank": True,
+        "each_validation_image_once": True,
+        "data": "found",
+    }
 
 
 def test_ranks_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

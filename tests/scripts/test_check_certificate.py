@@ -1,0 +1,231 @@
+"""The checker of certificates: true ones pass, stronger claims do not, weaker claims do."""
+
+import ast
+import copy
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import eval as evaluation
+from lipsformer.engine.build import timm_config
+from scripts import check_certificate
+from scripts._certificate import digest, own_factor, resize_norm
+
+ROOT = Path(check_certificate.__file__).parents[1]
+SMALL = {"patch_size": 4, "embed_dim": 8, "depths": (1, 1), "num_heads": (2, 4), "num_classes": 10}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights, and certificates of the 40 images that are held out."""
+    folder = tmp_path_factory.mktemp("certified")
+    torch.manual_seed(0)
+    options = {"img_size": 12, "window_size": 2, "logit_scale": 1.0, "value_scale": 0.1}
+    model = timm.create_model("lipsformer_swin_nano", **SMALL, **options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    shape = {"input_size": (3, 12, 12), "crop_pct": 0.9, "interpolation": "bicubic"}
+    model.pretrained_cfg |= {**shape, "mean": (0.4, 0.5, 0.6), "std": (0.5, 0.25, 0.3)}
+    (folder / "config.json").write_text(timm_config(model, list("0123456789")))
+    save_file(model.state_dict(), folder / "model.safetensors")
+    data = ["--data", "source=digits", "num_workers=0", "holdout=0.03"]
+    options = ["--certify", "1e-9", "--batch-size", "17"]
+    assert evaluation.main(["--checkpoint", str(folder), *data, *options]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def claims(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "certificate.json").read_text())
+
+
+def accepted(claims: dict[str, Any], folder: Path) -> bool:
+    try:
+        check_certificate.check(claims, folder)
+    except Exception:
+        return False
+    return True
+
+
+def factor(draw: random.Random) -> float:
+    """A relative change of at least 1e-6."""
+    return 1.0 + 10.0 ** draw.uniform(-5.99, 0.0)
+
+
+def images(claims: dict[str, Any]) -> dict[str, Any]:
+    return claims["sets"]["data"]
+
+
+def constant(claims, draw, sign):
+    row = draw.choice(claims["layers"])
+    row["log10"] -= sign * math.log10(factor(draw))
+
+
+def rounding(claims, draw, sign):
+    claims["logit_rounding"] *= factor(draw) ** -sign
+
+
+def radius(claims, draw, sign):
+    radii = images(claims)[draw.choice(("real", "executed"))]
+    index = draw.randrange(len(radii))
+    radii[index] = (radii[index] or 1e-9) * factor(draw) ** sign
+
+
+def share(claims, draw, sign):
+    row, key = draw.choice(images(claims)["shares"]), draw.choice(("real", "executed"))
+    row[key] = row[key] * factor(draw) ** sign + sign * 1e-6
+
+
+def own_pixels(claims, draw, sign):
+    images(claims)["own_pixel_factors"][0] *= factor(draw) ** -sign
+
+
+def distance(claims, draw, sign):
+    """A share that holds within a distance is claimed for another."""
+    row = images(claims)["shares"][0]
+    row["distance"] = 1e3 if sign > 0 else row["distance"] / factor(draw)
+
+
+CLAIMS: list[Callable[..., None]] = [constant, rounding, radius, share, own_pixels, distance]
+
+
+def leave_out_a_layer(claims, draw):
+    claims["layers"].remove(draw.choice(claims["layers"]))
+
+
+def domain(claims, draw):
+    change = draw.choice(("size", "pixels", "radius"))
+    if change == "radius":
+        claims["domain"]["radius"] *= factor(draw)
+    else:
+        claims["domain"][change] = [claims["domain"][change][0], draw.randrange(2, 99)]
+
+
+def preprocessing(claims, draw):
+    settings = claims["preprocessing"]
+    key = draw.choice(("mean", "std", "img_size", "crop_pct", "interpolation", "source"))
+    if key in ("mean", "std"):
+        settings[key][draw.randrange(3)] *= factor(draw)
+    elif key in ("img_size", "crop_pct"):
+        settings[key] *= 2
+    else:
+        settings[key] = {"bicubic": "bilinear", "digits": "folder"}[settings[key]]
+    if key != "source" and draw.random() < 0.5:  # also with a hash that fits
+        given = {name: value for name, value in settings.items() if name != "sha256"}
+        settings["sha256"] = digest(given)
+
+
+def premises(claims, draw):
+    given = images(claims)["premises"]
+    row = draw.randrange(len(given["labels"]))
+    if draw.random() < 0.5:
+        given["logits"][row][draw.randrange(10)] += draw.choice((-1, 1)) * 1e-6
+    else:
+        given["labels"][row] = (given["labels"][row] + 1) % 10
+
+
+def model(claims, draw):
+    key, value = draw.choice([("logit_scale", 0.5), ("value_scale", 0.01), ("window_size", 3)])
+    claims["model"]["model_args"][key] = value
+
+
+def other_weights(claims, draw):
+    digits = list(claims["weights"]["sha256"])
+    place = draw.randrange(64)
+    digits[place] = "0" if digits[place] != "0" else "1"
+    claims["weights"]["sha256"] = "".join(digits)
+
+
+FACTS = [leave_out_a_layer, domain, preprocessing, premises, model, other_weights]
+
+
+def alter(folder: Path, claims: dict[str, Any], number: int) -> None:
+    for seed in range(number):
+        draw, kinds = random.Random(seed), [*CLAIMS, *FACTS]
+        kind = kinds[seed % len(kinds)]
+        altered = copy.deepcopy(claims)
+        kind(altered, draw, 1) if kind in CLAIMS else kind(altered, draw)
+        assert not accepted(altered, folder), (seed, kind.__name__)
+        if kind in CLAIMS:
+            weaker = copy.deepcopy(claims)
+            kind(weaker, draw, -1)
+            assert accepted(weaker, folder), (seed, kind.__name__)
+
+
+def test_a_true_certificate_is_accepted_in_a_process_without_torch(folder, claims):
+    alone = "import sys; sys.modules['torch'] = None; from scripts import check_certificate as c; "
+    command = [sys.executable, "-c", f"{alone}sys.exit(c.main(sys.argv[1:]))"]
+    arguments = [str(folder / "certificate.json"), str(folder)]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all claims follow" in done.stdout and "taken from the certificate" in done.stdout
+    real, executed = (np.array(images(claims)[key]) for key in ("real", "executed"))
+    assert (executed <= real).all() and (executed > 0.0).any() and (executed < real).any()
+
+
+def test_stronger_claims_are_refused_and_weaker_ones_accepted(folder, claims):
+    alter(folder, claims, 48)
+
+
+@pytest.mark.slow
+def test_a_thousand_alterations(folder, claims):
+    alter(folder, claims, 1000)
+
+
+def test_changed_weights_are_refused(folder, claims, tmp_path):
+    for name in ("config.json", "certificate.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-7] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert check_certificate.main([str(tmp_path / "certificate.json"), str(tmp_path)]) == 1
+    # Twice the classifier, with the hash that fits: the constants no longer follow.
+    weights = check_certificate.read_safetensors(folder / "model.safetensors")
+    tensors = {name: torch.tensor(w, dtype=torch.float32) for name, w in weights.items()}
+    tensors["head.fc.weight"] *= 2.0
+    save_file(tensors, tmp_path / "model.safetensors")
+    forged = copy.deepcopy(claims)
+    file = (tmp_path / "model.safetensors").read_bytes()
+    forged["weights"]["sha256"] = check_certificate.hashlib.sha256(file).hexdigest()
+    with pytest.raises(ValueError, match=r"head\.fc"):
+        check_certificate.check(forged, tmp_path)
+
+
+def test_the_factor_of_the_own_pixels_is_that_of_pillows_resize():
+    for old, new, kind in ((8, 12, "bicubic"), (31, 12, "bicubic"), (5, 13, "bilinear")):
+        settings = type("Data", (), {"interpolation": kind})()
+        expected = resize_norm(old, new, settings)
+        assert check_certificate.resize_norm(old, new, kind) == pytest.approx(expected, rel=2e-7)
+    digits = {"source": "digits", "img_size": 32, "crop_pct": 1.0, "interpolation": "bicubic"}
+    found = own_factor((8, 8, 1), type("Data", (), digits)())
+    assert check_certificate.own_factor((8, 8, 1), digits) <= found
+    assert found == pytest.approx(6.94265, abs=1e-4)
+
+
+def test_the_checker_is_short_and_needs_numpy_alone():
+    source = Path(check_certificate.__file__).read_text()
+    assert len(source.splitlines()) <= 400
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(source))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported <= {"numpy", *sys.stdlib_module_names}
