@@ -36,6 +36,8 @@ def verdicts(name: str) -> list:
 def test_no_structure_exceeds_its_bound(name):
     faults = [verdict for verdict in verdicts(name) if verdict["outcome"] in FAULTS]
     assert not faults, faults[0]
+    unusable = [verdict for verdict in verdicts(name) if verdict["outcome"] == "unusable"]
+    assert 2 * len(unusable) < STRUCTURES, unusable[0]
 
 
 def test_the_hunt_is_large_and_short():
