@@ -134,7 +134,8 @@ def adjacency_norm(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> 
         product = scatter(weight * forward[target], source, dim_size=num_nodes)
         best = min(best, (product / v).max().item())
         v = (product / product.max()).clamp_min(1e-12)
-    return math.sqrt(best)
+    degrees = degree(source, num_nodes).max() + degree(target, num_nodes).max()
+    return math.sqrt(best) * (1.0 + (degrees.item() + 32.0) * 2.0**-52)
 
 
 def attention_column_sum(csr: EdgeCSR, largest_score: Tensor) -> Tensor:
@@ -155,7 +156,8 @@ def attention_column_sum(csr: EdgeCSR, largest_score: Tensor) -> Tensor:
     odds = torch.exp(-2.0 * largest_score.detach().double().cpu())
     largest = 1.0 / (1.0 + others.cpu() * odds[:, None])
     sums = largest.new_zeros(len(odds), csr.num_sources)
-    return sums.index_add(1, csr.col.long().cpu(), largest).amax(1)
+    rounding = (int(csr.ptr_t.diff().max()) + 8) * 2.0**-52
+    return sums.index_add(1, csr.col.long().cpu(), largest).amax(1) * (1.0 + rounding)
 
 
 @torch.no_grad()

@@ -102,6 +102,14 @@ def test_a_norm_whose_gain_is_not_a_number_has_no_finite_bound():
     assert lipschitz_bound(norm, TOKENS).value == math.inf
 
 
+def test_a_bias_that_is_one_number_for_all_channels_is_refused():
+    """It would make the tokens longer than the rule expects."""
+    linear = nn.Linear(3, 5)
+    linear.bias = nn.Parameter(torch.tensor([2.0]))
+    with pytest.raises(UnknownModuleError, match="not one number per channel"):
+        lipschitz_bound(linear, TOKENS)
+
+
 def test_a_bias_before_the_messages_is_refused():
     """It moves the values away from the ball around 0 in which raw scores are bounded."""
     conv = LipschitzGATConv(3, 2, score_norm=None)

@@ -21,7 +21,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.hunt", description=__doc__)
     parser.add_argument("--structures", type=int, default=20_000, help="usable ones, all kinds")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines, added to")
-    parser.add_argument("--kinds", nargs="*", default=kinds(), help="names; all by default")
+    parser.add_argument("--kinds", nargs="*", default=kinds(), help="all by default; none to print")
     parser.add_argument("--input-steps", type=int, default=6, help="gradient steps in the input")
     parser.add_argument("--weight-steps", type=int, default=4, help="random steps in the weights")
     parser.add_argument("--summary", type=Path, help="JSON file for the figures of the tables")
@@ -46,7 +46,7 @@ def main() -> int:
     """Hunt until every kind has its share; return 1 if a bound is at fault."""
     options = _arguments()
     verdicts, done = read(options.output)
-    share = max(LEAST, -(-options.structures // len(options.kinds)))
+    share = max(LEAST, -(-options.structures // max(1, len(options.kinds))))
     usable = dict.fromkeys(options.kinds, 0)
     for verdict in verdicts:
         usable[verdict["kind"]] = usable.get(verdict["kind"], 0) + _usable(verdict)

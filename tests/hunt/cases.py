@@ -49,6 +49,7 @@ class Subject:
             x: [R, ...].
             watched: Whether hooks read the tensors inside, which `vmap` would hide.
         """
+        x = x.clone()  # some modules work in place
         if self.edges is None:
             return module(x)
         if self.mixes_graphs and watched:
@@ -120,6 +121,10 @@ CHANGES = st.one_of(
                     "parametrization",
                     "swap",
                     "float_attribute",
+                    "attribute",
+                    "replace",
+                    "exchange",
+                    "buffer",
                 ]
             ),
             "at": st.integers(0, 60),

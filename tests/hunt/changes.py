@@ -3,7 +3,7 @@
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from timm.layers import DropPath
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch.nn.utils import parametrize
 
 SETUP = ("reset", "init", "extra_repr", "set_", "no_", "group", "load", "prune", "_load", "_init")
 PASSIVE = (nn.Identity, nn.Dropout, DropPath, nn.GELU, nn.ReLU)
+
+# Changes after which the sizes inside a module may no longer fit: any error refuses a bound.
+BREAKING = ("attribute", "replace", "exchange")
 
 
 class Times(nn.Module):
@@ -150,6 +153,65 @@ def _float_attribute(module: nn.Module, change: dict[str, Any]) -> bool:
     return True
 
 
+def _attribute(module: nn.Module, change: dict[str, Any]) -> bool:
+    """Change a switch, a number or a size that was given at construction."""
+    places = [
+        (child, name, value)
+        for child in module.modules()
+        for name, value in vars(child).items()
+        if not name.startswith("_") and name != "training" and isinstance(value, (int, tuple))
+    ]
+    if not places:
+        return False
+    child, name, value = _pick(places, change["at"])
+    step = _pick([1, -1, 2], change["which"])
+    if isinstance(value, bool):
+        setattr(child, name, not value)
+    elif isinstance(value, int):
+        setattr(child, name, value + step)
+    elif value and all(isinstance(part, int) for part in value):
+        setattr(child, name, (value[0] + step, *value[1:]))
+    else:
+        return False
+    return True
+
+
+def _replace(module: nn.Module, change: dict[str, Any]) -> bool:
+    """Put a known module in the place of another, or apply the other twice."""
+    places = [place for place in _children(module) if not isinstance(place[2], nn.Conv2d)]
+    if not places:
+        return False
+    parent, name, child = _pick(places, change["at"])
+    others = [nn.Identity(), nn.GELU(), nn.Dropout(0.5), nn.Sequential(child, child)]
+    parent._modules[name] = _pick(others, change["which"])
+    return True
+
+
+def _exchange(module: nn.Module, change: dict[str, Any]) -> bool:
+    """Let two modules change places."""
+    children = _children(module)
+    if len(children) < 2:
+        return False
+    first, second = _pick(children, change["at"]), _pick(children, change["which"])
+    first[0]._modules[first[1]], second[0]._modules[second[1]] = second[2], first[2]
+    return first[2] is not second[2]
+
+
+def _buffer(module: nn.Module, change: dict[str, Any]) -> bool:
+    """Multiply a buffer, such as the length of the values."""
+    places = [
+        (child, name)
+        for child in module.modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None and buffer.is_floating_point()
+    ]
+    if not places:
+        return False
+    child, name = _pick(places, change["at"])
+    child._buffers[name] = change["factor"] * cast(Tensor, child._buffers[name])
+    return True
+
+
 CHANGES: dict[str, Callable[[nn.Module, dict[str, Any]], bool]] = {
     "tie": _tie,
     "method": _method,
@@ -159,4 +221,8 @@ CHANGES: dict[str, Callable[[nn.Module, dict[str, Any]], bool]] = {
     "parametrization": _parametrization,
     "swap": _swap,
     "float_attribute": _float_attribute,
+    "attribute": _attribute,
+    "replace": _replace,
+    "exchange": _exchange,
+    "buffer": _buffer,
 }

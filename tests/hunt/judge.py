@@ -86,7 +86,8 @@ def _verdict(hunt: "_Hunt", case: Case, input_steps: int, weight_steps: int) -> 
         if runs is not None:
             refused = isinstance(error, ValueError) and case["change"] is None
             return {"outcome": "refused" if refused else "unusable", "detail": runs}
-        return {"outcome": "error", "detail": _line(error)}
+        broken = case["change"] is not None and case["change"]["what"] in changes.BREAKING
+        return {"outcome": "refused" if broken else "error", "detail": _line(error)}
     if runs is not None:
         changed = case["change"] is not None
         return {"outcome": "unusable" if changed else "accepts", "detail": runs}
@@ -127,6 +128,7 @@ class _Hunt:
         try:
             with torch.no_grad():
                 y = self.subject.run(self.twin, self.x)
+                alone = self.subject.run(self.twin, self.x[:1], watched=True)
         except Exception as error:
             return _line(error)
         if (
@@ -135,6 +137,8 @@ class _Hunt:
             or not y.is_floating_point()
         ):
             return "the module returns no batch"
+        if alone.shape != y[:1].shape or not torch.allclose(alone, y[:1], equal_nan=True):
+            return "the samples of a batch are not independent"
         self.channel_dim = self.subject.output_dim if y.ndim == self.x.ndim else -1
         if self.magnitude is not None:
             channels = y.shape[self.channel_dim]

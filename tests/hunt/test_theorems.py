@@ -1,8 +1,10 @@
 """docs/lipschitz.md: every theorem has a number, a statement, a proof and what attacks it."""
 
+import json
 import re
 
 from tests.conftest import ROOT
+from tests.hunt.report import markdown
 from tests.hunt.run import kinds
 
 PAGE = (ROOT / "docs/lipschitz.md").read_text()
@@ -24,3 +26,9 @@ def test_every_kind_of_the_hunt_attacks_a_theorem_and_every_attack_exists():
     files = {name for name in attacks if name.startswith("tests/")}
     assert all((ROOT / name).is_file() for name in files)
     assert attacks - files == set(kinds())
+
+
+def test_the_tables_of_the_long_hunt_are_those_of_its_figures():
+    figures = json.loads((ROOT / "benchmarks/results/hunt.json").read_text())
+    assert markdown(figures) in (ROOT / "docs/hunt.md").read_text()
+    assert all(row["faults"] == 0 for row in figures["kinds"].values())

@@ -116,10 +116,8 @@ def test_hessian_of_a_vision_model_is_right_or_refused(name):
 @pytest.mark.parametrize("name", BODIES)
 def test_torch_func_on_vision_models_in_training(name, attn):
     """Forward mode, vmap and both over reverse mode, against differences in double precision."""
-    if "vit" in name and attn != "cosine":
-        pytest.skip("the ViT form has cosine attention only")
     torch.manual_seed(0)
-    model = body(name, **({} if "vit" in name else {"attn": attn})).train()
+    model = body(name, attn=attn).train()
     plain = copy.deepcopy(model).double().eval()
     x, v = torch.randn(2, 2, 3, 16, 16)
 

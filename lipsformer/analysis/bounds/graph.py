@@ -132,17 +132,25 @@ def _weight(linear: Any, *, without_bias: bool = False) -> Tensor:
     return linear.weight.detach().double()
 
 
+def _bias(linear: Any) -> Tensor:
+    bias = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+    return bias.detach().double()
+
+
+def _spread(bias: Tensor | None, channels: int) -> Tensor | None:
+    """Return the bias of a layer of PyG, which may be one number, for every channel."""
+    return None if bias is None else bias.expand(channels)
+
+
 def _product(*factors: Tensor) -> Tensor:
     """Return the product, which is 0 where any factor is 0, even if another is inf."""
     stacked = torch.stack(torch.broadcast_tensors(*factors))
     return torch.where((stacked == 0.0).any(0), 0.0, stacked.prod(0))
 
 
-def _attention(
-    value: float, domain: Domain, radius: float, bias: Tensor | None, scale: Tensor | None
-) -> Bound:
+def _attention(value: float, domain: Domain, radius: float, scale: Tensor | None) -> Bound:
     """Return the bound of attention over edges, for which no paper states a theorem."""
-    bound = simple_bound(value, domain, radius=radius + bias_norm(bias))
+    bound = simple_bound(value, domain, radius=radius)
     return scale_output(replace(bound, paper_log10=math.inf), scale)
 
 
@@ -162,7 +170,8 @@ def _gcn(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if not usual or module.cached:
         raise _refuse(module, "use the default normalization, without cached edges")
     sigma = linear_sigma(_weight(module.lin, without_bias=True), scale)
-    radius = row_sum * sigma * domain.radius + bias_norm(module.bias, scale)
+    radius = row_sum * sigma * domain.radius
+    radius += bias_norm(_spread(module.bias, len(module.lin.weight)), scale)
     return simple_bound(norm * sigma, domain, radius=radius)
 
 
@@ -179,7 +188,7 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         csr = edges.csr_with_self_loops if module.add_self_loops else edges.csr
         slope = max(1.0, abs(module.negative_slope))
         source, target = (
-            slope * vector.detach().double().norm(dim=-1)[0]
+            slope * vector.detach().double().expand(1, *weight.shape[:2]).norm(dim=-1)[0]
             for vector in (module.att_src, module.att_dst)
         )
         root = attention_column_sum(csr, _product(source + target, reach)).sqrt()
@@ -195,7 +204,9 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if module.res is not None:
         sigma = linear_sigma(_weight(module.res, without_bias=True))
         value, radius = value + sigma, radius + sigma * domain.radius
-    return _attention(value, domain, radius, module.bias, scale)
+    channels = len(weight.flatten(0, 1)) if module.concat else weight.shape[1]
+    radius += bias_norm(_spread(module.bias, channels))
+    return _attention(value, domain, radius, scale)
 
 
 @bound_rule(LipschitzTransformerConv)
@@ -210,7 +221,7 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     norms = [sigma_bound(weight) for weight in (query, key, value)]
     reach = [_product(norm, torch.tensor(domain.radius).to(norm)) for norm in norms]
     longest = [
-        spread + (0.0 if linear.bias is None else _head_norms(linear.bias, module.heads))
+        spread + _bias(linear).view(module.heads, -1).norm(dim=1)
         for spread, linear in zip(reach, linears, strict=True)
     ]
     if module.score_norm is None:
@@ -242,11 +253,7 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         sigma = linear_sigma(_weight(module.lin_skip))
         total += sigma
         radius += sigma * domain.radius + bias_norm(module.lin_skip.bias)
-    return _attention(total, domain, radius, None, scale)
-
-
-def _head_norms(bias: Tensor, heads: int) -> Tensor:
-    return bias.detach().double().view(heads, -1).norm(dim=1)
+    return _attention(total, domain, radius, scale)
 
 
 @bound_rule(ScaledCosineConv)
@@ -260,8 +267,7 @@ def _cosine(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     projections = 1 if module.share_projection else 3
     shape = (projections, module.heads, -1)
     weight = _weight(module.lin).unflatten(0, shape).expand(3, -1, -1, -1)
-    bias = torch.zeros(len(module.lin.weight)) if module.lin.bias is None else module.lin.bias
-    bias = bias.detach().to(weight).view(shape).expand(3, -1, -1)
+    bias = _bias(module.lin).view(shape).expand(3, -1, -1)
     attended = attention_bound(
         core,
         HeadWeights(*weight, value_bias=bias[2]),
@@ -270,7 +276,7 @@ def _cosine(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         mass=attention_column_sum(csr, max_abs_score(core)),
     )
     radius = math.sqrt(attended.radius_squared)
-    return _attention(attended.value, domain, radius, None, scale)
+    return _attention(attended.value, domain, radius, scale)
 
 
 @bound_rule(nn.ELU)

@@ -305,14 +305,16 @@ def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bou
     groups = [group.flatten(1) for group in weight.chunk(module.groups)]
     patch, bias = max(linear_sigma(group) for group in groups), bias_norm(module.bias, scale)
     # A pixel is a part of at most so many patches.
-    copies = math.prod(math.ceil(k / s) for k, s in zip(module.kernel_size, stride, strict=True))
+    copies = math.prod(
+        math.ceil(k / s) for k, s in zip(module.weight.shape[2:], stride, strict=True)
+    )
     length = math.sqrt(copies * domain.tokens / math.prod(size)) * domain.rms
     largest = max(abs_sigma_bound(group) for group in groups)
     return simple_bound(
         sigma,
         domain,
         size=size,
-        radius=patch * math.sqrt(math.prod(module.kernel_size)) * domain.radius + bias,
+        radius=patch * math.sqrt(math.prod(module.weight.shape[2:])) * domain.radius + bias,
         shift=bias,
         rounding=sum_rounding(groups[0].shape[1], largest * length + bias, patch * length + bias),
     )
@@ -326,7 +328,7 @@ def _conv2d_size(module: nn.Conv2d, size: tuple[int, ...]) -> tuple[int, ...]:
     """
     sides = []
     for axis, (side, kernel, stride) in enumerate(
-        zip(size, module.kernel_size, module.stride, strict=True)
+        zip(size, module.weight.shape[2:], module.stride, strict=True)
     ):
         if module.padding == "same":
             sides.append(side)

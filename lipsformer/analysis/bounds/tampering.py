@@ -67,6 +67,9 @@ def tampering(module: nn.Module, methods: frozenset[str]) -> str | None:
         return "a forward hook or forward pre-hook may change its inputs or outputs"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "a global forward hook may change its inputs or outputs"
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is not None and bias is not None and bias.shape != weight.shape[:1]:
+        return f"its bias of shape {tuple(bias.shape)} is not one number per channel"
     return _untrusted_parametrization(module)
 
 
