@@ -73,6 +73,13 @@ class Normalized:
         values: The normalized tokens, [W, H, N, d].
         eps: Smoothing constant of the normalization; None for tokens that are not normalized.
         length: New length.
+
+    Example:
+        >>> import torch
+        >>> tokens = torch.tensor([[[[3.0, 4.0]]]], dtype=torch.float64)
+        >>> normalized = Normalized.of(tokens, torch.ones(1, 1, 1), eps=1e-2)
+        >>> f"{normalized.slope(torch.tensor([[1.0]])).item():.3f}"  # 1 / 4 near a length of 5 - 1
+        '0.250'
     """
 
     lengths: Tensor
@@ -110,6 +117,15 @@ class LocalAttention:
     r"""What the ball theorem needs to know of an attention at the center of the ball.
 
     For window w and head h, :math:`|dY| \le f_q |dQ| + f_k |dK| + f_v |dV|` on the ball.
+
+    Example:
+        >>> import torch
+        >>> qkv = torch.ones(3, 1, 2, 5, 4, dtype=torch.float64)  # equal tokens: no score matters
+        >>> core = ScaledCosineAttention(num_heads=2).double()
+        >>> local = LocalAttention(core, qkv, None, torch.ones(1, 1, 5))
+        >>> query, key, value = local.factors((torch.zeros(1, 2),) * 3)
+        >>> bool((query < 1e-6).all() and (value < 0.51).all())  # values have the length 2
+        True
     """
 
     def __init__(
