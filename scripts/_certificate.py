@@ -37,20 +37,22 @@ SAYS = {
     "images in pixels and channels, and which logits count. All else follows from the weights.",
 }
 
-# The proof of a class's constant, as docs/lipschitz.md names it. All others are compositions.
+# The theorem of docs/lipschitz.md behind the constant of a class. Others are chains (theorem 23).
 PROOFS = {
-    **dict.fromkeys(("Linear", "NonDynamicallyQuantizableLinear"), "linear"),
-    "CenterNorm": "center norm",
-    **dict.fromkeys(("Conv2d", "PatchConv2d", "DepthwiseConv2d"), "convolution"),
-    "GELU": "gelu",
-    "SelectAdaptivePool2d": "average pooling",
-    **dict.fromkeys(("Identity", "Dropout", "DropPath", "PatchDropout"), "identity"),
+    **dict.fromkeys(("Linear", "NonDynamicallyQuantizableLinear"), "theorem 1: linear layers"),
+    "CenterNorm": "theorem 2: CenterNorm",
+    **dict.fromkeys(("Conv2d", "PatchConv2d", "DepthwiseConv2d"), "theorem 3: convolutions"),
+    "GELU": "theorem 4: activations",
+    **dict.fromkeys(
+        ("SelectAdaptivePool2d", "Identity", "Dropout", "DropPath", "PatchDropout"),
+        "theorem 5: pooling, cutting and joining",
+    ),
     **dict.fromkeys(
         ("WindowAttention", "StripeAttention", "CosineAttention", "CosineWindowAttention"),
-        "scaled cosine attention",
+        "theorem 11: heads, projections, windows",
     ),
-    "WeightedResidual": "weighted residual",
 }
+CHAIN = "theorem 23: chains and weighted residuals"
 
 
 def certificate(
@@ -107,7 +109,7 @@ def certificate(
             {
                 "name": name,
                 "class": part.kind,
-                "proof": PROOFS.get(part.kind, "composition"),
+                "proof": PROOFS.get(part.kind, CHAIN),
                 "log10": weaker(part.log10),
             }
             for name, part in flatten_bound(bound)

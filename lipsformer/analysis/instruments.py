@@ -403,8 +403,9 @@ class BoundCheck(_Instrument):
         >>> import torch
         >>> from lipsformer.analysis.bounds import Domain
         >>> from lipsformer.analysis.instruments import BoundCheck
-        >>> BoundCheck({"raw": torch.nn.Identity()}, Domain(size=()), limit=2.0).before_eval()
-        {'raw': {'bound_log10': 0.0}}
+        >>> check = BoundCheck({"raw": torch.nn.Identity()}, Domain(size=()), limit=2.0)
+        >>> f"{check.before_eval()['raw']['bound_log10']:.6f}"
+        '0.000000'
     """
 
     def __init__(

@@ -174,7 +174,7 @@ def _vit_arguments(
     }
 
 
-def _form(nu: float, form: str) -> dict[str, Any]:
+def attention_of(nu: float, form: str) -> dict[str, Any]:
     """Return the arguments of the attention, of which LipschitzNorm has none."""
     if form == "lipschitznorm":
         return {"attn": form}
@@ -185,14 +185,14 @@ def _form(nu: float, form: str) -> dict[str, Any]:
 @kind("vit", **VIT)
 def vit(extra: Any, nu: float, form: str = "cosine", **arguments: Any) -> Subject:
     made = _vit_arguments(**arguments)
-    model = LipsFormerViT(**_form(nu, form), **made)
+    model = LipsFormerViT(**attention_of(nu, form), **made)
     return model_subject(model, arguments["chans"], _plus(made["img_size"], extra))
 
 
 @kind("converted vit", **VIT)
 def converted_vit(extra: Any, nu: float, form: str = "cosine", **arguments: Any) -> Subject:
     made = _vit_arguments(**arguments)
-    model = convert(VisionTransformer(**made), spectral_init=False, **_form(nu, form))
+    model = convert(VisionTransformer(**made), spectral_init=False, **attention_of(nu, form))
     return model_subject(model, arguments["chans"], _plus(made["img_size"], extra))
 
 
@@ -201,7 +201,9 @@ def converted_deit(extra: Any, nu: float, form: str = "cosine", **arguments: Any
     made = _vit_arguments(**arguments)
     for name in ("global_pool", "class_token", "reg_tokens", "pos_embed"):
         made.pop(name, None)
-    model = convert(VisionTransformerDistilled(**made), spectral_init=False, **_form(nu, form))
+    model = convert(
+        VisionTransformerDistilled(**made), spectral_init=False, **attention_of(nu, form)
+    )
     return model_subject(model, arguments["chans"], _plus(made["img_size"], extra))
 
 
@@ -233,7 +235,7 @@ def converted_swin(
         weight_init="skip",
         **options,
     )
-    convert(model, spectral_init=False, **_form(nu, form))
+    convert(model, spectral_init=False, **attention_of(nu, form))
     return model_subject(model, chans, _plus(img_size, extra))
 
 
@@ -246,8 +248,11 @@ MODELS = {
     "converted swin": (converted_swin, TIMM_SWIN),
 }
 for _body in ("swin", "cswin"):
-    for _name in ("cosine", "official", "lipschitznorm"):
-        kind(f"{_body}, {_name}", **{**MODELS[_body][1], "form": st.just(_name)})(MODELS[_body][0])
+    for _core in ("cosine", "official", "lipschitznorm"):
+        kind(f"{_body}, {_core}", **{**MODELS[_body][1], "form": st.just(_core)})(MODELS[_body][0])
+for _body in ("converted vit", "converted swin"):
+    _args = {**MODELS[_body][1], "form": st.just("lipschitznorm")}
+    kind(f"{_body}, lipschitznorm", **_args)(MODELS[_body][0])
 ANY_MODEL = st.sampled_from(sorted(MODELS)).flatmap(
     lambda name: st.tuples(st.just(name), st.fixed_dictionaries(MODELS[name][1]))
 )

@@ -164,8 +164,9 @@ class AttentionBound(NamedTuple):
     Example:
         >>> import torch
         >>> from lipsformer.analysis.bounds.attention import AttentionBound
-        >>> f"{AttentionBound(4.0 * torch.eye(3), 1, paper_squared=9.0, radius_squared=1.0).value}"
-        '2.0000000000001137'
+        >>> bound = AttentionBound(4.0 * torch.eye(3), 1, paper_squared=9.0, radius_squared=1.0)
+        >>> f"{bound.value:.6f}"
+        '2.000000'
     """
 
     gram: Tensor

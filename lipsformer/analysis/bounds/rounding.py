@@ -127,6 +127,7 @@ def eigenvalue_bound(gram: Tensor, terms: int) -> Tensor:
     Returns:
         [...], float64.
     """
+    gram = gram.to(torch.promote_types(gram.dtype, torch.float64))
     n = gram.shape[-1]
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)
     proposed = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0)
