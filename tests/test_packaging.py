@@ -23,7 +23,16 @@ def files(folder: str) -> list[Path]:
 
 CODE = ("lipsformer", "data", "train.py", "eval.py", "scripts", "benchmarks", "tests", "docs")
 TOOLS = {  # dependencies that are used without an import
-    *{"pytest-timeout", "ruff", "pyright", "hatchling", "ipykernel", "onnx", "onnxscript"},
+    *{
+        "pytest-timeout",
+        "pytest-xdist",
+        "ruff",
+        "pyright",
+        "hatchling",
+        "ipykernel",
+        "onnx",
+        "onnxscript",
+    },
     *{"tensorboard", "mkdocs-material", "mkdocstrings", "lipsformer"},
 }
 

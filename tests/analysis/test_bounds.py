@@ -158,7 +158,7 @@ def test_bound_with_a_scale_is_that_of_the_scaled_map(name):
         (window_attention, (2, 3)),
         (lambda: window_attention(eps=1e-6, logit_scale=0.2), (3, 2)),
         (lambda: window_attention(eps=1.0), (1, 1)),
-        (stripe_attention, (3, 2)),
+        pytest.param(stripe_attention, (3, 2), marks=pytest.mark.slow),
         (lambda: stripe_attention(eps=1e-6, split_size=None), (2, 2)),
     ],
     ids=["window", "padded window, flat scores", "one token", "stripes", "full"],

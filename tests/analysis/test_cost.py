@@ -22,7 +22,7 @@ from lipsformer.analysis.cost import (
 )
 
 MODELS = [
-    ("lipsformer_nano", {}),
+    pytest.param("lipsformer_nano", {}, marks=pytest.mark.slow),
     ("lipsformer_swin_nano", {}),
     ("swin_tiny_patch4_window7_224", {}),
     ("vit_tiny_patch16_224", {"img_size": 112}),

@@ -13,6 +13,8 @@ from lipsformer.analysis.estimate import (
     local_lipschitz,
 )
 
+BODIES = [pytest.param("lipsformer_nano", marks=pytest.mark.slow), "lipsformer_swin_nano"]
+
 
 def exact_constants(function, x):
     with sdpa_kernel(SDPBackend.MATH):
@@ -20,7 +22,7 @@ def exact_constants(function, x):
     return torch.linalg.svdvals(jacobians.reshape(len(x), -1, x[0].numel()))[:, 0]
 
 
-@pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano"])
+@pytest.mark.parametrize("name", BODIES)
 def test_estimates_of_a_model_and_its_parts_equal_the_exact_jacobians(name):
     torch.manual_seed(0)
     model = timm.create_model(
@@ -65,7 +67,7 @@ def test_ascent_never_ends_below_its_start():
     torch.testing.assert_close(best, exact_constants(function, where), rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano"])
+@pytest.mark.parametrize("name", BODIES)
 def test_bounds_exceed_estimates_for_every_part_and_the_mode_is_kept(name):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, drop_path_rate=0.5).train()
@@ -78,7 +80,7 @@ def test_bounds_exceed_estimates_for_every_part_and_the_mode_is_kept(name):
         assert 0.0 < estimate <= parts[part].value * (1 + 1e-5), part
 
 
-@pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano"])
+@pytest.mark.parametrize("name", BODIES)
 def test_torch_func_differentiates_models_in_training(name):
     torch.manual_seed(0)
     kwargs = {"img_size": 8, "embed_dim": 4, "depths": (1, 1), "num_heads": (2, 2)}

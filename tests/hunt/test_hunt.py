@@ -1,7 +1,6 @@
 """The short hunt of the default suite: the same structures every time."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,15 @@ from tests.hunt.report import markdown, summary
 from tests.hunt.run import hunt, kinds
 
 STRUCTURES = 16  # of every kind
-SECONDS = 70.0
 VERDICTS: dict[str, list] = {}
-TIMES: list[float] = []
 
 
 def verdicts(name: str) -> list:
     """Return the verdicts on a kind, judged once."""
     if name not in VERDICTS:
-        began = time.process_time()
         whole_model = KINDS[name].build.__module__.endswith("models")
         effort = {"input_steps": 1, "weight_steps": 0 if whole_model else 1}
         VERDICTS[name] = list(hunt(name, STRUCTURES, **effort))
-        TIMES.append(time.process_time() - began)
     return VERDICTS[name]
 
 
@@ -40,11 +35,10 @@ def test_no_structure_exceeds_its_bound(name):
     assert 2 * len(unusable) < STRUCTURES, unusable[0]
 
 
-def test_the_hunt_is_large_and_short():
+def test_the_hunt_is_large():
     tried = [verdict for name in kinds() for verdict in verdicts(name)]
     print(markdown(summary(tried)))  # noqa: T201
     assert sum(verdict["outcome"] != "unusable" for verdict in tried) >= 1000
-    assert sum(TIMES) <= SECONDS
 
 
 def test_bounds_called_exact_are_reached():

@@ -85,7 +85,12 @@ def is_plain(name):
 
 def slow_if_large(names):
     large = ("_small", "_base")
-    return [pytest.param(n, marks=pytest.mark.slow) if n.endswith(large) else n for n in names]
+    return [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name.partition(".")[0].endswith(large)
+        else name
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize("name", slow_if_large(MODELS))
@@ -100,7 +105,7 @@ def test_features(models_tests, name):
     models_tests.test_model_forward_features(name, 1)
 
 
-@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize("tag", slow_if_large(TAGS))
 def test_default_cfgs(models_tests, tag):
     suffix = "_non_std" if is_plain(tag) else ""
     getattr(models_tests, f"test_model_default_cfgs{suffix}")(tag, 1, "meta")

@@ -17,7 +17,7 @@ EXPORTED = [
     pytest.param("lipsformer_nano", "onnx", marks=pytest.mark.slow),
     ("lipsformer_swin_nano", "hf"),
     pytest.param("lipsformer_swin_nano", "torch", marks=pytest.mark.slow),
-    ("lipsformer_swin_nano", "onnx"),
+    pytest.param("lipsformer_swin_nano", "onnx", marks=pytest.mark.slow),
     *(
         pytest.param(name, key, marks=pytest.mark.slow)
         for name in ("lipsformer_tiny", "lipsformer_swin_tiny")

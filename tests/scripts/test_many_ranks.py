@@ -26,8 +26,9 @@ def predict(tmp_path: Path, settings: list[str], *options: str) -> dict[str, Any
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_two_ranks_send_and_hold_what_was_predicted(tmp_path: Path, precision: str) -> None:
     config = str(write_config(tmp_path, LARGER, tmp_path / "out"))
     settings = [config, f"train.precision={precision}"]

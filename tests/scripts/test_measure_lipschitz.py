@@ -12,6 +12,7 @@ from lipsformer.engine.run_folder import load_model
 from scripts.measure_lipschitz import load_images, main
 
 
+@pytest.mark.slow
 def test_record_table_and_plot_of_a_model(tmp_path, capsys):
     torch.manual_seed(0)
     options = ["--data", "source=digits", "--images", "1", "--iters", "2", "--ascent", "1"]
