@@ -20,6 +20,8 @@ def test_the_main_thread_hears_and_another_one_leaves_the_handlers_alone():
 
 
 def test_the_handlers_of_before_come_back_and_a_second_interrupt_has_its_usual_effect() -> None:
+    # a shell starts background processes with SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     heard = StopRequest()
     signal.raise_signal(signal.SIGINT)
@@ -28,6 +30,7 @@ def test_the_handlers_of_before_come_back_and_a_second_interrupt_has_its_usual_e
         signal.raise_signal(signal.SIGINT)
     heard.close()
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_process_whose_torchrun_was_killed_stops(monkeypatch: pytest.MonkeyPatch) -> None:
