@@ -262,6 +262,10 @@ STEPS = {
     'pip install "$(ls dist': Step(says("Successfully installed lipsformer")),
     "cd ~": Step(nothing),
     "lipsformer --help": Step(says(*(f"^  {name} " for name in COMMANDS))),
+    # the first key that a command begins with counts
+    "lipsformer train --config configs/demo.yaml --dry-run --world-size": Step(
+        says("MiB +peak", "True +each image once", "True +updates as on one rank")
+    ),
     "lipsformer train --config configs/demo.yaml --dry-run": Step(
         says("^# config", "^# model", "^lr at update +0 +4.000e-03", "GiB +together", "nothing was")
     ),
