@@ -58,7 +58,7 @@ def command_parser(name: str) -> argparse.ArgumentParser:
         name: One of `COMMANDS`.
 
     Raises:
-        ImportError: If a package that the command needs is not installed.
+        ModuleNotFoundError: If a package that the command needs is not installed.
     """
     module = importlib.import_module(COMMANDS[name].module)
     parser: argparse.ArgumentParser = module.make_parser()

@@ -3,8 +3,9 @@
 try:
     import torch_geometric as _  # noqa: F401
 except ModuleNotFoundError:
-    raise ImportError(
-        "lipsformer.graph needs PyTorch Geometric; install it with pip install 'lipsformer[graph]'"
+    raise ModuleNotFoundError(
+        "lipsformer.graph needs PyTorch Geometric; install it with pip install 'lipsformer[graph]'",
+        name="torch_geometric",
     ) from None
 
 from lipsformer.graph.cosine_conv import ScaledCosineConv

@@ -239,6 +239,6 @@ def test_import_without_pyg_names_the_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: lipsformer.graph needs PyTorch Geometric; "
+        "ModuleNotFoundError: lipsformer.graph needs PyTorch Geometric; "
         "install it with pip install 'lipsformer[graph]'"
     )
