@@ -77,7 +77,7 @@ class TimmInterface(nn.Module):
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a new, spectrally initialised one.
+        """Replace the classifier by a new, spectrally initialized one.
 
         Args:
             num_classes: Number of classes; 0 leaves out the classifier.
