@@ -29,8 +29,7 @@ from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, read_config, require_writable
 from lipsformer.config import Config
 from lipsformer.engine import exits
-from lipsformer.engine.build import build_model
-from lipsformer.engine.build import timm_config as describe_model
+from lipsformer.engine.build import build_model, timm_config
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
@@ -64,25 +63,25 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         if options.config
         else weights.config(overrides)
     )
-    timm_config = weights.timm_config()
+    known = weights.timm_config()
     if config is not None:
         data = config.data
-    elif timm_config is not None:  # a folder of timm's format, which no run wrote
+    elif known is not None:  # a folder of timm's format, which no run wrote
         settings = ["source=folder", *options.data] if options.set else options.data
         origin = f"{weights.folder} with --data"
-        data = data_config(timm_config["pretrained_cfg"], settings, origin=origin)
+        data = data_config(known["pretrained_cfg"], settings, origin=origin)
     else:
         raise ConfigError(
             f"{weights.file}: its folder has no config.json; give --config configs/x.yaml"
         )
     classes = weights.classes()
     if options.set:
-        num_classes = timm_config["num_classes"] if timm_config else len(STANDARD)
+        num_classes = known["num_classes"] if known else len(STANDARD)
         sets = build_eval_sets(options.set, data, classes, num_classes)
     else:
         dataset = build_eval_dataset(data, classes=classes, class_map=options.class_map)
         sets = [EvalSet("data", dataset)]
-    if timm_config is not None:
+    if known is not None:
         model = load_model(weights)
     else:
         assert config is not None
@@ -107,9 +106,9 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         for eval_set in sets
     }
     if bound is not None:
-        rows = {s.name: (s, figures[s.name].pop("certificates")) for s in sets}
-        description = json.loads(describe_model(model, sets[0].dataset.classes))
-        record = certificate(bound, weights.file, description, data, rows, distances)
+        images = {s.name: (s, figures[s.name].pop("certificates")) for s in sets}
+        description = json.loads(timm_config(model, sets[0].dataset.classes))
+        record = certificate(bound, weights.file, description, data, images, distances)
         certificate_file.write_text(json.dumps(record, indent=1) + "\n")
     rows = [{"set": name, **result} for name, result in figures.items()]
     shared = {
