@@ -150,7 +150,7 @@ class RunFolder:
         return json.loads(path.read_text()) if path.exists() else None
 
     def weights(self, which: str = "best") -> Weights:
-        """Return the weights that the run stands for.
+        """Return one set of weights of the run.
 
         Args:
             which: "best" or "last", as the module says. Before the first evaluation "best" is the

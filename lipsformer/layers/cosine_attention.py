@@ -127,9 +127,9 @@ class ScaledCosineAttention(nn.Module):
         if eps <= 0.0:
             raise ValueError(f"eps must be > 0, got {eps}")
         self.num_heads = num_heads
-        self.init_logit_scale = logit_scale
+        self.init_logit_scale = float(logit_scale)  # YAML gives an int for 12
         self.init_value_scale = value_scale
-        self.eps = eps
+        self.eps = float(eps)
         self.attn_drop = attn_drop
         self.fused_attn = use_fused_attn()
         self.log_logit_scale: nn.Parameter | None = None
