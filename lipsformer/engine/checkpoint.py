@@ -135,7 +135,7 @@ class CheckpointFolder:
     def _prune(self, step: int, best_step: int | None) -> None:
         """Remove unfinished checkpoints, and all others but the newest `keep` and the best one."""
         numbered = self._numbered()
-        # A number above `step` is damaged, because the run continued an earlier checkpoint.
+        # A checkpoint numbered above `step` is damaged: the run continued an earlier one.
         current = sorted(number for number in numbered if number <= step)
         stay = {*current[-self.keep :], best_step}
         unfinished = self.path.glob(f".{PREFIX}*")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class NonFiniteError(RuntimeError):
-    """Training cannot go on, because a loss, gradients or a weight are not finite.
+    """A loss, a gradient or a weight is not finite.
 
     Attributes:
         first: The first of too many non-finite training steps in a row; None if an evaluation or

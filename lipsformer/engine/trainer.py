@@ -154,7 +154,7 @@ class Trainer:
                     stopwatch=self.stopwatch,
                     after_step=self._after_step,
                 )
-            on_main(self.accelerator, self.writer.wait)  # the last checkpoint is complete
+            on_main(self.accelerator, self.writer.wait)  # for the last checkpoint
         except NonFiniteError as error:
             if error.first is not None and self.accelerator.is_main_process:
                 self._write_replay(error.first, str(error))
@@ -272,7 +272,7 @@ class Trainer:
                 len(stats),
                 self.metrics.nonfinite_total,
             )
-        seconds = (time.perf_counter() - self.started) / (self.step - self.first_step)
+        seconds_per_step = (time.perf_counter() - self.started) / (self.step - self.first_step)
         self.tracking.progress(
             self.step,
             f"epoch {math.ceil(self.step / self.steps_per_epoch)}/{self.config.train.epochs}  "
@@ -280,7 +280,7 @@ class Trainer:
             f"grad {mean.get('grad_norm', math.nan):.3g}  {rates['images_per_s']:.0f} img/s  "
             f"data {100 * rates['data_wait']:.0f} %  "
             f"mem {memory_gib(self.accelerator.device):.2f} GiB  "
-            f"eta {_duration(seconds * (self.total_steps - self.step))}",
+            f"eta {_duration(seconds_per_step * (self.total_steps - self.step))}",
         )
         self.metrics.clear()
 
