@@ -19,8 +19,8 @@ class WeightedResidual(nn.Module):
     :math:`\alpha = 1/B` in B blocks of b branches, the product over all branches is at most
     :math:`e^{b \max Lip(f)}`.
 
-    Adding the branch costs one pass over the map less if it cooperates. Such a branch declares its
-    last operator in the class attribute ``ends_in``:
+    A pass over the map is saved if the branch and the residual share the last operator of the
+    branch. Such a branch names this operator in the class attribute ``ends_in``:
 
     - ``"linear"``: ``branch(x, output_scale=alpha)`` returns alpha * f(x), because its last linear
       layer multiplies alpha into its weight.
