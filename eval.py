@@ -142,7 +142,9 @@ def _sets(options: argparse.Namespace, weights: Weights, data: DataConfig) -> li
 
 def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__)
-    parser.add_argument("--checkpoint", required=True, help="run, checkpoint or weights file")
+    parser.add_argument(
+        "--checkpoint", required=True, help="run, checkpoint, timm's folder or weights file"
+    )
     parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="e.g. root=/d")
     parser.add_argument(
