@@ -348,7 +348,7 @@ class LipsFormer(TimmInterface):
         raise NotImplementedError
 
     def make_core(self, num_heads: int) -> nn.Module:
-        """Build what a module of ``make_attn`` applies to its projected q, k and v."""
+        """Build the attention that ``attn`` names, which ``make_attn`` puts between projections."""
         return make_core(self.attn, num_heads, **self.attn_options)
 
     def init_weights(self, needs_reset: bool = True) -> None:
