@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from data.rng import permutation
+from tests.data.trees import write_tree
 from tests.launch import launch
 from tests.runs import DIGITS, outcome, write_config
 
@@ -29,10 +31,13 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start(command: list[str], config: Path, log: Path) -> subprocess.Popen:
+def start(command: list[str], config: Path, log: Path, batch: int = 24) -> subprocess.Popen:
     with log.open("a") as output:
         return subprocess.Popen(
-            [sys.executable, *command, "--config", str(config), *TWO],
+            [
+                *(sys.executable, *command, "--config", str(config)),
+                f"train.batch_size_per_device={batch}",
+            ],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -46,16 +51,19 @@ def start(command: list[str], config: Path, log: Path) -> subprocess.Popen:
         )
 
 
-def torchrun(options: list[str], config: Path, log: Path) -> subprocess.Popen:
-    return start(["-m", "torch.distributed.run", *options], config, log)
+def torchrun(options: list[str], config: Path, log: Path, batch: int = 24) -> subprocess.Popen:
+    return start(["-m", "torch.distributed.run", *options], config, log, batch)
 
 
-def one_node(launcher: str, config: Path, log: Path, *more: str) -> subprocess.Popen:
+def one_node(
+    launcher: str, config: Path, log: Path, *more: str, batch: int = 24
+) -> subprocess.Popen:
     port = str(free_port())
     if launcher == "torchrun":
         options = ["--nproc_per_node", "2", "--master_port", port, *more, "train.py"]
-        return torchrun(options, config, log)
-    return start([*ACCELERATE, "--main_process_port", port, "train.py"], config, log)
+        return torchrun(options, config, log, batch)
+    command = [*ACCELERATE, "--main_process_port", port, *more, "train.py"]
+    return start(command, config, log, batch)
 
 
 def undisturbed(folder: Path) -> dict:
@@ -82,7 +90,7 @@ def test_signal_to_the_launcher_saves_on_all_ranks(
     config = write_config(tmp_path, settings, tmp_path / "out")
     log = tmp_path / "log"
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1,SIGUSR2"]
-    process = one_node(launcher, config, log, *handled)
+    process = one_node(launcher, config, log, *(handled if launcher == "torchrun" else ()))
     metrics = tmp_path / "out" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
         assert process.poll() is None, log.read_text()
@@ -103,14 +111,55 @@ def test_signal_to_the_launcher_saves_on_all_ranks(
     assert f"after update {state['update']}\n" in log.read_text()
 
 
-def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
-    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_a_mistake_is_not_tried_again(tmp_path: Path, launcher: str) -> None:
+    config = write_config(tmp_path, {**DIGITS, "optim": {"lr": -1.0}}, tmp_path / "out")
     log = tmp_path / "log"
-    command = ["--nproc_per_node", "2", "--master_port", str(free_port()), "--max_restarts", "1"]
-    assert torchrun([*command, "train.py", "optim.lr=-1"], config, log).wait() != 0
+    assert one_node(launcher, config, log, "--max_restarts", "1").wait() != 0
     assert log.read_text().count("optim.lr=-1.0 is not possible") == 1
     assert log.read_text().count("not started again, because it ended with exit code 2") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_an_error_of_one_rank_is_told_once_and_not_met_again(tmp_path: Path, launcher: str) -> None:
+    for split in ("train", "val"):
+        write_tree(tmp_path / "set" / split, {"a": 4, "b": 4}, size=(19, 17))
+    images = sorted((tmp_path / "set" / "train").rglob("*.png"))
+    broken = images[permutation(8, "order", 1, 0)[4]]  # the first one of rank 1
+    broken.write_bytes(broken.read_bytes()[:99])
+    settings = {
+        **DIGITS,
+        "data": {**DIGITS["data"], "source": "folder", "root": str(tmp_path / "set")},
+        "train": {**DIGITS["train"], "global_batch_size": 8},
+    }
+    config = write_config(tmp_path, settings, tmp_path / "out")
+    more = [] if launcher == "accelerate" else ["--max_restarts", "1"]
+    process = one_node(launcher, config, tmp_path / "log", *more, batch=4)
+    assert process.wait() != 0
+    log = (tmp_path / "log").read_text()
+    assert log.count(str(broken)) == 1, log
+    assert f"error: rank 1: cannot read image {broken}: " in log
+    assert log.count("not started again, because it ended with exit code 2") == bool(more)
+    record = json.loads((tmp_path / "out" / "exit.json").read_text())
+    assert (record["code"], str(broken) in record["reason"]) == (2, True)
+
+
+@pytest.mark.parametrize(("seconds", "saved"), [("20", True), ("1", False)])
+def test_torchrun_waits_for_a_save_as_long_as_the_variable_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: str, saved: bool
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", seconds)
+    config, mark = write_config(tmp_path, DIGITS, tmp_path / "out"), tmp_path / "mark"
+    options = ["--nproc_per_node", "2", "--master_port", str(free_port())]
+    options += ["-m", "tests.late", str(mark), "7"]
+    process = torchrun(options, config, tmp_path / "log")
+    while not mark.exists():
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() != 0
+    assert (tmp_path / "out" / "exit.json").exists() == saved, (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
