@@ -10,8 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import timm
+from safetensors.torch import save_file
 
 from data.rng import permutation
+from lipsformer.engine.build import timm_config
 from tests.data.trees import write_tree
 from tests.launch import launch
 from tests.runs import DIGITS, outcome, write_config
@@ -20,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # On CPUs through ACCELERATE_USE_CPU: with --cpu Accelerate 1.15 starts a single process.
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
 ACCELERATE += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 TWO = ["train.batch_size_per_device=24"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(1800)]
@@ -31,13 +35,10 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start(command: list[str], config: Path, log: Path, batch: int = 24) -> subprocess.Popen:
+def start(command: list[str], log: Path) -> subprocess.Popen:
     with log.open("a") as output:
         return subprocess.Popen(
-            [
-                *(sys.executable, *command, "--config", str(config)),
-                f"train.batch_size_per_device={batch}",
-            ],
+            [sys.executable, *command],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -52,7 +53,8 @@ def start(command: list[str], config: Path, log: Path, batch: int = 24) -> subpr
 
 
 def torchrun(options: list[str], config: Path, log: Path, batch: int = 24) -> subprocess.Popen:
-    return start(["-m", "torch.distributed.run", *options], config, log, batch)
+    settings = ["--config", str(config), f"train.batch_size_per_device={batch}"]
+    return start([*TORCHRUN, *options, *settings], log)
 
 
 def one_node(
@@ -62,8 +64,9 @@ def one_node(
     if launcher == "torchrun":
         options = ["--nproc_per_node", "2", "--master_port", port, *more, "train.py"]
         return torchrun(options, config, log, batch)
-    command = [*ACCELERATE, "--main_process_port", port, *more, "train.py"]
-    return start(command, config, log, batch)
+    settings = ["--config", str(config), f"train.batch_size_per_device={batch}"]
+    command = [*ACCELERATE, "--main_process_port", port, *more, "train.py", *settings]
+    return start(command, log)
 
 
 def undisturbed(folder: Path) -> dict:
@@ -143,6 +146,22 @@ def test_an_error_of_one_rank_is_told_once_and_not_met_again(tmp_path: Path, lau
     assert log.count("not started again, because it ended with exit code 2") == bool(more)
     record = json.loads((tmp_path / "out" / "exit.json").read_text())
     assert (record["code"], str(broken) in record["reason"]) == (2, True)
+
+
+def test_eval_tells_an_error_of_one_rank_once(tmp_path: Path) -> None:
+    write_tree(tmp_path / "set" / "val", {"a": 4, "b": 4}, size=(19, 17))
+    broken = sorted((tmp_path / "set" / "val").rglob("*.png"))[5]  # rank 1 has the odd ones
+    broken.write_bytes(broken.read_bytes()[:99])
+    model = timm.create_model("lipsformer_nano", num_classes=2)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(timm_config(model, ["a", "b"]))
+    command = ["--nproc_per_node", "2", "--master_port", str(free_port()), "eval.py"]
+    command += ["--checkpoint", str(tmp_path), "--data", "source=folder", "num_workers=0"]
+    process = start([*TORCHRUN, *command, f"root={tmp_path / 'set'}"], tmp_path / "log")
+    assert process.wait() != 0
+    log = (tmp_path / "log").read_text()
+    assert log.count(str(broken)) == 1, log
+    assert f"error: rank 1: cannot read image {broken}: " in log
 
 
 @pytest.mark.parametrize(("seconds", "saved"), [("20", True), ("1", False)])
