@@ -82,12 +82,12 @@ class FolderLock:
             )
 
     def release(self) -> None:
-        """Give the lock back if it is still owned."""
+        """Give the lock back if it is still owned, and if the disk lets it."""
         self._ended.set()
-        owner = self._read()
-        if owner is not None and owner["token"] == self.token:
-            self.path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it is not empty
+        with contextlib.suppress(OSError):  # a broken disk, or a folder that is not empty
+            owner = self._read()
+            if owner is not None and owner["token"] == self.token:
+                self.path.unlink(missing_ok=True)
                 self.path.parent.rmdir()
 
     def _create(self) -> bool:
