@@ -123,7 +123,7 @@ def measure(run: str, output: Path, distances: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{output} holds the results of another certificate: remove it")
         record = known
     done = {(at["within"], at["attack"], at["images"][0]) for at in record["attacks"]}
-    for within in (OWN, *distances):
+    for within in (*distances, OWN):
         chosen = attacked(record, within)
         for first, name in itertools.product(range(0, len(chosen), BATCH), ATTACKS):
             of = chosen[first : first + BATCH]
@@ -162,17 +162,19 @@ def outcomes(record: dict[str, Any], within: str) -> dict[int, bool]:
 
 def text(record: dict[str, Any]) -> str:
     """Return the sentences of docs/lipschitz.md."""
-    own, total = outcomes(record, OWN), len(record["right"])
-    fallen = sum(not kept for kept in own.values())
-    sentences = [
-        f"Within their own certified radii (up to {max(record['radius'][i] for i in own):.2f}) it "
-        f"changed the class of {fallen} of {len(own)} images."
-    ]
-    for within in sorted({at["within"] for at in record["attacks"]} - {OWN}):
+    total, sentences = len(record["right"]), []
+    for within in sorted({at["within"] for at in record["attacks"]}):
         kept = outcomes(record, within)
-        if len(kept) == len(attacked(record, within)):
-            held = sum(record["right"]) - sum(not kept for kept in kept.values())
-            sentences.append(f"Within {within} it leaves {100.0 * held / total:.1f} % right.")
+        fallen = sum(not held for held in kept.values())
+        if within == OWN and kept:
+            sentences.append(
+                f"Within their own certified radii (up to "
+                f"{max(record['radius'][i] for i in kept):.2f}), {fallen} of {len(kept)} images "
+                "changed their class."
+            )
+        elif within != OWN and len(kept) == len(attacked(record, within)):
+            share = 100.0 * (sum(record["right"]) - fallen) / total
+            sentences.append(f"Within {within} it leaves {share:.1f} % right.")
     return " ".join(sentences)
 
 
