@@ -37,6 +37,7 @@ from lipsformer.analysis.bounds.core import (
     unchanged,
 )
 from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma
+from lipsformer.analysis.bounds.lipsformer import same_shape
 from lipsformer.analysis.bounds.rounding import log10_one_plus, sigma_bound
 from lipsformer.graph.cosine_conv import ScaledCosineConv
 from lipsformer.graph.diagnostics import (
@@ -148,9 +149,11 @@ def _product(*factors: Tensor) -> Tensor:
     return torch.where((stacked == 0.0).any(0), 0.0, stacked.prod(0))
 
 
-def _attention(value: float, domain: Domain, radius: float, scale: Tensor | None) -> Bound:
+def _attention(
+    value: float, domain: Domain, radius: float, scale: Tensor | None, channels: int
+) -> Bound:
     """Return the bound of attention over edges, for which no paper states a theorem."""
-    bound = simple_bound(value, domain, radius=radius)
+    bound = simple_bound(value, domain, radius=radius, channels=channels)
     return scale_output(replace(bound, paper_log10=math.inf), scale)
 
 
@@ -171,8 +174,9 @@ def _gcn(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         raise _refuse(module, "use the default normalization, without cached edges")
     sigma = linear_sigma(_weight(module.lin, without_bias=True), scale)
     radius = row_sum * sigma * domain.radius
-    radius += bias_norm(_spread(module.bias, len(module.lin.weight)), scale)
-    return simple_bound(norm * sigma, domain, radius=radius)
+    channels = len(module.lin.weight)
+    radius += bias_norm(_spread(module.bias, channels), scale)
+    return simple_bound(norm * sigma, domain, radius=radius, channels=channels)
 
 
 @bound_rule(LipschitzGATConv)
@@ -206,7 +210,7 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         value, radius = value + sigma, radius + sigma * domain.radius
     channels = len(weight.flatten(0, 1)) if module.concat else weight.shape[1]
     radius += bias_norm(_spread(module.bias, channels))
-    return _attention(value, domain, radius, scale)
+    return _attention(value, domain, radius, scale, channels)
 
 
 @bound_rule(LipschitzTransformerConv)
@@ -253,7 +257,8 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         sigma = linear_sigma(_weight(module.lin_skip))
         total += sigma
         radius += sigma * domain.radius + bias_norm(module.lin_skip.bias)
-    return _attention(total, domain, radius, scale)
+    channels = value.shape[1] * (module.heads if module.concat else 1)
+    return _attention(total, domain, radius, scale, channels)
 
 
 @bound_rule(ScaledCosineConv)
@@ -276,7 +281,7 @@ def _cosine(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         mass=attention_column_sum(csr, max_abs_score(core)),
     )
     radius = math.sqrt(attended.radius_squared)
-    return _attention(attended.value, domain, radius, scale)
+    return _attention(attended.value, domain, radius, scale, weight[2].flatten(0, 1).shape[0])
 
 
 @bound_rule(nn.ELU)
@@ -288,8 +293,11 @@ def _elu(module: nn.ELU, domain: Domain, scale: Tensor | None) -> Bound:
 @bound_rule(ResidualLayer)
 def _residual_layer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     # ReLU is nonexpansive and keeps the length bound.
-    bound = chain([("dropout", module.dropout), ("conv", module.conv)], domain)
+    domain = replace(domain, channels=module.conv.in_channels)
+    layers = [("dropout", module.dropout), ("conv", module.conv)]
+    bound = chain(layers, domain, moves_channels=False)
     if module.residual:
+        same_shape(domain, bound.output)
         bound = replace(
             bound,
             log10=log10_one_plus(bound.log10),
