@@ -10,10 +10,17 @@ from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
+from torch_geometric.nn import GCNConv
 
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
 from lipsformer.analysis.bounds.graph import graph_domain
-from lipsformer.graph import GCN, LipschitzGATConv, ScaledCosineConv
+from lipsformer.graph import (
+    GCN,
+    LipschitzGATConv,
+    LipschitzTransformerConv,
+    ScaledCosineConv,
+)
+from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
@@ -156,14 +163,21 @@ def watched():
         lambda: LipschitzGATConv(3, 2, flow="target_to_source"),
         lambda: LipschitzGATConv(3, 2, released_code=True),
         lambda: LipschitzGATConv((3, 3), 2),
+        # one channel of the shortcut, or of the layer, would be repeated for all
+        lambda: replaced(LipschitzGATConv(3, 1, 2, concat=False, residual=True), concat=True),
+        lambda: replaced(LipschitzTransformerConv(3, 1, 2, concat=False), concat=True),
+        lambda: ResidualLayer(GCNConv(3, 1), None, True, 0.0),
         lambda: replaced(ScaledCosineConv(3, 2), explain=True),
         lambda: replaced(ScaledCosineConv(3, 2), message=F.relu),
         lambda: replaced(ScaledCosineConv(3, 2, 2), attention=ScaledCosineAttention(1)),
     ],
 )
 def test_layers_that_send_other_messages_are_refused(make):
+    layer = make().eval()
+    if isinstance(layer, (LipschitzTransformerConv, ResidualLayer)):
+        layer(torch.randn(4, 3), EDGES)
     with pytest.raises(UnknownModuleError):
-        lipschitz_bound(make().eval(), graph_domain(EDGES, 4))
+        lipschitz_bound(layer, graph_domain(EDGES, 4))
 
 
 def test_a_graph_layer_asks_for_its_edges():
@@ -203,6 +217,13 @@ def alpha_along_the_width():
     residual = WeightedResidual(conv, 2, 1.0)
     residual.residual_scale.data = torch.tensor([0.0, 1.0])  # by channel the branch is 0
     return residual
+
+
+def tau_along_the_channels():
+    """Two numbers for two heads broadcast along the two channels of every head."""
+    core = ScaledCosineAttention(2, learn_logit_scale=True)
+    core.log_logit_scale = nn.Parameter(torch.tensor([-3.0, 4.0]))
+    return WindowAttention(4, 2, (2, 2), core)
 
 
 def compiled_call():
@@ -251,6 +272,7 @@ EXCEEDED = {
     ),
     "LayerScale in place": (lambda: residual(LayerScale(2, 10.0, True), dim=2), (3, 2), (3,)),
     "ELU in place": (lambda: residual(nn.ELU(5.0, inplace=True), dim=2), (3, 2), (3,)),
+    "tau along the channels": (tau_along_the_channels, (2, 2, 4), (2, 2)),
     "compiled call": (compiled_call, (2, 3), (2,)),
     "narrowed window": (narrowed_window, (4, 4), (4,)),
 }

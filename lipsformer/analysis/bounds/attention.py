@@ -107,6 +107,12 @@ def check_attention(module: Any, num_heads: int, *cores: nn.Module) -> None:
                 f"no Lipschitz bound is known for {core.num_heads} heads in the attention of "
                 f"{num_heads} heads"
             )
+        learned = getattr(core, "log_logit_scale", None)
+        if learned is not None and learned.shape != (num_heads, 1, 1):
+            raise UnknownModuleError(
+                f"no Lipschitz bound is known for a logit scale of shape {tuple(learned.shape)}: "
+                f"use [{num_heads}, 1, 1], one number per head"
+            )
 
 
 def max_abs_score(attention: Any) -> Tensor:

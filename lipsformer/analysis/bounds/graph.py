@@ -133,6 +133,12 @@ def _weight(linear: Any, *, without_bias: bool = False) -> Tensor:
     return linear.weight.detach().double()
 
 
+def _check_sum(module: nn.Module, channels: int, shortcut: Tensor) -> None:
+    """Raise `UnknownModuleError` unless the shortcut has as many channels as the attention."""
+    if len(shortcut) != channels:
+        raise _refuse(module, f"its shortcut has {len(shortcut)} channels instead of {channels}")
+
+
 def _bias(linear: Any) -> Tensor:
     bias = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
     return bias.detach().double()
@@ -205,10 +211,12 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     value, radius = AttentionBound(gram, terms, math.inf, 0.0).value, reach.norm().item()
     if not module.concat:  # the mean of H heads is at most H^(-1/2) times their Frobenius norm
         value, radius = value / math.sqrt(module.heads), reach.mean().item()
-    if module.res is not None:
-        sigma = linear_sigma(_weight(module.res, without_bias=True))
-        value, radius = value + sigma, radius + sigma * domain.radius
     channels = len(weight.flatten(0, 1)) if module.concat else weight.shape[1]
+    if module.res is not None:
+        shortcut = _weight(module.res, without_bias=True)
+        _check_sum(module, channels, shortcut)
+        sigma = linear_sigma(shortcut)
+        value, radius = value + sigma, radius + sigma * domain.radius
     radius += bias_norm(_spread(module.bias, channels))
     return _attention(value, domain, radius, scale, channels)
 
@@ -253,11 +261,13 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     total, radius = AttentionBound(gram, terms, math.inf, 0.0).value, longest[2].norm().item()
     if not module.concat:
         total, radius = total / math.sqrt(module.heads), longest[2].mean().item()
+    channels = value.shape[1] * (module.heads if module.concat else 1)
     if module.root_weight:
-        sigma = linear_sigma(_weight(module.lin_skip))
+        shortcut = _weight(module.lin_skip)
+        _check_sum(module, channels, shortcut)
+        sigma = linear_sigma(shortcut)
         total += sigma
         radius += sigma * domain.radius + bias_norm(module.lin_skip.bias)
-    channels = value.shape[1] * (module.heads if module.concat else 1)
     return _attention(total, domain, radius, scale, channels)
 
 
@@ -293,7 +303,7 @@ def _elu(module: nn.ELU, domain: Domain, scale: Tensor | None) -> Bound:
 @bound_rule(ResidualLayer)
 def _residual_layer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     # ReLU is nonexpansive and keeps the length bound.
-    domain = replace(domain, channels=module.conv.in_channels)
+    domain = replace(domain, channels=module.conv.lin.weight.shape[1])
     layers = [("dropout", module.dropout), ("conv", module.conv)]
     bound = chain(layers, domain, moves_channels=False)
     if module.residual:
