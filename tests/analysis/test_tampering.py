@@ -74,8 +74,18 @@ def hooked_parametrization() -> nn.Module:
     return layer
 
 
+def distributed():
+    """`torch.distributed.tensor.distribute_module` wraps a function of the user like this."""
+    hook = lambda *inputs: 5.0 * inputs[-1]  # noqa: E731
+    hook.__module__ = "torch.distributed.tensor._api"
+    layer = nn.Linear(3, 3)
+    layer.register_forward_hook(hook)
+    return layer
+
+
 @pytest.mark.parametrize(
-    "make", [alternating, LargerInEvaluation, in_training_alone, hooked_parametrization]
+    "make",
+    [alternating, LargerInEvaluation, in_training_alone, hooked_parametrization, distributed],
 )
 def test_a_weight_that_a_call_may_replace_is_refused(make):
     with pytest.raises(UnknownModuleError):

@@ -96,5 +96,8 @@ def _untrusted_parametrization(module: nn.Module) -> str | None:
 
 
 def _is_sharding(hook: Any) -> bool:
-    """Return whether a hook is one of FSDP2's, which gather the weights and change no value."""
-    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
+    """Return whether a hook is one of FSDP2's, which gather the weights and change no value.
+
+    Other parts of `torch.distributed` wrap functions of the user into hooks of their own.
+    """
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.")
