@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import LayerScale, SelectAdaptivePool2d
 from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
@@ -241,6 +242,15 @@ def compiled_call():
     return replaced(layer, _compiled_call_impl=lambda x: 5.0 * F.linear(x, layer.weight))
 
 
+def one_token_of_four():
+    """The model averages the last token alone, and the rule thought of five tokens."""
+    options = {"class_token": False, "global_pool": "avg", "pos_embed": "none"}
+    model = VisionTransformer(
+        img_size=4, patch_size=2, num_classes=2, embed_dim=4, depth=1, num_heads=2, **options
+    )
+    return replaced(convert(model), num_prefix_tokens=-1)
+
+
 def narrowed_window():
     """`window_size` was changed behind the windows that the attention was built for."""
     model = SwinTransformer(
@@ -284,6 +294,7 @@ EXCEEDED = {
     "ELU in place": (lambda: residual(nn.ELU(5.0, inplace=True), dim=2), (3, 2), (3,)),
     "tau along the channels": (tau_along_the_channels, (2, 2, 4), (2, 2)),
     "compiled call": (compiled_call, (2, 3), (2,)),
+    "one token of four": (one_token_of_four, (3, 4, 4), (4, 4)),
     "narrowed window": (narrowed_window, (4, 4), (4,)),
 }
 

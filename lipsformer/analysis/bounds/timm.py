@@ -219,6 +219,11 @@ def _tokens(module: Any, patches: Domain, prefix: list[Tensor]) -> Bound:
     All of them are constants, so the step is an isometry followed by a shift.
     """
     tokens = [row for token in prefix for row in token.detach()[0]]
+    if len(tokens) != module.num_prefix_tokens:
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for {len(tokens)} class and register tokens with "
+            f"num_prefix_tokens={module.num_prefix_tokens}"
+        )
     position = module.pos_embed
     num_embedded = patches.tokens + (0 if module.no_embed_class else module.num_prefix_tokens)
     if position is not None and module.dynamic_img_size:
