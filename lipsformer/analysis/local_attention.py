@@ -120,7 +120,7 @@ class LocalAttention:
         scores = tau[:, None, None] * (q @ k.mT)
         weights = (scores if bias is None else scores + bias).softmax(-1)  # [W, H, N, N]
         mean_k, mean_v = weights @ k, weights @ v
-        # Derivatives of the normalized tokens by the tokens before the projections, [W, H, N, d, C].
+        # Derivatives of the normalized tokens by the projections' inputs, [W, H, N, d, C].
         slopes = [
             _derivative(x) @ w[:, None] * real[..., None, None]
             for x, w in zip((self.query, self.key, self.value), weight, strict=True)

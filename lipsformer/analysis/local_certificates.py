@@ -14,22 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
-from lipsformer.analysis.local_layers import (
-    Layer,
-    block_layers,
-    linear_layer,
-    merging_layer,
-    norm_matrix,
-)
-from lipsformer.analysis.local_norms import large_norm_above
+from lipsformer.analysis.local_layers import Layer, Pooling, layers_of
+from lipsformer.analysis.local_norms import jacobian_norm, probed_norm
 from lipsformer.models.lipsformer import LipsFormer
-from lipsformer.models.lipsformer_cswin import ConvMerging, LipsFormerCSwin
-from lipsformer.models.lipsformer_swin import LipsFormerSwin, PatchMerging
+from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
+from lipsformer.models.lipsformer_swin import LipsFormerSwin
 
-MAX_DENSE = 2048  # numbers of a map up to which the Jacobian of a block is written out
-CHUNK = 256  # columns of it at a time
+# Up to this many numbers of a map the Jacobian of a block is written out. The norms of the model up
+# to a block are probed only while its maps are larger, where the products of norms lose most.
+MAX_DENSE = 2048
 HALVINGS, DIGITS = 80, 7  # steps of the bisection: first the power of two, then binary digits
-SLACK = 1.0 - 1e-6  # for the rounding of float64, which is not bounded
+SLACK = 1.0 - 1e-3  # for the rounding, which is not bounded: float32 in probes, else float64
 
 
 @dataclass(frozen=True)
@@ -38,49 +33,55 @@ class Segment:
 
     Attributes:
         layers: The layers.
-        norm: Bound of the Jacobian of all of them at the images, [B]; None if only the product of
+        norm: Bound of the Jacobian of all of them at the images, [B]; inf if only the product of
             their norms is known.
+        prefix: Bound of the Jacobian of the model up to their output, [B]; inf if only a product is
+            known.
     """
 
     layers: list[Layer]
-    norm: Tensor | None = None
+    norm: Tensor
+    prefix: Tensor
 
 
-def jacobian_norm(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Bound the Jacobian of a function at every item of a batch, [B], by writing it out."""
-    norms = []
-    for item in x.split(1):
-        forward = torch.func.linearize(function, item)[1]
-        columns = torch.eye(item.numel(), dtype=x.dtype).reshape(-1, *item.shape)
-        norms.append(large_norm_above(torch.vmap(forward, chunk_size=CHUNK)(columns).flatten(1)))
-    return torch.stack(norms)
-
-
-def segments(model: LipsFormer, images: Tensor) -> list[Segment]:
+def segments(model: LipsFormer, images: Tensor, failure: float) -> list[Segment]:
     """Return the layers of a model up to the pooled features, around the images.
 
     Args:
         model: LipsFormer on the Swin or CSwin backbone, float64, in evaluation mode.
         images: [B, 3, H, W], float64, normalized.
+        failure: Probability that any norm of an image is wrong; 0 for none.
     """
-    embed = model.patch_embed
-    weight = embed.proj.weight.flatten(1)
-    matrix = norm_matrix(embed.norm, len(weight), images.dtype) @ weight
-    found = [Segment([linear_layer(embed, images, matrix)])]
-    for stage in model.stages:
-        if isinstance(stage.downsample, (ConvMerging, PatchMerging)):
-            x = found[-1].layers[-1].output
-            found.append(Segment([merging_layer(stage.downsample, x)]))
-        for block in stage.blocks:
-            x = found[-1].layers[-1].output
-            dense = jacobian_norm(block, x) if x[0].numel() <= MAX_DENSE else None
-            found.append(Segment(block_layers(block, x), dense))
-    x = found[-1].layers[-1].output
-    matrix = norm_matrix(model.norm, x.shape[-1], x.dtype) / (x.shape[1] * x.shape[2]) ** 0.5
-    found.append(
-        Segment([linear_layer(lambda x: model.norm(x).mean((1, 2)), x, matrix)])
-    )
+    modules = parts(model)
+    singles = parts(copy.deepcopy(model).float()) if failure > 0.0 else []
+    each = failure / (2 * len(modules))
+    unknown = torch.full((len(images),), torch.inf, dtype=images.dtype)
+    found: list[Segment] = []
+    x = images
+    for k, module in enumerate(modules):
+        layers = layers_of(module, x)
+        norm = prefix = unknown
+        large = x[0].numel() > MAX_DENSE
+        if len(layers) > 1:  # the norm of a single layer is known
+            if failure > 0.0:
+                norm = probed_norm(singles[k], x.float(), each).double()
+            elif not large:
+                norm = jacobian_norm(module, x)
+        if failure > 0.0 and large:
+            prefix = probed_norm(nn.Sequential(*singles[: k + 1]), images.float(), each).double()
+        found.append(Segment(layers, norm, prefix))
+        x = layers[-1].output
     return found
+
+
+def parts(model: LipsFormer) -> list[nn.Module]:
+    """Return the modules that a model applies one after the other up to the pooled features."""
+    found: list[nn.Module] = [model.patch_embed]
+    for stage in model.stages:
+        if not isinstance(stage.downsample, nn.Identity):
+            found.append(stage.downsample)
+        found += stage.blocks
+    return [*found, Pooling(model.norm)]
 
 
 def gradients(layers: list[Layer], images: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
@@ -120,31 +121,44 @@ def balls(segments: list[Segment], radius: Tensor) -> tuple[Tensor, Tensor]:
         Radii of the balls of the inputs of every layer and of the features, [layers + 1, B], and
         bounds of the remainders of every layer, [layers, B].
     """
+    first = radius
     radii, remainders = [radius], []
+    error = torch.zeros_like(radius)  # of the linear approximation of the model so far
     for segment in segments:
         start, steep, center = radius, torch.ones_like(radius), torch.ones_like(radius)
+        from_before, within = error, torch.zeros_like(radius)
         for layer in segment.layers:
             drift = layer.drift(radius)
             remainders.append(radius * torch.minimum(drift, layer.norm + layer.widest))
+            within = layer.norm * within + remainders[-1]
             steep, center = steep * (layer.norm + drift), center * layer.norm
             radius = radius * torch.minimum(layer.norm + drift, layer.widest)
             radii.append(radius)
-        if segment.norm is not None:
-            radius = torch.minimum(radius, start * (segment.norm + (steep - center)))
-            radii[-1] = radius
+        error = torch.minimum(segment.norm, center) * from_before + within
+        through = start * (segment.norm + (steep - center))
+        radius = torch.minimum(torch.minimum(radius, through), segment.prefix * first + error)
+        radii[-1] = radius
     return torch.stack(radii), torch.stack(remainders)
 
 
 @torch.no_grad()
-def local_certificates(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+def local_certificates(
+    model: nn.Module, images: Tensor, failure: float = 0.0
+) -> tuple[Tensor, Tensor]:
     r"""Return logits, and distances within which the predicted class of each image cannot change.
 
-    The arithmetic is float64. Its rounding is not bounded; the distances are reduced by a relative
-    1e-6 for it.
+    With `failure=0` all norms are deterministic. Otherwise the norms of blocks and of the model up
+    to them are bounded by random probes, which is faster and much sharper. The distance of an image
+    is then wrong with at most this probability, over the draw of the probes and whatever the model
+    and the image are.
+
+    Probes are computed in float32, everything else in float64. The rounding is not bounded; the
+    distances are reduced by a relative 1e-3 for it.
 
     Args:
         model: LipsFormer on the Swin or CSwin backbone with scaled cosine attention. It is copied.
         images: [B, 3, H, W], normalized.
+        failure: Probability in [0, 1) that the distance of an image is wrong, such as 1e-12.
 
     Returns:
         Logits [B, classes] and distances [B] in the 2-norm of the normalized images, float64.
@@ -168,7 +182,7 @@ def local_certificates(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor
     model = copy.deepcopy(model).cpu().double().eval()
     images = images.cpu().double()
     lipschitz_bound(model, Domain(size=tuple(images.shape[2:])))  # refuses what no rule covers
-    carried = segments(model, images)
+    carried = segments(model, images, failure)
     layers = [layer for segment in carried for layer in segment.layers]
     logits, lengths = gradients(layers, images, model.head.fc)
     best, predicted = logits.max(1, keepdim=True)

@@ -14,9 +14,8 @@ from lipsformer.analysis.local_attention import LocalAttention
 from lipsformer.analysis.local_norms import norm_above
 from lipsformer.layers import CenterNorm, ScaledCosineAttention, partition_heads
 from lipsformer.layers.spectral import depthwise_operator
-from lipsformer.models.lipsformer import LipsFormerBlock
-from lipsformer.models.lipsformer_cswin import ConvMerging
-from lipsformer.models.lipsformer_swin import WindowAttention
+from lipsformer.models.lipsformer import LipsFormerBlock, PatchEmbed
+from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention
 
 GELU_CURVATURE = math.sqrt(2.0 / math.pi)  # the largest |GELU''|, at 0
 GELU_RANGE = 2.0 * GELU_BOUND - 1.0  # GELU' lies between 1 - GELU_BOUND and GELU_BOUND
@@ -178,20 +177,38 @@ def attention_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
     )
 
 
-def merging_layer(module: Any, x: Tensor) -> Layer:
-    """Return the joining of 2x2 neighbors, which is linear."""
-    if isinstance(module, ConvMerging):
-        weight = module.conv.weight.flatten(1)
-        matrix = norm_matrix(module.norm, len(weight), x.dtype) @ weight
-    else:
-        weight = module.reduction.weight
-        matrix = weight @ norm_matrix(module.norm, weight.shape[1], x.dtype)
-    return linear_layer(module, x, matrix)
-
-
 def block_layers(block: LipsFormerBlock, x: Tensor) -> list[Layer]:
     """Return the four layers of a block."""
     first = conv_layer(block.conv1, x)
     second = conv_layer(block.conv2, first.output)
     third = attention_layer(block.attn, block.norm1, second.output)
     return [first, second, third, mlp_layer(block.mlp, block.norm2, third.output)]
+
+
+class Pooling(nn.Module):
+    """The last norm, and the average over all tokens."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        """Keep the norm."""
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn ``x`` ([B, H, W, C]) into [B, C]."""
+        return self.norm(x).mean((1, 2))
+
+
+def layers_of(module: Any, x: Tensor) -> list[Layer]:
+    """Return the layers of a part of a LipsFormer around its inputs."""
+    if isinstance(module, LipsFormerBlock):
+        return block_layers(module, x)
+    if isinstance(module, Pooling):
+        matrix = norm_matrix(module.norm, x.shape[-1], x.dtype)
+        return [linear_layer(module, x, matrix / (x.shape[1] * x.shape[2]) ** 0.5)]
+    if isinstance(module, PatchMerging):
+        weight = module.reduction.weight
+        matrix = weight @ norm_matrix(module.norm, weight.shape[1], x.dtype)
+        return [linear_layer(module, x, matrix)]
+    weight = module.proj.weight if isinstance(module, PatchEmbed) else module.conv.weight
+    matrix = norm_matrix(module.norm, len(weight), x.dtype) @ weight.flatten(1)
+    return [linear_layer(module, x, matrix)]
