@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from timm.layers import ClassifierHead, register_notrace_module, to_2tuple
+from timm.layers import ClassifierHead, to_2tuple
 from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
@@ -23,64 +23,16 @@ from lipsformer.layers import (
 )
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._timm import TimmInterface
+from lipsformer.models.embed import ConvStem, PatchEmbed
 from lipsformer.models.inference import (
     FoldedResidual,
     FrozenLinear,
-    fold_norm_behind,
     register_fold,
 )
 
 Device = torch.device | str | None
 DEFAULT_EPS = 1e-2  # the paper leaves eps open; ScaledCosineAttention explains this value
 RELEASED_EPS = 1e-6  # for ordinary lengths float32 gives the released code's max(|x|, 1e-12)
-
-
-class PatchConv2d(nn.Conv2d):
-    """Convolution whose output is channels last for images of any memory layout.
-
-    PyTorch chooses the layout of the output by the layout of the weight. The blocks then need no
-    transposition, and training need not keep a second copy of the images.
-    """
-
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight = weight.contiguous(memory_format=torch.channels_last)
-        return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-
-
-class PatchEmbed(nn.Module):
-    """Embed non-overlapping patches: strided convolution, then CenterNorm, channels last.
-
-    Example:
-        >>> import torch
-        >>> from lipsformer.models.lipsformer import PatchEmbed
-        >>> PatchEmbed(patch_size=4, in_chans=3, dim=16)(torch.zeros(1, 3, 32, 24)).shape
-        torch.Size([1, 8, 6, 16])
-    """
-
-    def __init__(self, patch_size: int, in_chans: int, dim: int, **dd: Any) -> None:
-        """Create the projection.
-
-        Args:
-            patch_size: Side of a patch in pixels, kernel and stride of the convolution.
-            in_chans: Number of image channels.
-            dim: Number of channels C of a token.
-            **dd: ``device`` and ``dtype`` of the parameters.
-        """
-        super().__init__()
-        self.patch_size = patch_size
-        self.proj = PatchConv2d(in_chans, dim, patch_size, patch_size, **dd)
-        self.norm = CenterNorm(dim, **dd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Turn images [B, 3, H, W] into tokens [B, H / p, W / p, C]."""
-        height, width = x.shape[-2], x.shape[-1]
-        if height % self.patch_size != 0 or width % self.patch_size != 0:
-            sizes = f"{height}x{width} is not a multiple of the patch size {self.patch_size}"
-            raise ValueError(f"image size {sizes}: resize or pad the images")
-        return self.norm(self.proj(x).permute(0, 2, 3, 1))
-
-
-register_notrace_module(PatchEmbed)  # FX cannot trace the check of the size
 
 
 class ConvBranch(nn.Module):
@@ -257,6 +209,7 @@ class LipsFormer(TimmInterface):
         depths: tuple[int, ...],
         img_size: int | tuple[int, int] = 224,
         patch_size: int = 4,
+        stem: Literal["patch", "conv"] = "patch",
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "avg",
@@ -282,6 +235,8 @@ class LipsFormer(TimmInterface):
             depths: Number of blocks of each stage.
             img_size: Nominal image size in pixels, a multiple of the patch size.
             patch_size: Side of a patch in pixels.
+            stem: "patch" for the paper's patches, "conv" for a 3x3 convolution with GELU before
+                them.
             in_chans: Number of image channels.
             num_classes: Number of classes; 0 leaves out the classifier.
             global_pool: timm's pooling name; "" keeps the map.
@@ -307,6 +262,8 @@ class LipsFormer(TimmInterface):
         super().__init__()
         if weight_init not in ("", "unit_norm", "skip"):
             raise ValueError(f"weight_init must be '', 'unit_norm' or 'skip', got {weight_init!r}")
+        if stem not in ("patch", "conv"):
+            raise ValueError(f"stem must be 'patch' or 'conv', got {stem!r}")
         if any(side % patch_size != 0 for side in to_2tuple(img_size)):
             raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
         cosine: dict[str, Any] = {
@@ -342,7 +299,8 @@ class LipsFormer(TimmInterface):
         self.proj_options = {"proj_drop": proj_drop_rate, **dd}  # last arguments of a token mixer
         self.feature_info: list[dict[str, Any]] = []
 
-        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **dd)
+        embed = ConvStem if stem == "conv" else PatchEmbed
+        self.patch_embed = embed(patch_size, in_chans, embed_dim, **dd)
         stages, num_blocks = [], sum(depths)
         if residual_scale is None:
             residual_scale = 1.0 / num_blocks
@@ -427,12 +385,6 @@ def fit_window(size: int, max_window: int) -> int:
     """
     num_windows = (size + max_window - 1) // max_window
     return (size + num_windows - 1) // num_windows
-
-
-@register_fold(PatchEmbed)
-def _fold_patch_embed(embed: Any) -> None:
-    fold_norm_behind(embed.proj, embed.norm)
-    embed.norm = nn.Identity()
 
 
 @register_fold(LipsFormerBlock)
