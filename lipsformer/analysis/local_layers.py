@@ -14,7 +14,9 @@ from lipsformer.analysis.local_attention import LocalAttention
 from lipsformer.analysis.local_norms import norm_above
 from lipsformer.layers import CenterNorm, ScaledCosineAttention, partition_heads
 from lipsformer.layers.spectral import depthwise_operator
-from lipsformer.models.lipsformer import LipsFormerBlock, PatchEmbed
+from lipsformer.models.embed import PatchEmbed
+from lipsformer.models.lipsformer import LipsFormerBlock
+from lipsformer.models.lipsformer_cswin import ConvMerging
 from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention
 
 GELU_CURVATURE = math.sqrt(2.0 / math.pi)  # the largest |GELU''|, at 0
@@ -199,7 +201,11 @@ class Pooling(nn.Module):
 
 
 def layers_of(module: Any, x: Tensor) -> list[Layer]:
-    """Return the layers of a part of a LipsFormer around its inputs."""
+    """Return the layers of a part of a LipsFormer around its inputs.
+
+    Raises:
+        UnknownModuleError: If no local bound of the part is known.
+    """
     if isinstance(module, LipsFormerBlock):
         return block_layers(module, x)
     if isinstance(module, Pooling):
@@ -209,6 +215,8 @@ def layers_of(module: Any, x: Tensor) -> list[Layer]:
         weight = module.reduction.weight
         matrix = weight @ norm_matrix(module.norm, weight.shape[1], x.dtype)
         return [linear_layer(module, x, matrix)]
-    weight = module.proj.weight if isinstance(module, PatchEmbed) else module.conv.weight
-    matrix = norm_matrix(module.norm, len(weight), x.dtype) @ weight.flatten(1)
-    return [linear_layer(module, x, matrix)]
+    if isinstance(module, (PatchEmbed, ConvMerging)):
+        weight = module.proj.weight if isinstance(module, PatchEmbed) else module.conv.weight
+        matrix = norm_matrix(module.norm, len(weight), x.dtype) @ weight.flatten(1)
+        return [linear_layer(module, x, matrix)]
+    raise UnknownModuleError(f"no local bound is known for {type(module).__name__}")

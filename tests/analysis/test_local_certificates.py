@@ -239,6 +239,7 @@ def test_what_the_proof_does_not_cover_is_refused():
         ("lipsformer_vit_tiny", {"img_size": 32}),
         ("lipsformer_nano", {"attn": "lipschitznorm"}),
         ("lipsformer_nano", {"global_pool": "max"}),
+        ("lipsformer_nano", {"stem": "conv"}),
     ]:
         model = timm.create_model(name, **options)
         with pytest.raises(UnknownModuleError, match="local bound"):
