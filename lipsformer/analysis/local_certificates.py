@@ -20,8 +20,8 @@ from lipsformer.models.lipsformer import LipsFormer
 from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
 from lipsformer.models.lipsformer_swin import LipsFormerSwin
 
-# Up to this many numbers of a map the Jacobian of a block is written out. The norms of the model up
-# to a block are probed only while its maps are larger, where the products of norms lose most.
+# Up to this many numbers of a map the Jacobian of a block is written out. The first such map is also
+# the anchor of what follows: norms from the image on would cost more and gain little.
 MAX_DENSE = 2048
 HALVINGS, DIGITS = 80, 7  # steps of the bisection: first the power of two, then binary digits
 SLACK = 1.0 - 1e-3  # for the rounding, which is not bounded: float32 in probes, else float64
@@ -35,13 +35,15 @@ class Segment:
         layers: The layers.
         norm: Bound of the Jacobian of all of them at the images, [B]; inf if only the product of
             their norms is known.
-        prefix: Bound of the Jacobian of the model up to their output, [B]; inf if only a product is
+        prefix: Bound of the Jacobian from the anchor to their output, [B]; inf if only a product is
             known.
+        anchor: Whether their input is the anchor from here on; the first anchor is the image.
     """
 
     layers: list[Layer]
     norm: Tensor
     prefix: Tensor
+    anchor: bool
 
 
 def segments(model: LipsFormer, images: Tensor, failure: float) -> list[Segment]:
@@ -57,19 +59,24 @@ def segments(model: LipsFormer, images: Tensor, failure: float) -> list[Segment]
     each = failure / (2 * len(modules))
     unknown = torch.full((len(images),), torch.inf, dtype=images.dtype)
     found: list[Segment] = []
-    x = images
+    x = start = images
+    first = 0
     for k, module in enumerate(modules):
         layers = layers_of(module, x)
         norm = prefix = unknown
-        large = x[0].numel() > MAX_DENSE
+        small = x[0].numel() <= MAX_DENSE
+        anchor = small and not any(segment.anchor for segment in found)
+        if anchor:
+            first, start = k, x
         if len(layers) > 1:  # the norm of a single layer is known
             if failure > 0.0:
                 norm = probed_norm(singles[k], x.float(), each).double()
-            elif not large:
+            elif small:
                 norm = jacobian_norm(module, x)
-        if failure > 0.0 and large:
-            prefix = probed_norm(nn.Sequential(*singles[: k + 1]), images.float(), each).double()
-        found.append(Segment(layers, norm, prefix))
+        if failure > 0.0 and k > first:
+            function = nn.Sequential(*singles[first : k + 1])
+            prefix = probed_norm(function, start.float(), each).double()
+        found.append(Segment(layers, norm, prefix, anchor))
         x = layers[-1].output
     return found
 
@@ -123,8 +130,10 @@ def balls(segments: list[Segment], radius: Tensor) -> tuple[Tensor, Tensor]:
     """
     first = radius
     radii, remainders = [radius], []
-    error = torch.zeros_like(radius)  # of the linear approximation of the model so far
+    error = torch.zeros_like(radius)  # of the linear approximation from the anchor on
     for segment in segments:
+        if segment.anchor:
+            first, error = radius, torch.zeros_like(radius)
         start, steep, center = radius, torch.ones_like(radius), torch.ones_like(radius)
         from_before, within = error, torch.zeros_like(radius)
         for layer in segment.layers:
