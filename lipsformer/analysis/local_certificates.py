@@ -20,8 +20,8 @@ from lipsformer.models.lipsformer import LipsFormer
 from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
 from lipsformer.models.lipsformer_swin import LipsFormerSwin
 
-# Up to this many numbers of a map the Jacobian of a block is written out. The first such map is also
-# the anchor of what follows: norms from the image on would cost more and gain little.
+# Up to this many numbers of a map the Jacobian of a block is written out. The first such map is the
+# anchor of what follows, too: norms from the image on would cost more and gain little.
 MAX_DENSE = 2048
 HALVINGS, DIGITS = 80, 7  # steps of the bisection: first the power of two, then binary digits
 SLACK = 1.0 - 1e-3  # for the rounding, which is not bounded: float32 in probes, else float64
@@ -73,7 +73,7 @@ def segments(model: LipsFormer, images: Tensor, failure: float) -> list[Segment]
                 norm = probed_norm(singles[k], x.float(), each).double()
             elif small:
                 norm = jacobian_norm(module, x)
-        if failure > 0.0 and k > first:
+        if failure > 0.0 and first < k < len(modules) - 1:
             function = nn.Sequential(*singles[first : k + 1])
             prefix = probed_norm(function, start.float(), each).double()
         found.append(Segment(layers, norm, prefix, anchor))
