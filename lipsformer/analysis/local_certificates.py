@@ -9,6 +9,7 @@ bounds. The radius of the image is found by bisection. Theorem and proof are in 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,14 +85,15 @@ def segments(model: LipsFormer, images: Tensor, failure: float) -> list[Segment]
 def parts(model: LipsFormer) -> list[nn.Module]:
     """Return the modules that a model applies one after the other up to the pooled features."""
     found: list[nn.Module] = [model.patch_embed]
-    for stage in model.stages:
+    stages: Any = model.stages
+    for stage in stages:
         if not isinstance(stage.downsample, nn.Identity):
             found.append(stage.downsample)
         found += stage.blocks
     return [*found, Pooling(model.norm)]
 
 
-def gradients(layers: list[Layer], images: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor]:
+def gradients(layers: list[Layer], images: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
     """Return logits, and the lengths of the gradients of their differences.
 
     Args:
