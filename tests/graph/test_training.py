@@ -37,7 +37,7 @@ def graph():
 
 
 def build():
-    return create_model("deep_gat", 5, 4, 2, 2, norm="lipschitznorm")
+    return create_model("deep_gat", 5, 4, 2, 2, norm="lipschitznorm", min_att_norm=0.2)
 
 
 def without_time(result):
@@ -257,3 +257,21 @@ def test_every_config_loads_and_its_models_can_be_built(path):
 def test_a_wrong_axis_raises():
     with pytest.raises(ConfigError, match=r"x='model.name' is not possible: must be a key of grid"):
         GraphSweepConfig(config="x", output_dir="y", grid=("a.b=1",), x="model.name")
+
+
+def test_sparse_features_train_like_dense_ones(graph):
+    graph = graph.clone()
+    graph.x = torch.nn.functional.one_hot(torch.arange(40) % 13, 13).float()
+    records, layouts = {}, {}
+    for name, batches in (("sparse", [graph]), ("dense", (graph,))):  # only a list is prepared
+        records[name], layouts[name] = [], set()
+
+        def build_seen(seen=layouts[name]):
+            model = create_model("deep_gat", 13, 4, 2, 2, norm="lipschitznorm")
+            model.encoder.register_forward_pre_hook(lambda _, args: seen.add(args[0].layout))
+            return model
+
+        fit(build_seen, batches, batches, SETTINGS, 0, on_epoch=records[name].append)
+    assert layouts == {"sparse": {torch.sparse_csr}, "dense": {torch.strided}}
+    for sparse, dense in zip(records["sparse"], records["dense"], strict=True):
+        assert sparse == pytest.approx(dense, rel=1e-4)

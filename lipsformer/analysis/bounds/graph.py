@@ -194,8 +194,7 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         root = attention_column_sum(csr, _product(source + target, reach)).sqrt()
         factor = root + _product(source * root + target, reach)
     else:
-        constant = gat_attention_bound(module, edges.edge_index, edges.num_targets)
-        factor = torch.full_like(norms, constant)
+        factor = gat_attention_bound(module, edges.edge_index, edges.num_targets).to(norms)
     gram = torch.einsum("h,hdi,hdj->ij", factor.square(), weight, weight)
     terms = weight.shape[0] * weight.shape[1]
     value, radius = AttentionBound(gram, terms, math.inf, 0.0).value, reach.norm().item()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-__all__ = ["EdgeCSR", "SortedEdges", "add_one_self_loop", "plain_edges"]
+__all__ = ["EdgeCSR", "SortedEdges", "add_one_self_loop", "plain_edges", "silence_beta_notice"]
 
 
 class SortedEdges:
@@ -167,7 +167,7 @@ class EdgeCSR:
 
     def adjacency(self, values: Tensor) -> Tensor:
         """Return the sparse [T, S] matrix that holds one value per edge."""
-        _silence_beta_notice()
+        silence_beta_notice()
         size = (self.num_targets, self.num_sources)
         return torch.sparse_csr_tensor(self.ptr, self.col, values, size, check_invariants=False)
 
@@ -201,7 +201,7 @@ class EdgeCSR:
 
 
 @functools.cache
-def _silence_beta_notice() -> None:
+def silence_beta_notice() -> None:
     """Let PyTorch warn, silently, that CSR tensors are in beta; it warns once per process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

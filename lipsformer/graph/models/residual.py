@@ -166,6 +166,8 @@ class ResidualGAT(GraphNet):
         *,
         heads: int = 1,
         norm: str = "none",
+        att_norm: float = 4.0,
+        min_att_norm: float | None = None,
         weight_norm: str = "spectral",
         bound: float | None = None,
         residual: bool = True,
@@ -183,6 +185,8 @@ class ResidualGAT(GraphNet):
             num_layers: Number of residual layers.
             heads: Number of heads.
             norm: 'none' or 'lipschitznorm'.
+            att_norm: See `LipschitzGATConv`.
+            min_att_norm: See `LipschitzGATConv`.
             weight_norm: 'spectral' or 'none'.
             bound: c > 0; None for `default_bound(num_layers)`.
             residual: Whether layers add their input; False gives a plain deep GAT for comparison.
@@ -200,7 +204,13 @@ class ResidualGAT(GraphNet):
         width = heads * hidden_channels
         convs = [
             LipschitzGATConv(
-                width, hidden_channels, heads, dropout=attn_dropout, score_norm=score_norm
+                width,
+                hidden_channels,
+                heads,
+                dropout=attn_dropout,
+                score_norm=score_norm,
+                att_norm=att_norm,
+                min_att_norm=min_att_norm,
             )
             for _ in range(num_layers)
         ]
