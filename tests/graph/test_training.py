@@ -10,7 +10,7 @@ from torch_geometric.data import Data
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig, GraphTrainConfig
-from lipsformer.graph.training import evaluate, fit
+from lipsformer.graph.training import _Training, evaluate, fit
 from scripts import _graph_seed, graph_sweep, train_graph
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -236,6 +236,38 @@ def test_sweep_runs_in_processes_and_only_what_is_missing(tmp_path, monkeypatch,
     assert graph_sweep.main(["--config", str(path)]) == 0
     assert capsys.readouterr().out == table
     assert (tmp_path / "out" / "results.jsonl").read_text() == results
+    assert graph_sweep.main(["--config", str(path), "--table", "seeds=[0,1]"]) == 0
+    assert capsys.readouterr().out == f"{table}\nNot run:\n\n- 2: seeds 1\n- 3: seeds 1\n"
+
+
+def test_a_sweep_continues_an_interrupted_run(tmp_path, monkeypatch):
+    content = {
+        "model": {"name": "deep_gat", "hidden_channels": 3},
+        "data": {"name": "trees", "tree_depth": 2, "num_trees": 30},
+        "train": {"epochs": 3},
+        "run": {"output_dir": "unused", "checkpoint_every": 1},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(content))
+
+    def train(folder, stop_at):
+        epochs = []
+
+        def run_epoch(self, *batches, original=_Training.run_epoch):
+            if self.epoch == stop_at:
+                raise KeyboardInterrupt
+            epochs.append(self.epoch)
+            original(self, *batches)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_Training, "run_epoch", run_epoch)
+            return graph_sweep._train(tmp_path / "run.yaml", [], 0, tmp_path / folder), epochs
+
+    whole, _ = train("whole", stop_at=None)
+    with pytest.raises(KeyboardInterrupt):
+        train("cut", stop_at=2)
+    continued, epochs = train("cut", stop_at=None)
+    assert epochs == [2]
+    assert without_time(continued) == without_time(whole)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -45,6 +45,7 @@ from lipsformer.graph.diagnostics import (
     gat_attention_bound,
     normalized_adjacency,
 )
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.edge_attention.operator import changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
@@ -278,6 +279,12 @@ def _cosine(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     return _attention(attended.value, domain, radius, scale)
 
 
+@bound_rule(Dropout)
+def _dropout(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
+    value = max_abs(scale)
+    return simple_bound(value, domain, radius=value * domain.radius)
+
+
 @bound_rule(nn.ELU)
 def _elu(module: nn.ELU, domain: Domain, scale: Tensor | None) -> Bound:
     value = max(1.0, abs(module.alpha)) * max_abs(scale)
@@ -310,7 +317,7 @@ bound_rule(LipsLayer)(children_in_order("attn", "mlp"))
 
 @bound_rule(AttentionBranch)
 def _attention_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    unchanged(module.dropout, *PASSIVE)
+    unchanged(module.dropout, Dropout, *PASSIVE)
     return children_in_order("norm", "conv", "proj")(module, domain, scale)
 
 

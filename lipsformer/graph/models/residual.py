@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch_geometric.nn import GATConv, GCNConv
 
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.stack import GraphNet
@@ -35,7 +36,7 @@ class ResidualLayer(nn.Module):
         super().__init__()
         self.conv = conv
         self.residual = residual
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         if bound is not None:
             linear = typing.cast(nn.Module, conv.lin)
             parametrize.register_parametrization(linear, "weight", SpectralScale(bound))
@@ -73,7 +74,7 @@ def _residual_layers(
 
 
 def _dropout_linear(dropout: float, in_channels: int, out_channels: int) -> nn.Sequential:
-    return nn.Sequential(nn.Dropout(dropout), nn.Linear(in_channels, out_channels))
+    return nn.Sequential(Dropout(dropout), nn.Linear(in_channels, out_channels))
 
 
 class ResidualGCN(GraphNet):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.norm import NodeNorm
 
@@ -125,7 +126,7 @@ class ConvLayer(nn.Module):
         """
         super().__init__()
         self.conv = conv
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.activation = activation
         self.norm = norm
         self.norm_first = norm_first
