@@ -69,6 +69,8 @@ class LipschitzGATConv(GATConv):
         Dasoulas et al. 2021 (LipschitzNorm for graph attention).
     """
 
+    log_att_norm: nn.Parameter | None  # theta, [H]
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -122,8 +124,9 @@ class LipschitzGATConv(GATConv):
     def reset_parameters(self) -> None:
         """Draw the weights as `GATConv` does, and set a constant that learns to `att_norm`."""
         super().reset_parameters()
-        if getattr(self, "log_att_norm", None) is not None:  # the base class calls this early
-            nn.init.zeros_(self.log_att_norm)
+        theta = getattr(self, "log_att_norm", None)  # GATConv calls this before theta exists
+        if theta is not None:
+            nn.init.zeros_(theta)
 
     def constant(self, dtype: torch.dtype | None = None) -> Tensor | float:
         """Return c: a number, or [H] if it learns, computed in `dtype` (None for its own)."""

@@ -130,6 +130,8 @@ class EdgeCSR:
         ptr_t: Like `ptr`, for the edges sorted by source, [S + 1].
         row_t: Target of each edge, edges sorted by source, [E].
         perm: Position by target of each edge sorted by source, [E].
+        original: For copies of a graph, h * (edges of the graph) + (position of the edge in it) of
+            each edge, where h is the number of the copy, [E].
     """
 
     num_sources: int
@@ -140,6 +142,7 @@ class EdgeCSR:
     ptr_t: Tensor
     row_t: Tensor
     perm: Tensor
+    original: Tensor | None = None
     _copies: dict[int, "EdgeCSR"] = field(default_factory=dict)
 
     @property
@@ -174,28 +177,46 @@ class EdgeCSR:
     def copies(self, count: int) -> "EdgeCSR":
         """Return `count` disjoint copies of the graph as one graph, and keep it for reuse.
 
-        With one copy per head, one pass over the copies computes all heads.
+        With one copy per head, one pass over the copies computes all heads. Copy h of node i is
+        node i * count + h, so the rows of a contiguous [nodes, count, channels] are its nodes.
         """
         if count == 1:
             return self
         if count not in self._copies:
+            copy = torch.arange(count, dtype=torch.int32, device=self.col.device)
+            edge = torch.arange(self.num_edges, dtype=torch.int32, device=self.col.device)
 
-            def shift(index: Tensor, step: int) -> Tensor:
-                steps = torch.arange(0, count * step, step, dtype=torch.int32, device=index.device)
-                return (index + steps[:, None]).flatten()
+            def positions(ptr: Tensor, row: Tensor) -> Tensor:
+                """Return where the edges of all copies lie, [E, count]."""
+                first, degree = ptr[row], ptr.diff()[row]
+                return ((first * (count - 1) + edge)[:, None] + copy * degree[:, None]).long()
 
-            def shift_ptr(ptr: Tensor) -> Tensor:
-                return torch.cat([ptr[:1], shift(ptr[1:], self.num_edges)])
+            def place(position: Tensor, values: Tensor) -> Tensor:
+                return (
+                    torch.empty_like(values)
+                    .view(-1)
+                    .index_copy_(0, position.view(-1), values.view(-1))
+                )
 
+            def copy_nodes(nodes: Tensor) -> Tensor:
+                return nodes[:, None] * count + copy
+
+            def copy_ptr(ptr: Tensor) -> Tensor:
+                first = ptr[:-1, None] * count + copy * ptr.diff()[:, None]
+                return torch.cat([first.view(-1), ptr[-1:] * count])
+
+            by_target = positions(self.ptr, self.row)
+            by_source = positions(self.ptr_t, self.col[self.perm])
             self._copies[count] = EdgeCSR(
                 count * self.num_sources,
                 count * self.num_targets,
-                ptr=shift_ptr(self.ptr),
-                col=shift(self.col, self.num_sources),
-                row=shift(self.row, self.num_targets),
-                ptr_t=shift_ptr(self.ptr_t),
-                row_t=shift(self.row_t, self.num_targets),
-                perm=shift(self.perm, self.num_edges),
+                ptr=copy_ptr(self.ptr),
+                col=place(by_target, copy_nodes(self.col)),
+                row=place(by_target, copy_nodes(self.row)),
+                ptr_t=copy_ptr(self.ptr_t),
+                row_t=place(by_source, copy_nodes(self.row_t)),
+                perm=place(by_source, by_target[self.perm].int()),
+                original=place(by_target, edge[:, None] + copy * self.num_edges),
             )
         return self._copies[count]
 
