@@ -2,7 +2,7 @@
 
 Sums over the edges of a node are embedding bags. The dot products of the two ends of every edge are
 a sampled matrix product. Neither stores a message. Each head of a pass works on its own copy of the
-graph.
+graph. The copies lie node by node, so that no tensor of nodes x channels is copied.
 
 Shapes: as in `edge_attention`.
 """
@@ -64,9 +64,11 @@ def _edge_dot(csr: EdgeCSR, target: Tensor, source: Tensor) -> Tensor:
     if csr.num_edges > csr.num_targets * csr.num_sources:
         # there must be duplicate edges, and so many that the sparse kernel refuses them
         return (target.index_select(0, csr.row) * source.index_select(0, csr.col)).sum(1)
-    pad = (0, -target.size(1) % 8)  # the kernel is fast for multiples of 8 channels
+    if target.size(1) % 8:  # the kernel is fast for multiples of 8 channels
+        pad = (0, -target.size(1) % 8)
+        target, source = F.pad(target, pad), F.pad(source, pad)
     out = csr.adjacency(target.new_zeros(csr.num_edges))
-    torch.sparse.sampled_addmm(out, F.pad(target, pad), F.pad(source, pad).T, beta=0, out=out)
+    torch.sparse.sampled_addmm(out, target, source.T, beta=0, out=out)
     return out.values()
 
 
