@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch_geometric.utils import add_self_loops, remove_self_loops
@@ -183,42 +184,44 @@ class EdgeCSR:
         if count == 1:
             return self
         if count not in self._copies:
-            copy = torch.arange(count, dtype=torch.int32, device=self.col.device)
-            edge = torch.arange(self.num_edges, dtype=torch.int32, device=self.col.device)
-
-            def positions(ptr: Tensor, row: Tensor) -> Tensor:
-                """Return where the edges of all copies lie, [E, count]."""
-                first, degree = ptr[row], ptr.diff()[row]
-                return ((first * (count - 1) + edge)[:, None] + copy * degree[:, None]).long()
-
-            def place(position: Tensor, values: Tensor) -> Tensor:
-                return (
-                    torch.empty_like(values)
-                    .view(-1)
-                    .index_copy_(0, position.view(-1), values.view(-1))
-                )
-
-            def copy_nodes(nodes: Tensor) -> Tensor:
-                return nodes[:, None] * count + copy
-
-            def copy_ptr(ptr: Tensor) -> Tensor:
-                first = ptr[:-1, None] * count + copy * ptr.diff()[:, None]
-                return torch.cat([first.view(-1), ptr[-1:] * count])
-
-            by_target = positions(self.ptr, self.row)
-            by_source = positions(self.ptr_t, self.col[self.perm])
+            ptr, row, first, copy = self._spread(self.ptr, count)
+            ptr_t, col_t, first_t, copy_t = self._spread(self.ptr_t, count)
+            place = torch.arange(len(row), dtype=torch.int32, device=row.device)
+            # index_select takes int32 indices as they are, which brackets first convert
+            edge = place + first.index_select(0, row)
+            edge_t = place + first_t.index_select(0, col_t)
+            row_t = self.row_t.index_select(0, edge_t) * count + copy_t
             self._copies[count] = EdgeCSR(
                 count * self.num_sources,
                 count * self.num_targets,
-                ptr=copy_ptr(self.ptr),
-                col=place(by_target, copy_nodes(self.col)),
-                row=place(by_target, copy_nodes(self.row)),
-                ptr_t=copy_ptr(self.ptr_t),
-                row_t=place(by_source, copy_nodes(self.row_t)),
-                perm=place(by_source, by_target[self.perm].int()),
-                original=place(by_target, edge[:, None] + copy * self.num_edges),
+                ptr=ptr,
+                col=self.col.index_select(0, edge) * count + copy,
+                row=row,
+                ptr_t=ptr_t,
+                row_t=row_t,
+                perm=self.perm.index_select(0, edge_t) - first.index_select(0, row_t),
+                original=edge + copy * self.num_edges,
             )
         return self._copies[count]
+
+    @staticmethod
+    def _spread(ptr: Tensor, count: int) -> tuple[Tensor, ...]:
+        """Return what the edges of `count` copies of every node, node by node, are.
+
+        Returns:
+            The new `ptr`, the node of each edge, by which number the edges of a node come before
+            those of the original, and the copy of each edge.
+        """
+        degree = ptr.diff().repeat_interleave(count)
+        new = F.pad(degree.cumsum(0, dtype=torch.int32), (1, 0))
+        node = torch.repeat_interleave(degree)
+        copy = torch.arange(count, dtype=torch.int32, device=ptr.device).repeat(len(ptr) - 1)
+        return (
+            new,
+            node,
+            ptr[:-1].repeat_interleave(count) - new[:-1],
+            copy.index_select(0, node),
+        )
 
 
 @functools.cache
