@@ -46,6 +46,7 @@ from lipsformer.graph.diagnostics import (
     gat_attention_bound,
     normalized_adjacency,
 )
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.edge_attention.operator import changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
@@ -204,8 +205,7 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         root = attention_column_sum(csr, _product(source + target, reach)).sqrt()
         factor = root + _product(source * root + target, reach)
     else:
-        constant = gat_attention_bound(module, edges.edge_index, edges.num_targets)
-        factor = torch.full_like(norms, constant)
+        factor = gat_attention_bound(module, edges.edge_index, edges.num_targets).to(norms)
     gram = torch.einsum("h,hdi,hdj->ij", factor.square(), weight, weight)
     terms = weight.shape[0] * weight.shape[1]
     value, radius = AttentionBound(gram, terms, math.inf, 0.0).value, reach.norm().item()
@@ -294,6 +294,12 @@ def _cosine(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     return _attention(attended.value, domain, radius, scale, weight[2].flatten(0, 1).shape[0])
 
 
+@bound_rule(Dropout)
+def _dropout(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
+    value = max_abs(scale)
+    return simple_bound(value, domain, radius=value * domain.radius)
+
+
 @bound_rule(nn.ELU)
 def _elu(module: nn.ELU, domain: Domain, scale: Tensor | None) -> Bound:
     value = max(1.0, abs(module.alpha)) * max_abs(scale)
@@ -329,7 +335,7 @@ bound_rule(LipsLayer)(children_in_order("attn", "mlp"))
 
 @bound_rule(AttentionBranch)
 def _attention_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    unchanged(module.dropout, *PASSIVE)
+    unchanged(module.dropout, Dropout, *PASSIVE)
     return children_in_order("norm", "conv", "proj")(module, domain, scale)
 
 
