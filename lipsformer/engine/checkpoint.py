@@ -88,11 +88,14 @@ class CheckpointFolder:
             for path in (*temporary.iterdir(), temporary):
                 _flush(path)
             # A run reaches a step twice if a signal stopped it there before the evaluation, or if
-            # its checkpoint of this step was damaged and it continued an earlier one.
+            # its checkpoint of this step was damaged and it continued an earlier one. The old one
+            # is set aside, because removing its files one by one takes time.
+            aside = self.path / f".{final.name}.old"
             if final.exists():
-                shutil.rmtree(final)
+                final.rename(aside)
             temporary.rename(final)
             _flush(self.path)
+            shutil.rmtree(aside, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             last = self.newest()
