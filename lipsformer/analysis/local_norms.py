@@ -74,7 +74,7 @@ def jacobian_norm(function: Function, x: Tensor) -> Tensor:
     """
     norms = []
     for item in x.split(1):
-        output, backward = torch.func.vjp(function, item)
+        output, backward, *_ = torch.func.vjp(function, item)
         rows = torch.eye(output.numel(), dtype=x.dtype).reshape(-1, *output.shape)
         (jacobian,) = torch.vmap(backward, chunk_size=CHUNK)(rows)
         norms.append(large_norm_above(jacobian.flatten(1)))
@@ -96,7 +96,7 @@ def probed_norm(function: Function, x: Tensor, failure: float) -> Tensor:
         x: [B, ...], float64.
         failure: Probability that the bound of an item is wrong, in (0, 1).
     """
-    _, backward = torch.func.vjp(function, x)
+    _, backward, *_ = torch.func.vjp(function, x)
 
     def forward(tangent: Tensor) -> Tensor:
         return torch.func.jvp(function, (x,), (tangent,))[1]
