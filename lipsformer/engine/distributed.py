@@ -35,13 +35,13 @@ EXIT_STOPPED = 75
 def start(config: Config) -> Accelerator:
     """Join the other processes, if any, and set device, precision and determinism."""
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        # Accelerate 1.15 does this for `--cpu --num_processes 2` unless mpirun is involved.
+        # Accelerate 1.15 starts only one process for `--cpu --num_processes 2` without mpirun.
         logger.warning(
             "this process trains alone: `accelerate launch --cpu` starts one process whatever "
             "--num_processes says; for more use `torchrun --nproc_per_node`"
         )
-    # The launcher sets it to true. Accelerate 1.15 then sends the weights of rank 0 to all others,
-    # which fails where a buffer is not sharded; here every rank builds the same weights.
+    # The launcher sets this variable to true. Accelerate 1.15 then sends the weights of rank 0 to
+    # all others, which fails if a buffer is not sharded. Here every rank builds the same weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     for engine in ("DEEPSPEED", "MEGATRON_LM"):
         if _asked_for(engine):
@@ -111,7 +111,7 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
         ConfigError: If the device does not support the precision.
     """
     try:
-        # It would scale the loss; how a batch is divided is a matter of the config.
+        # Accelerate would divide the loss by this number; here the config divides the batch.
         if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
             logger.warning(
                 "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored: "
@@ -161,7 +161,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     if accelerator.is_main_process:
         try:
             outcome[0] = work()
-        except Exception as error:  # without it the other ranks would wait forever
+        except Exception as error:  # the other ranks would wait for the broadcast forever
             outcome[1] = error
     broadcast_object_list(outcome)
     if outcome[1] is not None:

@@ -56,12 +56,13 @@ class FolderLock:
             ConfigError: If another process owns it; the message names that process.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + self.patience
+        # long enough to watch an owner elsewhere once, and then to compete for its lock
+        deadline = time.monotonic() + 2 * self.patience
         while not self._create():
             owner = self._read()
             if owner is None:
                 continue  # released just now
-            if not self._is_dead(owner) or time.monotonic() > deadline + self.patience:
+            if not self._is_dead(owner) or time.monotonic() > deadline:
                 raise ConfigError(
                     f"{self.path.parent} is in use by {_describe(owner)}: wait for its end, stop "
                     f"it, or name another run.output_dir; if it is dead, remove {self.path}"
@@ -90,7 +91,7 @@ class FolderLock:
                 self.path.parent.rmdir()
 
     def _create(self) -> bool:
-        """Return whether there was no lock, and there is one of this process now."""
+        """Create the lock unless there is one already; return whether it was created."""
         temporary = self._write()
         try:
             os.link(temporary, self.path)
@@ -101,7 +102,7 @@ class FolderLock:
         return True
 
     def _follow(self, owner: dict[str, Any]) -> bool:
-        """Return whether this process, alone of all, has replaced the lock of a dead owner."""
+        """Replace the lock of a dead owner; return whether this process did it, and no other."""
         temporary = self._write()
         claim = self.path.with_name(f".{LOCK}-after-{owner['token']}")
         try:

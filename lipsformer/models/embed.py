@@ -14,8 +14,9 @@ from lipsformer.models.inference import fold_norm_behind, register_fold
 class PatchConv2d(nn.Conv2d):
     """Convolution whose output is channels last for images of any memory layout.
 
-    PyTorch chooses the layout of the output by the layout of the weight. The blocks then need no
-    transposition, and training need not keep a second copy of the images.
+    PyTorch chooses the layout of the output by the layout of the weight, so only the weight is
+    converted. The blocks then need no transposition, and there is no converted copy of the images,
+    which training would have to keep.
     """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,8 +38,8 @@ class PatchEmbed(nn.Module):
         """Create the projection.
 
         Args:
-            patch_size: Side of a patch in pixels, kernel and stride of the convolution.
-            in_chans: Number of image channels.
+            patch_size: Side of a patch in pixels p, kernel and stride of the convolution.
+            in_chans: Number of channels of the image or map.
             dim: Number of channels C of a token.
             **dd: ``device`` and ``dtype`` of the parameters.
         """
@@ -48,7 +49,7 @@ class PatchEmbed(nn.Module):
         self.norm = CenterNorm(dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn images [B, 3, H, W] into tokens [B, H / p, W / p, C]."""
+        """Turn ``x`` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C]."""
         height, width = x.shape[-2], x.shape[-1]
         if height % self.patch_size != 0 or width % self.patch_size != 0:
             sizes = f"{height}x{width} is not a multiple of the patch size {self.patch_size}"
@@ -78,7 +79,7 @@ class ConvStem(nn.Module):
         """Create the convolution, which keeps the size of the image, and the patches.
 
         Args:
-            patch_size: Side of a patch in pixels.
+            patch_size: Side of a patch in pixels p.
             in_chans: Number of image channels.
             dim: Number of channels C of the convolution and of a token.
             **dd: ``device`` and ``dtype`` of the parameters.
@@ -89,7 +90,7 @@ class ConvStem(nn.Module):
         self.patches = PatchEmbed(patch_size, dim, dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn images [B, 3, H, W] into tokens [B, H / p, W / p, C]."""
+        """Turn ``x`` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C]."""
         return self.patches(F.gelu(self.proj(x)))
 
 

@@ -32,7 +32,7 @@ from lipsformer.models.inference import (
 
 Device = torch.device | str | None
 DEFAULT_EPS = 1e-2  # the paper leaves eps open; ScaledCosineAttention explains this value
-RELEASED_EPS = 1e-6  # for ordinary lengths float32 gives the released code's max(|x|, 1e-12)
+RELEASED_EPS = 1e-6  # float32 rounds it away except for short tokens; released: max(|x|, 1e-12)
 
 
 class ConvBranch(nn.Module):
@@ -54,7 +54,7 @@ class ConvBranch(nn.Module):
         torch.Size([1, 5, 7, 8])
     """
 
-    ends_in = "gelu"  # WeightedResidual may compute the last GELU together with its sum
+    ends_in = "gelu"  # read by WeightedResidual, which may compute the last GELU itself
 
     def __init__(self, dim: int, pointwise: bool, **dd: Any) -> None:
         """Create the convolutions.
@@ -69,7 +69,7 @@ class ConvBranch(nn.Module):
         self.pointwise = Linear(dim, dim, **dd) if pointwise else None
 
     def forward(self, x: Tensor, last_gelu: bool = True) -> Tensor:
-        """Apply the branch to ``x`` ([B, H, W, C]), without its last GELU unless ``last_gelu``."""
+        """Apply the branch to ``x`` ([B, H, W, C]), with or without its last GELU."""
         x = self.depthwise(x)
         if self.pointwise is not None:
             x = self.pointwise(x, act_before=True)  # act_before is the GELU between the two
@@ -91,7 +91,7 @@ class Mlp(nn.Module):
         torch.Size([1, 5, 7, 8])
     """
 
-    ends_in = "linear"  # WeightedResidual passes its alpha as output_scale
+    ends_in = "linear"  # read by WeightedResidual, which passes its alpha as output_scale
 
     def __init__(self, dim: int, hidden_dim: int, drop: float = 0.0, **dd: Any) -> None:
         """Create the layers.
@@ -173,10 +173,15 @@ class LipsFormerBlock(nn.Module):
 
 
 class LipsFormerStage(nn.Module):
-    """Downsampling, which the first stage does not have, and then blocks."""
+    """Downsampling, except in the first stage, and then blocks."""
 
     def __init__(self, downsample: nn.Module, blocks: list[LipsFormerBlock]) -> None:
-        """Join a module from [B, H, W, C] to [B, H / 2, W / 2, 2 C], or an identity, and blocks."""
+        """Create the stage.
+
+        Args:
+            downsample: From [B, H, W, C] to [B, H / 2, W / 2, 2 C]; an identity in the first stage.
+            blocks: Blocks of 2 C channels, or of C in the first stage.
+        """
         super().__init__()
         self.downsample = downsample
         self.blocks = nn.Sequential(*blocks)
@@ -266,12 +271,7 @@ class LipsFormer(TimmInterface):
             raise ValueError(f"stem must be 'patch' or 'conv', got {stem!r}")
         if any(side % patch_size != 0 for side in to_2tuple(img_size)):
             raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
-        cosine: dict[str, Any] = {
-            "logit_scale": logit_scale,
-            "learn_logit_scale": learn_logit_scale,
-            "value_scale": value_scale,
-        }
-        # some entry points have a logit scale of their own, so it is no mistake of the caller
+        # not logit_scale: its default on CSwin, 12, is not the default of check_attn, 10
         check_attn(attn, learn_logit_scale=learn_logit_scale, value_scale=value_scale)
         if attn == "lipschitznorm" and official_compat:
             raise ValueError("attn='lipschitznorm' has no released form: leave out official_compat")
@@ -290,34 +290,37 @@ class LipsFormer(TimmInterface):
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
         self.official_compat, self.attn = official_compat, attn
         self.attn_options: dict[str, Any] = {
-            **cosine,
+            "logit_scale": logit_scale,
+            "learn_logit_scale": learn_logit_scale,
             "value_scale": None if official_compat else value_scale,
             "eps": RELEASED_EPS if official_compat else DEFAULT_EPS,
             "attn_drop": attn_drop_rate,
             **dd,
         }
-        self.proj_options = {"proj_drop": proj_drop_rate, **dd}  # last arguments of a token mixer
+        self.proj_options = {"proj_drop": proj_drop_rate, **dd}  # for the modules of make_attn
         self.feature_info: list[dict[str, Any]] = []
 
         embed = ConvStem if stem == "conv" else PatchEmbed
         self.patch_embed = embed(patch_size, in_chans, embed_dim, **dd)
-        stages, num_blocks = [], sum(depths)
+        num_blocks = sum(depths)
         if residual_scale is None:
             residual_scale = 1.0 / num_blocks
+        drop_paths = [drop_path_rate * i / max(num_blocks - 1, 1) for i in range(num_blocks)]
+        stages = []
         for stage, depth in enumerate(depths):
-            dim, first = embed_dim * 2**stage, sum(depths[:stage])
+            dim, blocks_before = embed_dim * 2**stage, sum(depths[:stage])
             blocks = [
                 LipsFormerBlock(
                     dim,
-                    self.make_attn(stage, i - first, dim),
+                    self.make_attn(stage, block, dim),
                     attn_norm=self.attn_norm,
                     residual_scale=residual_scale,
                     mlp_ratio=mlp_ratio,
                     proj_drop=proj_drop_rate,
-                    drop_path=drop_path_rate * i / max(num_blocks - 1, 1),
+                    drop_path=drop_paths[blocks_before + block],
                     **dd,
                 )
-                for i in range(first, first + depth)
+                for block in range(depth)
             ]
             downsample = nn.Identity()
             if stage > 0:
@@ -345,7 +348,7 @@ class LipsFormer(TimmInterface):
         raise NotImplementedError
 
     def make_core(self, num_heads: int) -> nn.Module:
-        """Build the attention on projected q, k and v that the argument ``attn`` names."""
+        """Build the attention that ``attn`` names, which ``make_attn`` puts between projections."""
         return make_core(self.attn, num_heads, **self.attn_options)
 
     def init_weights(self, needs_reset: bool = True) -> None:
@@ -361,11 +364,13 @@ class LipsFormer(TimmInterface):
                 if hasattr(module, "reset_parameters"):
                     module.reset_parameters()  # pyright: ignore[reportCallIssue]
         spectral_init_modules_(self, zero_conv_bias=not self.official_compat)
-        for norm in (m for m in self.modules() if isinstance(m, CenterNorm) and self.unit_norm):
-            norm.reset_parameters(unit=True)
+        if self.unit_norm:
+            for module in self.modules():
+                if isinstance(module, CenterNorm):
+                    module.reset_parameters(unit=True)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Return the last feature map, [B, H / 32, W / 32, C]."""
+        """Return the last feature map, [B, H', W', C]; H' is H / 32 with the default sizes."""
         return self.norm(self.stages(self.patch_embed(x)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -389,7 +394,11 @@ def fit_window(size: int, max_window: int) -> int:
 
 @register_fold(LipsFormerBlock)
 def _fold_block(block: Any) -> None:
-    """Fold what is affine in a block; conv2 ends in GELU and has no other linear layer."""
+    """Fold what is affine in a block.
+
+    Both convolution branches end in GELU, so their residual scales stay. Only conv1 has a linear
+    layer, whose GELU moves into it.
+    """
     conv1, mlp = block.conv1.branch, block.mlp.branch
     pointwise = FrozenLinear(conv1.pointwise, act_after=True)
     block.conv1.branch = nn.Sequential(conv1.depthwise, nn.GELU(), pointwise)

@@ -1,0 +1,198 @@
+"""AutoAttack (Croce and Hein 2020, `pyautoattack`) against the certificates of a run.
+
+    python eval.py --checkpoint outputs/certified/digits --certify
+    python -m benchmarks.autoattack outputs/certified/digits \
+        --output benchmarks/results/autoattack_digits.json
+    python -m benchmarks.autoattack --text benchmarks/results/autoattack_digits.json
+
+Every image is attacked within its own certified radius (the executed one). Within the given
+distances only those images are attacked that are classified rightly and not certified there. The
+command writes the results of every attack on every batch, and goes on where it was stopped.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyautoattack import AutoAttack
+from torch import Tensor
+
+from benchmarks.league.cell import commit
+from benchmarks.machine import machine
+from data import Normalize, build_eval_dataset, collate
+from lipsformer._commands import documented_parser
+from lipsformer.engine.run_folder import find_weights, load_model
+from scripts._certificate import FILE, sha256
+from scripts._certify import parse_distance
+
+OWN = "own radius"
+ATTACKS = ("apgd-ce", "apgd-t", "fab-t", "square")  # the standard version
+BATCH = 60
+SLACK = 1e-5  # of a distance, for the float32 arithmetic of the attack
+
+Function = Callable[[Tensor], Tensor]
+
+
+def auto_attack(
+    function: Function, images: Tensor, labels: Tensor, eps: float, attacks: Sequence[str] = ATTACKS
+) -> Tensor:
+    """Return which images keep their label under the standard version in the 2-norm, [B].
+
+    Args:
+        function: Map from images to at least four logits.
+        images: [B, C, H, W], float32, values in [0, 1].
+        labels: [B].
+        eps: Largest distance.
+        attacks: Which of the attacks of the standard version to run.
+    """
+    with torch.random.fork_rng():
+        attack = AutoAttack(function, norm="L2", eps=eps * (1.0 - SLACK), seed=0)
+        attack.attacks_to_run = list(attacks)
+        moved, _ = attack.run_standard_evaluation(images, labels, batch_size=len(images))
+    if (moved - images).flatten(1).norm(dim=1).max() > eps or moved.min() < 0 or moved.max() > 1:
+        raise RuntimeError(f"AutoAttack left the ball of radius {eps:g} or the box [0, 1]")
+    with torch.no_grad():
+        return function(moved).argmax(1) == labels
+
+
+def attack_own_radii(
+    function: Function,
+    images: Tensor,
+    labels: Tensor,
+    radii: Tensor,
+    attacks: Sequence[str] = ATTACKS,
+) -> Tensor:
+    """Return which images keep their label within a radius of their own, [B].
+
+    AutoAttack knows a single distance R, the largest radius. It sees images u, and the network
+    sees x + (u - x) r / R, where x is the attacked image next to u and r its radius. Two images
+    must be more than 2 R apart.
+
+    Args:
+        function: As for `auto_attack`.
+        images: As for `auto_attack`.
+        labels: [B].
+        radii: [B], > 0.
+        attacks: As for `auto_attack`.
+    """
+    largest, flat = radii.max().item(), images.flatten(1)
+    if len(images) > 1 and torch.pdist(flat).min() <= 2.0 * largest:
+        raise ValueError(f"two images are at most {2.0 * largest:g} apart: attack them separately")
+    shares = (radii / largest).to(images.dtype)[:, None, None, None]
+
+    def shrunk(u: Tensor) -> Tensor:
+        nearest = torch.cdist(u.detach().flatten(1), flat).argmin(1)
+        centers = images[nearest]
+        return function(centers + (u - centers) * shares[nearest])
+
+    return auto_attack(shrunk, images, labels, largest, attacks)
+
+
+def measure(run: str, output: Path, distances: Sequence[str]) -> dict[str, Any]:
+    """Attack all images of the certificate file of a run's best weights."""
+    weights = find_weights(run, "best")
+    config = weights.config([])
+    assert config is not None
+    claims = json.loads((weights.folder / FILE).read_text())["sets"]["data"]
+    radii = torch.tensor(claims["executed"], dtype=torch.float64)
+    dataset = build_eval_dataset(config.data, classes=weights.classes())
+    pixels, labels = collate([dataset[i] for i in range(len(dataset))])
+    images = (pixels / 255.0).contiguous()
+    model = load_model(weights).eval().requires_grad_(False)
+    normalize = Normalize(config.data.mean, config.data.std)
+
+    def logits(pixels: Tensor) -> Tensor:
+        return model(normalize(pixels * 255.0))
+
+    with torch.no_grad():
+        predicted = logits(images).argmax(1)
+    record: dict[str, Any] = {
+        "weights_sha256": sha256(weights.file.read_bytes()),
+        "commit": commit(),
+        "machine": machine(torch.device("cpu")),
+        "right": (predicted == labels).tolist(),
+        "radius": radii.tolist(),
+        "attacks": [],
+    }
+    if output.exists():
+        known = json.loads(output.read_text())
+        if any(known[key] != record[key] for key in ("weights_sha256", "right", "radius")):
+            raise ValueError(f"{output} holds the results of another certificate: remove it")
+        record = known
+    done = {(at["within"], at["attack"], at["images"][0]) for at in record["attacks"]}
+    for within in (*distances, OWN):
+        chosen = attacked(record, within)
+        for first, name in itertools.product(range(0, len(chosen), BATCH), ATTACKS):
+            of = chosen[first : first + BATCH]
+            if (within, name, of[0]) in done:
+                continue
+            if within == OWN:
+                kept = attack_own_radii(logits, images[of], predicted[of], radii[of], [name])
+            else:
+                kept = auto_attack(logits, images[of], labels[of], parse_distance(within), [name])
+            record["attacks"].append(
+                {"within": within, "attack": name, "images": of, "kept": kept.tolist()}
+            )
+            written = output.with_suffix(".part")
+            written.write_text(json.dumps(record) + "\n")
+            written.replace(output)
+    return record
+
+
+def attacked(record: dict[str, Any], within: str) -> list[int]:
+    """Return which images are attacked: an image with a larger radius is attacked within that."""
+    rows = enumerate(zip(record["right"], record["radius"], strict=True))
+    if within == OWN:
+        return [i for i, (_, radius) in rows if radius > 0.0]
+    return [i for i, (right, radius) in rows if right and radius <= parse_distance(within)]
+
+
+def outcomes(record: dict[str, Any], within: str) -> dict[int, bool]:
+    """Return which images withstood all attacks, of those that all attacks have tried."""
+    kept: dict[int, list[bool]] = {}
+    for at in record["attacks"]:
+        if at["within"] == within:
+            for image, held in zip(at["images"], at["kept"], strict=True):
+                kept.setdefault(image, []).append(held)
+    return {image: all(held) for image, held in kept.items() if len(held) == len(ATTACKS)}
+
+
+def text(record: dict[str, Any]) -> str:
+    """Return the sentences of docs/lipschitz.md."""
+    total, sentences = len(record["right"]), []
+    for within in sorted({at["within"] for at in record["attacks"]}):
+        kept = outcomes(record, within)
+        fallen = sum(not held for held in kept.values())
+        if within == OWN and kept:
+            sentences.append(
+                f"Within their own certified radii (up to "
+                f"{max(record['radius'][i] for i in kept):.2f}), {fallen} of {len(kept)} images "
+                "changed their class."
+            )
+        elif within != OWN and len(kept) == len(attacked(record, within)):
+            share = 100.0 * (sum(record["right"]) - fallen) / total
+            sentences.append(f"Within {within} it leaves {share:.1f} % right.")
+    return " ".join(sentences)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = documented_parser(__doc__, prog="python -m benchmarks.autoattack")
+    parser.add_argument("run", nargs="?", help="folder of a run")
+    parser.add_argument("--distances", nargs="*", default=["36/255"], help="e.g. 36/255 0.2")
+    parser.add_argument("--output", type=Path, help="JSON file; goes on if it exists")
+    parser.add_argument("--text", type=Path, metavar="JSON", help="only print these results")
+    options = parser.parse_args()
+    if options.text is not None:
+        print(text(json.loads(options.text.read_text())))
+    elif options.run is None or options.output is None:
+        parser.error("give a run and --output, or --text")
+    else:
+        print(text(measure(options.run, options.output, options.distances)))
+
+
+if __name__ == "__main__":
+    main()

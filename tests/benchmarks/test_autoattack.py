@@ -1,0 +1,49 @@
+"""AutoAttack finds the exact distance of linear classifiers, and the page shows its results."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.autoattack import OWN, attack_own_radii, attacked, auto_attack, outcomes, text
+from lipsformer.analysis.bounds import Domain, lipschitz_bound
+from lipsformer.analysis.certificates import certified_radius
+from tests.conftest import ROOT
+
+RESULTS = json.loads((ROOT / "benchmarks/results/autoattack_digits.json").read_text())
+CERTIFIED = json.loads((ROOT / "benchmarks/results/certified_digits.json").read_text())
+
+
+def test_the_page_shows_the_results_and_no_certified_image_fell():
+    assert text(RESULTS) in (ROOT / "docs/lipschitz.md").read_text()
+    assert RESULTS["weights_sha256"] == CERTIFIED["weights_sha256"]
+    for at in CERTIFIED["robustness"]:
+        rows = zip(RESULTS["right"], RESULTS["radius"], strict=True)
+        certified = sum(right and radius > at["eps"] for right, radius in rows)
+        assert 100.0 * certified / CERTIFIED["images"] == pytest.approx(at["certified"])
+    own = outcomes(RESULTS, OWN)
+    assert sorted(own) == attacked(RESULTS, OWN) and all(own.values())
+
+
+@pytest.mark.slow
+def test_right_radii_withstand_the_attack_and_wrong_ones_fall():
+    """The certified radius of a linear layer is the exact distance to the next class."""
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(35, 11)
+    with torch.no_grad():  # the classes meet in the middle of the box
+        layer.weight.copy_(torch.randn(11, 35, generator=generator))
+        layer.bias.copy_(-0.5 * layer.weight.sum(1))
+    images = 0.5 + 0.05 * torch.randn(17, 1, 5, 7, generator=generator)
+
+    def function(x: Tensor) -> Tensor:
+        return layer(x.flatten(1))
+
+    logits = function(images).detach()
+    labels, radii = logits.argmax(1), certified_radius(logits, lipschitz_bound(layer, Domain(())))
+    assert attack_own_radii(function, images, labels, 0.999 * radii).all()
+    assert not attack_own_radii(function, images, labels, 1.01 * radii).any()
+    eps = radii.median().item()
+    assert torch.equal(auto_attack(function, images, labels, 1.001 * eps), radii > 1.001 * eps)
+    with pytest.raises(ValueError, match="two images are at most"):
+        attack_own_radii(function, images, labels, 20.0 * radii)
