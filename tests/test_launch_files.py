@@ -4,11 +4,13 @@ SLURM is two scripts here: srun runs its command, and scontrol writes down what 
 commands of the other two files run in a shell, with the variables that the cluster would set.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,9 @@ LONG = {**DIGITS, "train": {**DIGITS["train"], "epochs": 400}}
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(900)]
 
 
-def start(kind: str, folder: Path, *overrides: str) -> subprocess.Popen:
-    """Start a launch file on two ranks of this machine; their outputs go to `folder`/log."""
+@contextlib.contextmanager
+def started(kind: str, folder: Path, *overrides: str) -> Iterator[subprocess.Popen]:
+    """A launch file that runs on two ranks of this machine; their outputs go to `folder`/log."""
     config, out = folder / "run.yaml", folder / "out"
     environment = {
         **os.environ,
@@ -79,7 +82,7 @@ def start(kind: str, folder: Path, *overrides: str) -> subprocess.Popen:
         assert str(out) in command
         command += f" {more}"
     with (folder / "log").open("w") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             ["bash", "-c", command],
             cwd=ROOT,
             env=environment,
@@ -87,27 +90,33 @@ def start(kind: str, folder: Path, *overrides: str) -> subprocess.Popen:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "skypilot"])
 def test_a_stop_of_the_cluster_saves_on_all_ranks(tmp_path: Path, kind: str) -> None:
     write_config(tmp_path, LONG, tmp_path / "out")
-    process = start(kind, tmp_path)
     metrics = tmp_path / "out" / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.2)
-    if kind == "slurm":
-        process.send_signal(signal.SIGUSR1)  # to the script only, by --signal=B:USR1
-    elif kind == "kubernetes":
-        process.send_signal(signal.SIGTERM)  # to process 1 of the container
-    else:
-        os.killpg(process.pid, signal.SIGTERM)  # SkyPilot ends the processes of its task
-    status, code = process.wait(), tmp_path / "out" / "exit.json"
-    for _ in range(300):  # SkyPilot's shell ends before torchrun
-        if code.exists():
-            break
-        time.sleep(0.2)
+    with started(kind, tmp_path) as process:
+        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+        if kind == "slurm":
+            process.send_signal(signal.SIGUSR1)  # to the script only, by --signal=B:USR1
+        elif kind == "kubernetes":
+            process.send_signal(signal.SIGTERM)  # to process 1 of the container
+        else:
+            os.killpg(process.pid, signal.SIGTERM)  # SkyPilot ends the processes of its task
+        status, code = process.wait(), tmp_path / "out" / "exit.json"
+        for _ in range(300):  # a shell may end before the torchrun that it started
+            if code.exists():
+                break
+            time.sleep(0.2)
     log = (tmp_path / "log").read_text()
     assert json.loads(code.read_text())["code"] == 75, log
     newest = max((tmp_path / "out" / "checkpoints").glob("update-*"))
@@ -122,7 +131,8 @@ def test_a_stop_of_the_cluster_saves_on_all_ranks(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "skypilot"])
 def test_a_mistake_is_told_once_and_not_tried_again(tmp_path: Path, kind: str) -> None:
     write_config(tmp_path, DIGITS, tmp_path / "out")
-    status = start(kind, tmp_path, "optim.lr=-1").wait()
+    with started(kind, tmp_path, "optim.lr=-1") as process:
+        status = process.wait()
     log = (tmp_path / "log").read_text()
     assert status == 1, log
     assert log.count("optim.lr=-1.0 is not possible") == 1, log

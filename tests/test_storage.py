@@ -84,7 +84,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount a file system")
     yield path
-    subprocess.run(["umount", str(path)], check=True)
+    subprocess.run(["umount", "--lazy", str(path)], check=True)  # weights may still be mapped
 
 
 def test_a_disk_that_becomes_read_only(

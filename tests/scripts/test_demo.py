@@ -348,14 +348,12 @@ def submit(server: Server, path: str) -> str:
         return answer.read().decode()
 
 
-def join(server: Server) -> int:
-    """The status of the answer to a request without a picture."""
+def is_taken(server: Server) -> bool:
     event = {"data": [None], "fn_index": 0, "session_hash": "many"}
     try:
-        post(f"{server.address}gradio_api/queue/join", json.dumps(event).encode())
+        return bool(post(f"{server.address}gradio_api/queue/join", json.dumps(event).encode()))
     except urllib.error.HTTPError as error:
-        return error.code
-    return 200
+        return error.code != 503
 
 
 def test_server_keeps_no_upload_and_reads_no_other_file(answers, tmp_path):
@@ -375,9 +373,7 @@ def test_server_keeps_no_upload_and_reads_no_other_file(answers, tmp_path):
         outside.write_bytes(content)
         assert '"success":false' in submit(server, str(outside))
         assert outside.read_bytes() == content
-
-        codes = [join(server) for _ in range(5 * demo.QUEUE)]
-        assert (codes[0], codes[-1]) == (200, 503), "requests beyond the queue are refused"
+        assert not all(is_taken(server) for _ in range(5 * demo.QUEUE)), "the queue has no end"
 
 
 def wait(browser: Browser, condition: str, seconds: float = 60) -> None:
