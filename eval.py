@@ -27,14 +27,20 @@ from data import DataError, build_eval_dataset, build_eval_sets
 from data.evalsets import STANDARD, EvalSet, corruption_summary
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, read_config, require_writable
-from lipsformer.config import Config
+from lipsformer.config import Config, DataConfig
 from lipsformer.engine import exits
-from lipsformer.engine.build import build_model
-from lipsformer.engine.build import timm_config as describe_model
+from lipsformer.engine.build import build_model, timm_config
 from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
-from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights, load_model, load_weights
+from lipsformer.engine.run_folder import (
+    WHICH,
+    WHICH_HELP,
+    Weights,
+    find_weights,
+    load_model,
+    load_weights,
+)
 from scripts._assemble import data_config
 from scripts._certificate import FILE, certificate
 from scripts._certify import DEFAULT, model_bound, parse_distance
@@ -64,25 +70,9 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         if options.config
         else weights.config(overrides)
     )
-    timm_config = weights.timm_config()
-    if config is not None:
-        data = config.data
-    elif timm_config is not None:  # a folder of timm's format, which no run wrote
-        settings = ["source=folder", *options.data] if options.set else options.data
-        origin = f"{weights.folder} with --data"
-        data = data_config(timm_config["pretrained_cfg"], settings, origin=origin)
-    else:
-        raise ConfigError(
-            f"{weights.file}: its folder has no config.json; give --config configs/x.yaml"
-        )
-    classes = weights.classes()
-    if options.set:
-        num_classes = timm_config["num_classes"] if timm_config else len(STANDARD)
-        sets = build_eval_sets(options.set, data, classes, num_classes)
-    else:
-        dataset = build_eval_dataset(data, classes=classes, class_map=options.class_map)
-        sets = [EvalSet("data", dataset)]
-    if timm_config is not None:
+    data = _data(options, weights, config)
+    sets = _sets(options, weights, data)
+    if weights.timm_config() is not None:
         model = load_model(weights)
     else:
         assert config is not None
@@ -107,9 +97,9 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         for eval_set in sets
     }
     if bound is not None:
-        rows = {s.name: (s, figures[s.name].pop("certificates")) for s in sets}
-        description = json.loads(describe_model(model, sets[0].dataset.classes))
-        record = certificate(bound, weights.file, description, data, rows, distances)
+        images = {s.name: (s, figures[s.name].pop("certificates")) for s in sets}
+        description = json.loads(timm_config(model, sets[0].dataset.classes))
+        record = certificate(bound, weights.file, description, data, images, distances)
         certificate_file.write_text(json.dumps(record, indent=1) + "\n")
     rows = [{"set": name, **result} for name, result in figures.items()]
     shared = {
@@ -121,9 +111,40 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [{**shared, **row} for row in rows + corruption_summary(figures)]
 
 
+def _data(options: argparse.Namespace, weights: Weights, config: Config | None) -> DataConfig:
+    """Return the data to evaluate on.
+
+    They are those of the config. A folder of timm's format, which no run wrote, has none: there
+    --data names the images, and timm's description of the model gives their preprocessing.
+    """
+    if config is not None:
+        return config.data
+    known = weights.timm_config()
+    if known is None:
+        raise ConfigError(
+            f"{weights.file}: its folder has no config.json; give --config configs/x.yaml"
+        )
+    settings = ["source=folder", *options.data] if options.set else options.data
+    origin = f"{weights.folder} with --data"
+    return data_config(known["pretrained_cfg"], settings, origin=origin)
+
+
+def _sets(options: argparse.Namespace, weights: Weights, data: DataConfig) -> list[EvalSet]:
+    """Return ImageNet's sets that --set names, or else the validation set of the data."""
+    classes = weights.classes()
+    if not options.set:
+        dataset = build_eval_dataset(data, classes=classes, class_map=options.class_map)
+        return [EvalSet("data", dataset)]
+    known = weights.timm_config()
+    num_classes = known["num_classes"] if known else len(STANDARD)
+    return build_eval_sets(options.set, data, classes, num_classes)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__)
-    parser.add_argument("--checkpoint", required=True, help="run, checkpoint or weights file")
+    parser.add_argument(
+        "--checkpoint", required=True, help="run, checkpoint, timm's folder or weights file"
+    )
     parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="e.g. root=/d")
     parser.add_argument(

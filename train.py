@@ -59,7 +59,10 @@ STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 def train(config: Config) -> int:
-    """Train one run; return the number of the signal that stopped it, or 0 at its end."""
+    """Train one run; return the number of the signal that stopped it, or 0 at its end.
+
+    `train.deterministic` changes a setting of the whole process, which is put back.
+    """
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         return _train(config)
@@ -76,21 +79,23 @@ def _train(config: Config) -> int:
         accelerator, lambda: exits.refuse_to_repeat(folder, config=settings, checkpoint=origin)
     )
     trainer = Trainer(config, assemble(config, accelerator, start), start)
-    stopped, code, reason = 0, None, ""
+    stop_signal, code, reason = 0, None, ""
     try:
-        stopped = trainer.train()
-        code = distributed.EXIT_STOPPED if stopped else 0
+        stop_signal = trainer.train()
+        code = distributed.EXIT_STOPPED if stop_signal else 0
     except tuple(EXIT_CODES) as error:
         code, reason = exits.code_of(error, EXIT_CODES), str(error)
         raise
     finally:
+        # Any rank may be the only one that met the error. An error without a code is one of the
+        # program: it keeps its traceback and writes nothing.
         if code is not None and (reason or accelerator.is_main_process):
             latest = trainer.checkpoints.latest()
             exits.write_exit(folder, code, reason, config=settings, checkpoint=latest)
     accelerator.state.destroy_process_group()
-    if config.run.report and not stopped and accelerator.is_main_process:
-        try_report(Path(config.run.output_dir))
-    return stopped
+    if config.run.report and not stop_signal and accelerator.is_main_process:
+        try_report(folder)
+    return stop_signal
 
 
 def dry_run(config: Config) -> str:

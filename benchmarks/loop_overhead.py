@@ -1,124 +1,102 @@
 """What the training loop costs beside a bare torch loop with the same model and data.
 
-    python -m benchmarks.loop_overhead --output benchmarks/results/loop_overhead.json
+    OMP_NUM_THREADS=1 python -m benchmarks.loop_overhead --processes 2 \\
+        --output benchmarks/results/loop_overhead.json
 
-The bare loop does what any training must: forward, cross entropy, backward, clipping, fused AdamW.
-The engine's loop does that and all that makes a run trustworthy: seeds of every micro-step,
-exact means, skipping of non-finite updates, statistics, log records, stop flag. A third is the
-engine's with `train.deterministic`. They take turns on batches held in memory; CPU time counts, so
-that a busy machine slows none.
+All loops train on the digits, with the same loader, augmentation, mixup, erasing, EMA and DDP. They
+take turns of one epoch, and each turn saves a checkpoint in its middle. The bare loop does what any
+training must, and saves by `torch.save`. The engine's loop is that of train.py, with all that makes
+a run trustworthy: seeds of every micro-step, exact means, skipping of non-finite updates, records,
+TensorBoard, agreement on signals, checkpoints that are copied, summed and flushed. A third loop is
+the engine's with `train.deterministic`. Evaluation is left out. The CPU time of all processes
+counts, so that a busy machine slows none of the loops.
 """
 
+import itertools
 import json
 import os
-import platform
+import socket
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from accelerate import Accelerator
-from timm.task import ClassificationTask
-from torch import nn
+from timm.utils.model_ema import ModelEmaV3
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
-import lipsformer  # noqa: F401  (registers the models)
+from benchmarks.machine import machine
 from lipsformer._commands import documented_parser
-from lipsformer.config import OptimConfig
-from lipsformer.engine.metrics import StepMetrics, summarize
-from lipsformer.engine.optim import make_optimizer
-from lipsformer.engine.run_folder import RunFolder
-from lipsformer.engine.schedule import CosineSchedule
-from lipsformer.engine.signals import StopRequest
-from lipsformer.engine.steps import Stopwatch, train_epoch
-from lipsformer.engine.tracking import Tracking
-from lipsformer.engine.train_state import TrainState
+from lipsformer._configfile import read_config
+from lipsformer.config import Config
+from lipsformer.engine.build import build_model
+from lipsformer.engine.distributed import on_main, start
+from lipsformer.engine.parts import Parts
+from lipsformer.engine.steps import train_epoch
+from lipsformer.engine.trainer import Trainer
+from scripts._assemble import assemble
 
-CLASSES = 10
-OPTIM = OptimConfig(lr=1e-3, clip_grad=5.0)
-LOG_EVERY = 10
+Turn = Callable[[], None]
 
 
-def make_batches(count: int, size: int, img_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (
-            torch.randn(size, 3, img_size, img_size, generator=generator),
-            torch.rand(size, CLASSES, generator=generator).softmax(dim=1),
-        )
-        for _ in range(count)
-    ]
-
-
-def bare_loop(name: str, batches: list) -> Callable[[], None]:
-    model = timm.create_model(name, num_classes=CLASSES).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, fused=True)
+def bare_loop(config: Config, parts: Parts, file: Path) -> Turn:
+    """One epoch of a loop as it is written by hand."""
+    accelerator, per_epoch = parts.state.accelerator, parts.train_batches.updates_per_epoch
+    model = build_model(config, parts.classes).train()
+    assert config.train.ema_decay is not None and config.optim.clip_grad is not None
+    ema, limit = ModelEmaV3(model, config.train.ema_decay), config.optim.clip_grad
+    parallel = DistributedDataParallel(model) if accelerator.num_processes > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
+    scheduler = CosineAnnealingLR(optimizer, config.train.epochs * per_epoch)
+    epochs, rank = itertools.count(), accelerator.process_index
 
     def turn() -> None:
-        for images, targets in batches:
-            loss = F.cross_entropy(model(images), targets)
+        batches = parts.train_batches.epoch(next(epochs))
+        for step, (((images, labels),), _) in enumerate(batches, start=1):
+            at = {"update": step, "micro_step": 0, "rank": rank}
+            images, targets = parts.transform(images, labels, **at)
+            loss = F.cross_entropy(parallel(images), targets)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
+            ema.update(model)
+            if step == per_epoch // 2 and rank == 0:
+                holders = {"model": model, "optimizer": optimizer, "ema": ema.module}
+                torch.save({name: held.state_dict() for name, held in holders.items()}, file)
 
     return turn
 
 
-def engine_loop(name: str, batches: list, output_dir: Path) -> Callable[[], None]:
-    model = timm.create_model(name, num_classes=CLASSES)
-    accelerator = Accelerator(cpu=True)
-    prepared, optimizer = accelerator.prepare(model, make_optimizer(model, OPTIM))
-    state = TrainState(
-        accelerator=accelerator,
-        model=prepared,
-        module=accelerator.unwrap_model(prepared),
-        task=ClassificationTask(prepared, nn.CrossEntropyLoss(), verbose=False),
-        optimizer=optimizer,
-        schedule=CosineSchedule(peak=OPTIM.lr, final=0.0, total_steps=1_000_000),
-        clip_grad=OPTIM.clip_grad,
-        seed=0,
-    )
-    metrics, stop = StepMetrics(accelerator, max_nonfinite=0), StopRequest()
-    stopwatch = Stopwatch(accelerator)
-    tracking = Tracking(
-        accelerator,
-        RunFolder(output_dir),
-        run_id="benchmark",
-        step=0,
-        next_record=1,
-        total_steps=1,
-        metrics_bytes=0,
-    )
-    made = 0
-
-    def after_step(update: int) -> bool:
-        if update % LOG_EVERY == 0:
-            values = summarize(metrics.read()) | stopwatch.read()
-            tracking.record("train", update, 0.0, values)
-            metrics.clear()
-        return bool(stop.stop_signal())
+def engine_loop(trainer: Trainer) -> Turn:
+    """One epoch of the loop of train.py, until its checkpoint is on the disk."""
+    parts = trainer.parts
 
     def turn() -> None:
-        nonlocal made
-        made = train_epoch(
-            state,
-            [([batch], len(batch[0])) for batch in batches],
-            first_step=made,
-            transform=lambda images, targets, **_: (images, targets),
-            metrics=metrics,
-            stopwatch=stopwatch,
-            after_step=after_step,
+        trainer.stopwatch.reset()
+        trainer.step = train_epoch(
+            parts.state,
+            parts.train_batches.epoch(trainer.step // trainer.steps_per_epoch),
+            first_step=trainer.step,
+            transform=parts.transform,
+            metrics=trainer.metrics,
+            stopwatch=trainer.stopwatch,
+            after_step=trainer._after_step,
         )
+        on_main(trainer.accelerator, trainer.writer.wait)
+        if trainer.stopped:
+            raise KeyboardInterrupt
 
     return turn
 
 
-def deterministic(turn: Callable[[], None]) -> Callable[[], None]:
+def deterministic(turn: Turn) -> Turn:
     def inside() -> None:
         torch.use_deterministic_algorithms(True)
         turn()
@@ -127,18 +105,16 @@ def deterministic(turn: Callable[[], None]) -> Callable[[], None]:
     return inside
 
 
-def measure(turn: Callable[[], None]) -> tuple[float, float]:
-    """CPU and wall seconds."""
+def seconds_of(turn: Turn) -> tuple[float, float]:
+    """CPU seconds of this process, and wall seconds."""
     cpu, wall = time.process_time(), time.perf_counter()
     turn()
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
-def overhead(loop: list[tuple[float, float]], base: list[tuple[float, float]]) -> dict[str, Any]:
+def overhead(loop: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
     """Medians over the turns, in percent of the other loop's seconds in the same turn."""
-    cpu, wall = (
-        [100 * (a[kind] / b[kind] - 1) for a, b in zip(loop, base, strict=True)] for kind in (0, 1)
-    )
+    cpu, wall = (100 * (loop / base - 1)).T.tolist()
     return {
         "cpu": statistics.median(cpu),
         "cpu_quartiles": statistics.quantiles(cpu),
@@ -146,50 +122,100 @@ def overhead(loop: list[tuple[float, float]], base: list[tuple[float, float]]) -
     }
 
 
+def measure(options: Namespace, folder: Path) -> dict[str, Any]:
+    """Let the loops take turns on the processes of this group; return their figures."""
+    settings = [
+        f"model.name={options.model}",
+        "augment={mixup: 0.8, reprob: 0.25, label_smoothing: 0.1}",
+        f"train.global_batch_size={options.batch_size}",
+        f"train.epochs={2 * (options.turns + 1)}",
+        f"data.holdout={options.holdout}",
+        "train.ema_decay=0.999",
+        "lipschitz.monitor_every=null",
+        f"run.output_dir={folder}/run",
+    ]
+    config = read_config(Config, "configs/demo.yaml", settings)
+    accelerator = start(config)
+    parts = assemble(config, accelerator, None)
+    every = parts.train_batches.updates_per_epoch // 2
+    config = read_config(
+        Config, "configs/demo.yaml", [*settings, f"run.save_every_updates={every}"]
+    )
+    trainer = Trainer(config, parts, None)
+    engine = engine_loop(trainer)
+    loops = {
+        "bare": bare_loop(config, parts, folder / "bare.pt"),
+        "engine": engine,
+        "deterministic": deterministic(engine),
+    }
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    for number in range(options.turns + 1):
+        for name in loops if number % 2 else reversed(loops):
+            accelerator.wait_for_everyone()
+            spent = seconds_of(loops[name])
+            if number > 0:  # the first turn warms up
+                seconds[name].append(spent)
+    trainer.tracking.close()
+    trainer._leave()
+    processes = accelerator.num_processes
+    total = {
+        name: accelerator.gather(torch.tensor(turns)[None]).double().sum(dim=0)  # pyright: ignore
+        for name, turns in seconds.items()
+    }
+    return {
+        "model": options.model,
+        "processes": processes,
+        "global_batch_size": options.batch_size,
+        "updates": 2 * every * options.turns,
+        "updates_per_save": 2 * every,
+        "cpu_ms_per_update": {
+            name: 1000 * float(turns[:, 0].median()) / (2 * every) / processes
+            for name, turns in total.items()
+        },
+        "engine_over_bare_percent": overhead(total["engine"], total["bare"]),
+        "deterministic_over_engine_percent": overhead(total["deterministic"], total["engine"]),
+        "load_average": os.getloadavg()[0],
+        **machine(accelerator.device),
+    }
+
+
+def work(rank: int, port: int, options: Namespace, folder: Path) -> None:
+    if options.processes > 1:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        ranks = (rank, rank, options.processes, options.processes)
+        os.environ |= dict(zip(names, map(str, ranks), strict=True))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    text = json.dumps(measure(options, folder), indent=1)
+    if rank == 0:
+        print(text)
+        if options.output is not None:
+            options.output.write_text(text + "\n")
+
+
 def main() -> None:
     parser = documented_parser(__doc__)
     parser.add_argument("--model", default="lipsformer_nano")
-    parser.add_argument("--img-size", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=2, help="small, for short updates")
-    parser.add_argument("--updates", type=int, default=10, help="of one turn")
-    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=14,
+        help="of all processes; small, for short updates, and such that their number is even",
+    )
+    parser.add_argument("--turns", type=int, default=20, help="epochs of each loop")
+    parser.add_argument(
+        "--holdout", type=float, default=0.0, help="share of the images left out, for short epochs"
+    )
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    batches = make_batches(options.updates, options.batch_size, options.img_size)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        engine = engine_loop(options.model, batches, Path(folder))
-        loops = {
-            "bare": bare_loop(options.model, batches),
-            "engine": engine,
-            "deterministic": deterministic(engine),
-        }
-        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
-        for number in range(options.turns + 1):
-            order = list(loops) if number % 2 else list(reversed(loops))
-            for name in order:
-                spent = measure(loops[name])
-                if number > 0:  # the first turn warms up
-                    seconds[name].append(spent)
-    result: dict[str, Any] = {
-        "model": options.model,
-        "img_size": options.img_size,
-        "batch_size": options.batch_size,
-        "updates": options.updates * options.turns,
-        "threads": torch.get_num_threads(),
-        "cpu_ms_per_update": {
-            name: 1000 * statistics.median(cpu for cpu, _ in turns) / options.updates
-            for name, turns in seconds.items()
-        },
-        "engine_over_bare_percent": overhead(seconds["engine"], seconds["bare"]),
-        "deterministic_over_engine_percent": overhead(seconds["deterministic"], seconds["engine"]),
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
+        torch.multiprocessing.spawn(
+            work, args=(port, options, Path(folder)), nprocs=options.processes
+        )
 
 
 if __name__ == "__main__":

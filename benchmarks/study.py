@@ -173,9 +173,9 @@ def table(study: Study) -> str:
     """Return a markdown table of means over seeds, and the runs that are missing."""
     results = list(read_jsonl(ROOT / study.results))
     lines = [
-        "| row | settings | last epoch, % | best epoch, % | seeds | M parameters | MMACs "
-        "| PFLOP | images/s | hours |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| row | settings | last epoch, % | seeds | M parameters | MMACs | PFLOP | images/s "
+        "| hours |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row, settings in study.rows.items():
         own = [line for line in results if line["row"] == row]
@@ -184,18 +184,14 @@ def table(study: Study) -> str:
             continue
         if not finished:
             codes = ", ".join(str(line["exit_code"]) for line in own)
-            lines.append(f"| {row} | `{settings}` | exit code {codes} | | {len(own)} | | | | | |")
+            lines.append(f"| {row} | `{settings}` | exit code {codes} | {len(own)} | | | | | |")
             continue
         last = [last_evaluation(line) for line in finished]
-        best = [
-            max(e["top1"] for e in line["evaluations"] if e["kind"] == "raw") for line in finished
-        ]
         first = finished[0]
         cells = [
             row,
             f"`{settings}`" if settings else "",
             spread([entry["top1"] for entry in last if entry is not None]),
-            spread(best),
             str(len(finished)),
             f"{first['parameters'] / 1e6:.2f}",
             f"{first['gmacs'] * 1e3:.1f}",

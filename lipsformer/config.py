@@ -202,11 +202,12 @@ class TrainConfig:
 class RunConfig:
     """Where a run writes its files, when it saves, and what it continues.
 
-    `resume: auto` continues the run in `output_dir` if that folder holds one. `none` requires an
-    empty folder. A path continues from that checkpoint, which must have the same config. `keep` is
-    the number of newest checkpoints that are kept; the best checkpoint is always kept. The first
-    `dense_updates` updates are logged one by one, and later ones as means over `log_every` updates.
-    With `report`, a finished run writes report.html.
+    `resume: auto` continues the run in `output_dir` if that folder holds one. `none` requires a
+    folder without a run. A path starts there from that checkpoint, which must have the same config;
+    the same command continues the run later. `keep` is the number of newest checkpoints that are
+    kept; the best checkpoint is always kept. The first `dense_updates` updates are logged one by
+    one, and later ones as means over `log_every` updates. With `report`, a finished run writes
+    report.html.
 
     Example:
         >>> RunConfig(output_dir="outputs/demo", trackers=("tensorboard",)).resume

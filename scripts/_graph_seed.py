@@ -49,7 +49,7 @@ def load_batches(config: GraphDataConfig) -> tuple[Iterable[Data], Iterable[Data
 
 
 def _only_seed_nodes(batch: Data) -> Data:
-    """Remove all sampled neighbours from the training mask."""
+    """Remove all sampled neighbors from the training mask."""
     batch.train_mask[batch.batch_size :] = False
     return batch
 

@@ -38,6 +38,8 @@ from scripts._demo_model import DemoModel
 from scripts.reporting.pictures import InlineImage, overlaid
 
 MAX_UPLOAD = 20 * 2**20  # bytes
+QUEUE = 16  # requests that wait; the others are refused
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MIN_TOKENS = 64  # of the map that is shown first
 ALL_HEADS = "mean"
 CSS = Path(__file__).with_name("demo.css")
@@ -301,7 +303,7 @@ def launch(page: Any, samples: Sequence[Sample], **options: Any) -> str:
         f"#sample-{i} {{ background-image: url({InlineImage.of(sample.array, '').uri}); }}\n"
         for i, sample in enumerate(samples)
     )
-    _, address, _ = page.launch(
+    _, address, _ = page.queue(max_size=QUEUE).launch(
         share=False,
         quiet=True,
         prevent_thread_lock=True,
@@ -323,6 +325,11 @@ def serve(checkpoint: str, which: str, *, host: str, port: int | None) -> None:
         CheckpointError: If there are no usable weights.
         ConfigError: If it is not known which model they belong to.
     """
+    if host not in LOOPBACK:
+        print(
+            f"warning: whoever reaches {host} can use the page, which asks for no password",
+            file=sys.stderr,
+        )
     weights = find_weights(checkpoint, which)
     print(weights, flush=True)
     answers = Answers(DemoModel.from_weights(weights))

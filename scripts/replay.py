@@ -46,7 +46,8 @@ def replay(folder: Path) -> dict[str, Any]:
     step = 0
     if start is not None:
         parts.state.load_checkpoint(start)
-        # A later checkpoint has the same weights: the updates between were skipped.
+        # A checkpoint from behind that update has the weights from before it, because the updates
+        # between them were skipped.
         step = min(read_state(start)["update"], record["update"])
     assert isinstance(parts.train_batches, TrainBatches)
     ranks = [

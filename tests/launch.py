@@ -6,6 +6,7 @@ of a second.
 
 import contextlib
 import importlib
+import itertools
 import os
 import signal
 import socket
@@ -43,6 +44,13 @@ def fsdp2_environment(*options: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if before.get(name) != value}
 
 
+def hsdp_options(replicas: int, shards: int) -> list[str]:
+    """The options of `accelerate launch` for replicas that are sharded."""
+    sizes = {"replicate": replicas, "shard": shards}
+    pairs = ((f"--parallelism_config_dp_{name}_size", str(n)) for name, n in sizes.items())
+    return ["--use_parallelism_config", *itertools.chain(*pairs)]
+
+
 @dataclass(frozen=True)
 class Event:
     """The moment just before the `count`-th call of a function of `module`."""
@@ -60,6 +68,7 @@ def launch(
     event: Event | None = None,
     signal_number: int = signal.SIGKILL,
     sharded: bool = False,
+    replicas: int = 1,
 ) -> list[int]:
     """Runs the command on `world_size` processes and returns their exit codes.
 
@@ -71,9 +80,10 @@ def launch(
             makes the others be killed, as a launcher would.
         signal_number: what it sends.
         sharded: use FSDP2, which Accelerate 1.15 would leave out on a CPU.
+        replicas: with more than one, the ranks are replicas of the model, each sharded (HSDP).
     """
     settings = {"world_size": world_size, "event": event, "number": signal_number}
-    with running(arguments, log, **settings, sharded=sharded) as ranks:
+    with running(arguments, log, **settings, sharded=sharded, replicas=replicas) as ranks:
         for rank in reversed(ranks):
             rank.join()
             if rank.exitcode == -signal.SIGKILL:
@@ -90,6 +100,7 @@ def running(
     event: Event | None = None,
     number: int = signal.SIGKILL,
     sharded: bool = False,
+    replicas: int = 1,
 ) -> Iterator[list[BaseProcess]]:
     """The started processes; those left at the end are killed."""
     with socket.socket() as free:
@@ -107,6 +118,7 @@ def running(
                 event if rank == world_size - 1 else None,
                 number,
                 sharded,
+                replicas,
             ),
         )
         for rank in range(world_size)
@@ -131,6 +143,7 @@ def _run(
     event: Event | None,
     number: int,
     sharded: bool,
+    replicas: int,
 ) -> None:
     with open(f"{log}.{rank}", "a") as output:
         os.dup2(output.fileno(), 1)
@@ -149,7 +162,8 @@ def _run(
             "MASTER_PORT": str(port),
         }
     if sharded:
-        os.environ |= fsdp2_environment()
+        mesh = hsdp_options(replicas, world_size // replicas) if replicas > 1 else []
+        os.environ |= fsdp2_environment(*mesh)
         PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     if event is not None:
         owner = importlib.import_module(event.module)

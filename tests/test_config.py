@@ -217,6 +217,10 @@ def test_the_table_of_timms_flags_has_every_key_once_and_in_order() -> None:
                 "augment.color_jitter": 0.3,
                 "data.crop_pct": 1.0,
                 "loss.type": "bce",
+                # engine.py and main.py of github.com/facebookresearch/deit
+                "loss.bce_target_thresh": 0.0,
+                "schedule.min_lr": 1e-5,
+                "optim.eps": 1e-8,
             },
         ),
         # arXiv 2110.00476, table 2

@@ -1,6 +1,8 @@
 """A full disk and lost records: one line, the right exit code, and nothing lost that was saved."""
 
 import errno
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 import train
 from lipsformer.engine import plots
 from lipsformer.engine.checkpoint import CheckpointFolder
+from lipsformer.engine.lock import LOCK
 from lipsformer.engine.run_folder import METRICS, RunFolder
 from lipsformer.engine.tracking import Tracking
 from tests.runs import DIGITS, write_config
@@ -70,3 +73,47 @@ def test_disk_full_to_the_last_byte(
     (output / METRICS).write_bytes(records)
     assert train.main(arguments) == 0
     assert RunFolder(output).summary() is not None
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system in memory, which can be made read-only."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_disk_that_becomes_read_only(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["--config", str(write_config(tmp_path, SETTINGS, disk / "out"))]
+    arguments.append("run.trackers=[]")  # a file that is open for writing keeps the disk writable
+    saved = CheckpointFolder.save
+
+    def remount(how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+
+    def second_fails(self, step: int, **content) -> Path:
+        if step == 2:
+            remount("ro")
+        return saved(self, step, **content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "save", second_fails)
+        assert train.main(arguments) == 4
+    (line,) = lines_of(capsys)
+    assert "cannot write checkpoint" in line
+    assert "Read-only file system" in line
+    assert RunFolder(disk / "out").weights().step == 1
+
+    assert train.main(arguments) == 2
+    (line,) = lines_of(capsys)
+    assert f"run.output_dir='{disk}/out' cannot be written: Read-only file system" in line
+    remount("rw")
+    (disk / "out" / LOCK).unlink()  # its owner is this process, which a real start would find dead
+    assert train.main(arguments) == 0
+    assert RunFolder(disk / "out").summary() is not None

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import cache
@@ -27,6 +28,18 @@ def work(cell: Cell, pictures: Path) -> dict[str, Any]:
     return run_cell(cell, _images(pictures))
 
 
+def end_with_parent() -> None:
+    """Make this process end when the one that started it ends, killed or not."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def run(
     runs: Path, results: Path, workers: int, data: Sequence[str], only: Sequence[str] = ()
 ) -> None:
@@ -44,7 +57,7 @@ def run(
     records = read_results(results)
     running: dict[Future[dict[str, Any]], Cell] = {}
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=end_with_parent) as pool:
         while True:
             while len(running) < workers:
                 cell = next_cell(records, set(running.values()), data, only)

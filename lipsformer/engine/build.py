@@ -190,7 +190,8 @@ def make_instruments(
             residual_scale=options.residual_scale_cap,
             gain=options.gain_cap,
         )
-        cap.before_eval()  # the EMA needs no cap: its first step replaces its initial weights
+        # Caps the initial weights. The EMA needs none: its first step replaces its initial weights.
+        cap.before_eval()
         instruments.append(cap)
     if (every := options.monitor_every) is not None:
         instruments.append(Monitor(module, write, every=every, probe=probe, domain=domain))

@@ -87,7 +87,9 @@ class CheckpointFolder:
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
             for path in (*temporary.iterdir(), temporary):
                 _flush(path)
-            if final.exists():  # damaged: the run went back to an earlier one and came here again
+            # A run reaches a step twice if a signal stopped it there before the evaluation, or if
+            # its checkpoint of this step was damaged and it continued an earlier one.
+            if final.exists():
                 shutil.rmtree(final)
             temporary.rename(final)
             _flush(self.path)
@@ -102,7 +104,7 @@ class CheckpointFolder:
         return final
 
     def copy(self, checkpoint: Path, step: int) -> None:
-        """Add an intact checkpoint of another folder."""
+        """Add a checkpoint of another folder, which must be intact, under the number `step`."""
         temporary = self.path / f".{self.path_of(step).name}"
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.copytree(checkpoint, temporary)
@@ -113,7 +115,7 @@ class CheckpointFolder:
         return self.path / f"{PREFIX}{step:09d}"
 
     def latest(self) -> str | None:
-        """Return the name of the newest checkpoint, which may be damaged."""
+        """Return the name with the largest number; unlike `newest`, without looking for damage."""
         return max((path.name for path in self._numbered().values()), default=None)
 
     def newest(self) -> Path | None:
@@ -126,19 +128,21 @@ class CheckpointFolder:
         return None
 
     def _numbered(self) -> dict[int, Path]:
-        """Return number of steps -> folder; anything else in the folder is not a checkpoint."""
+        """Return number of steps -> folder. Other names in the folder are left out."""
         found = {path: NAME.fullmatch(path.name) for path in self.path.glob(f"{PREFIX}*")}
         return {int(match[1]): path for path, match in found.items() if match}
 
     def _prune(self, step: int, best_step: int | None) -> None:
-        numbers = self._numbered()
-        # A checkpoint with a larger number is damaged: the run went back to an earlier one.
-        current = sorted(number for number in numbers if number <= step)
+        """Remove unfinished checkpoints, and all others but the newest `keep` and the best one."""
+        numbered = self._numbered()
+        # A checkpoint numbered above `step` is damaged: the run continued an earlier one.
+        current = sorted(number for number in numbered if number <= step)
         stay = {*current[-self.keep :], best_step}
         unfinished = self.path.glob(f".{PREFIX}*")
-        for path in (*unfinished, *(p for number, p in numbers.items() if number not in stay)):
+        for path in (*unfinished, *(p for number, p in numbered.items() if number not in stay)):
             try:
-                # Renamed first, so that what cannot be removed is no damaged checkpoint.
+                # Hidden first: a folder that is removed only in part must not look like a damaged
+                # checkpoint.
                 hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}")
                 shutil.rmtree(path.rename(hidden))
             except OSError as error:

@@ -1,4 +1,8 @@
-"""What a start of a run writes into the folder of the run before it trains."""
+"""The first thing that a process does in the folder of a run once it holds the lock.
+
+It checks that nobody else has trained there meanwhile, and writes config and environment. If the
+checkpoint to continue from lies in another folder, it first copies that run's files.
+"""
 
 import json
 import logging
@@ -26,14 +30,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Claim:
-    """A start of a run that owns the lock of its folder.
+    """The claim of one process on the folder of a run.
 
     Attributes:
         folder: The folder of the run.
         checkpoints: Its checkpoints.
         step: Number of steps made so far.
-        metrics_bytes: Length of metrics.jsonl after these steps.
-        best: The best evaluation so far, if there was one.
+        metrics_bytes: Length of metrics.jsonl after these steps; `bring` sets it to 0 if it finds
+            no records.
+        best: The best evaluation so far, if there was one; `bring` replaces it if its checkpoint is
+            lost.
 
     Example:
         >>> import tempfile
@@ -49,22 +55,26 @@ class Claim:
     best: dict[str, Any] | None
 
     def is_elsewhere(self, start: Path | None) -> bool:
-        """Return whether the run continues a checkpoint that lies in another folder."""
+        """Return whether the checkpoint to continue from lies in another folder."""
         return start is not None and start.resolve().parent != self.checkpoints.path.resolve()
 
     def check(self, start: Path | None) -> None:
         """Raise if another process wrote a checkpoint after this one chose where to start."""
         newest = self.checkpoints.newest()
-        chosen = None if start is None or self.is_elsewhere(start) else start.resolve()
-        if chosen != (newest and newest.resolve()):
+        expected = None if start is None or self.is_elsewhere(start) else start.resolve()
+        if expected != (newest and newest.resolve()):
             raise ConfigError(
                 f"another process has continued {self.folder.path} meanwhile: repeat the command"
             )
 
     def bring(self, start: Path, history: Sequence[dict[str, Any]]) -> None:
-        """Copy the checkpoint, the best one and the records, so that the folder is complete.
+        """Copy a checkpoint of another folder, with the best checkpoint and the records there.
 
-        Records and the best checkpoint may be missing, as in a checkpoint that was moved.
+        Only the checkpoint itself must exist: it may have been moved away from its run.
+
+        Args:
+            start: The checkpoint.
+            history: The evaluations up to this checkpoint.
         """
         records = start.resolve().parent.parent / METRICS
         if records.exists() and records.stat().st_size >= self.metrics_bytes:
@@ -76,13 +86,18 @@ class Claim:
             best = start.resolve().parent / self.checkpoints.path_of(self.best["update"]).name
             if fault := find_fault(best):
                 logger.warning("the best checkpoint so far, %s, is left out: %s", best, fault)
-                self.best = _evaluation(history, self.step)
+                self.best = _evaluation_at(history, self.step)
             else:
                 self.checkpoints.copy(best, self.best["update"])
         self.checkpoints.copy(start, self.step)
 
     def write(self, config: Config, entry: dict[str, Any]) -> None:
-        """Write config, environment and the list of images that are left out."""
+        """Write config, environment and the list of images to leave out; remove exit.json.
+
+        Args:
+            config: The config of the run.
+            entry: The new entry of environment.json.
+        """
         path = self.folder.path
         write_atomically(path / CONFIG, dump_config(config))
         starts = [*self.folder.environment(), entry]
@@ -92,8 +107,8 @@ class Claim:
         (path / EXIT).unlink(missing_ok=True)
 
 
-def _evaluation(history: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
-    """Return the evaluation after `step` steps as a best one; None if there was none."""
+def _evaluation_at(history: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
+    """Return the evaluation after `step` steps in the form of `best`; None if there was none."""
     for entry in history:
         if entry["update"] == step:
             figures = {kind: entry[kind] for kind in ("raw", "ema") if kind in entry}

@@ -35,20 +35,22 @@ EXIT_STOPPED = 75
 def start(config: Config) -> Accelerator:
     """Join the other processes, if any, and set device, precision and determinism."""
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        # Accelerate 1.15 does this for `--cpu --num_processes 2` unless mpirun is involved.
+        # Accelerate 1.15 starts only one process for `--cpu --num_processes 2` without mpirun.
         logger.warning(
             "this process trains alone: `accelerate launch --cpu` starts one process whatever "
             "--num_processes says; for more use `torchrun --nproc_per_node`"
         )
-    # The launcher sets it to true. Accelerate 1.15 then sends the weights of rank 0 to all others,
-    # which fails where a buffer is not sharded; here every rank builds the same weights.
+    # The launcher sets this variable to true. Accelerate 1.15 then sends the weights of rank 0 to
+    # all others, which fails if a buffer is not sharded. Here every rank builds the same weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    for engine in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
-        if os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
+    for engine in ("DEEPSPEED", "MEGATRON_LM"):
+        if _asked_for(engine):
             raise ConfigError(
                 f"ACCELERATE_USE_{engine}=true is set, but only DDP and FSDP2 train here: "
                 "launch without it"
             )
+    if _asked_for("PARALLELISM_CONFIG"):
+        _require_data_parallel()
     known, installed = set(LOGGER_TYPE_TO_CLASS), set(map(str, get_available_trackers()))
     for name in config.run.trackers:
         if name not in known:
@@ -70,13 +72,33 @@ def start(config: Config) -> Accelerator:
             project_dir=str(output_dir), logging_dir=str(output_dir / TENSORBOARD)
         ),
     )
-    wants_shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    if wants_shards and not accelerator.is_fsdp2:
+    if _asked_for("FSDP") and not accelerator.is_fsdp2:
         raise ConfigError(
             f"FSDP was asked for, but Accelerate set up {accelerator.distributed_type.value}: it "
             "leaves FSDP out on CPUs, and its default is version 1; use --fsdp_version 2 on GPUs"
         )
     return accelerator
+
+
+def _asked_for(engine: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true"
+
+
+def _require_data_parallel() -> None:
+    """Raise a `ConfigError` unless the mesh of a launcher is replicas x shards of all processes."""
+    size = {
+        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rest = max(size["tp"], size["cp"], size["sp"])
+    if rest > 1 or size["dp_shard"] < 2 or size["dp_replicate"] * size["dp_shard"] != world:
+        shown = ", ".join(f"{name}_size={value}" for name, value in size.items())
+        raise ConfigError(
+            f"the parallelism config of the launcher ({shown}) is not possible: only HSDP trains "
+            f"here, with dp_replicate_size x dp_shard_size = {world} processes and "
+            "dp_shard_size at least 2"
+        )
 
 
 def make_accelerator(precision: str, **options: Any) -> Accelerator:
@@ -89,7 +111,7 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
         ConfigError: If the device does not support the precision.
     """
     try:
-        # It would scale the loss; how a batch is divided is a matter of the config.
+        # Accelerate would divide the loss by this number; here the config divides the batch.
         if os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
             logger.warning(
                 "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is ignored: "
@@ -139,7 +161,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
     if accelerator.is_main_process:
         try:
             outcome[0] = work()
-        except Exception as error:  # without it the other ranks would wait forever
+        except Exception as error:  # the other ranks would wait for the broadcast forever
             outcome[1] = error
     broadcast_object_list(outcome)
     if outcome[1] is not None:

@@ -18,7 +18,7 @@ from lipsformer.engine.checkpoint import write_atomically
 from lipsformer.engine.distributed import EXIT_BOUND, EXIT_NONFINITE, EXIT_USER_ERROR
 from lipsformer.engine.run_folder import EXIT
 
-# Training itself led to these, so that the same start leads there again.
+# Codes of a training that failed by its own numbers: the same start would lead there again.
 FINAL = (EXIT_NONFINITE, EXIT_BOUND)
 
 _CODE = "lipsformer/exit code"
@@ -79,7 +79,8 @@ def write_exit(folder: Path, code: int, reason: str, **start: Any) -> None:
         folder: Folder of the run.
         code: The exit code.
         reason: What the error says; empty without one.
-        start: What the next start compares with its own values.
+        start: The config, and the checkpoint from which the next start would continue. That start
+            compares both with its own in `refuse_to_repeat`.
     """
     record = {"code": code, "reason": reason, **start}
     with contextlib.suppress(OSError):  # a full disk, or another rank that writes the same
@@ -87,7 +88,12 @@ def write_exit(folder: Path, code: int, reason: str, **start: Any) -> None:
 
 
 def refuse_to_repeat(folder: Path, **start: Any) -> None:
-    """Raise a `RepeatedError` if the same start has ended with an error of the training itself."""
+    """Raise a `RepeatedError` if the same start has ended with a code of `FINAL`.
+
+    Args:
+        folder: Folder of the run.
+        start: The config and the checkpoint of this start, under the names that `write_exit` got.
+    """
     path = folder / EXIT
     if not path.exists():
         return
@@ -101,15 +107,21 @@ def refuse_to_repeat(folder: Path, **start: Any) -> None:
         )
 
 
-def _attempts() -> Path | None:
-    """Return the file that all attempts of a torchrun share on this machine; None without one."""
+def _exit_of_torchrun() -> Path | None:
+    """Return the exit.json that all attempts of a torchrun share on this machine.
+
+    None if torchrun did not start this process.
+    """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return None if error_file is None else Path(error_file).parents[2] / EXIT
 
 
 def _code_of_last_attempt() -> int:
-    """Return the code of a mistake that torchrun, which restarts any process, should not repeat."""
-    path = _attempts()
+    """Return the code that ended the last attempt if it would end this one too; 0 otherwise.
+
+    torchrun restarts a process whatever its exit code.
+    """
+    path = _exit_of_torchrun()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not path or not path.exists():
         return 0
     code = json.loads(path.read_text())["code"]
@@ -119,13 +131,19 @@ def _code_of_last_attempt() -> int:
 
 
 def _store() -> dist.Store | None:
-    """Return what the ranks share besides collective operations; None for a single process."""
+    """Return torch's key-value store, which all ranks share; None for a single process."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     return None if alone else _get_default_store()
 
 
 def _end(code: int, message: str | None) -> None:
-    if (path := _attempts()) and code in (EXIT_USER_ERROR, *FINAL):
+    """Tell the user, the other ranks and the next attempt how this process ends.
+
+    Args:
+        code: The exit code.
+        message: What to print; None leaves it to the traceback.
+    """
+    if (path := _exit_of_torchrun()) and code in (EXIT_USER_ERROR, *FINAL):
         write_exit(path.parent, code, message or "")
     store = _store()
     if store is None:
@@ -135,11 +153,11 @@ def _end(code: int, message: str | None) -> None:
         return
     rank, first = dist.get_rank(), True
     if rank > 0:
-        time.sleep(0.2)  # what all ranks meet is told by rank 0
+        time.sleep(0.2)  # rank 0 comes first, so that it prints an error that all ranks meet
     try:
         if message is not None:
             name = hashlib.sha256(message.encode()).hexdigest()
-            first = store.add(f"lipsformer/said/{name}", 1) == 1
+            first = store.add(f"lipsformer/printed/{name}", 1) == 1
         store.set(_CODE, str(code))
         store.add(_ENDED, 1)
     except RuntimeError:  # rank 0, which may hold the store, has ended

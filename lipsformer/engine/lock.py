@@ -56,12 +56,13 @@ class FolderLock:
             ConfigError: If another process owns it; the message names that process.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + self.patience
+        # long enough to watch an owner elsewhere once, and then to compete for its lock
+        deadline = time.monotonic() + 2 * self.patience
         while not self._create():
             owner = self._read()
             if owner is None:
                 continue  # released just now
-            if not self._is_dead(owner) or time.monotonic() > deadline + self.patience:
+            if not self._is_dead(owner) or time.monotonic() > deadline:
                 raise ConfigError(
                     f"{self.path.parent} is in use by {_describe(owner)}: wait for its end, stop "
                     f"it, or name another run.output_dir; if it is dead, remove {self.path}"
@@ -81,16 +82,16 @@ class FolderLock:
             )
 
     def release(self) -> None:
-        """Give the lock back if it is still owned."""
+        """Give the lock back if it is still owned, and if the disk lets it."""
         self._ended.set()
-        owner = self._read()
-        if owner is not None and owner["token"] == self.token:
-            self.path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it is not empty
+        with contextlib.suppress(OSError):  # a broken disk, or a folder that is not empty
+            owner = self._read()
+            if owner is not None and owner["token"] == self.token:
+                self.path.unlink(missing_ok=True)
                 self.path.parent.rmdir()
 
     def _create(self) -> bool:
-        """Return whether there was no lock, and there is one of this process now."""
+        """Create the lock unless there is one already; return whether it was created."""
         temporary = self._write()
         try:
             os.link(temporary, self.path)
@@ -101,7 +102,7 @@ class FolderLock:
         return True
 
     def _follow(self, owner: dict[str, Any]) -> bool:
-        """Return whether this process, alone of all, has replaced the lock of a dead owner."""
+        """Replace the lock of a dead owner; return whether this process did it, and no other."""
         temporary = self._write()
         claim = self.path.with_name(f".{LOCK}-after-{owner['token']}")
         try:

@@ -10,7 +10,12 @@ from torch import Tensor
 
 
 class NonFiniteError(RuntimeError):
-    """Training met too many non-finite losses or gradients in a row, from step `first` on."""
+    """A loss, a gradient or a weight is not finite.
+
+    Attributes:
+        first: The first of too many non-finite training steps in a row; None if an evaluation or
+            the weights of a checkpoint are not finite.
+    """
 
     def __init__(self, message: str, *, first: int | None = None):
         super().__init__(message)

@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 FORMAT = 2  # of checkpoints; version 1 had other names of parameters
 
 # Settings that leave the mathematics of training as it is: place, speed, reporting, evaluation,
-# and when to give up. The number of devices, which batch_size_per_device follows, has its own
-# option. Of skip_list the content is compared instead of the path, of the teacher its weights.
+# and when to give up. batch_size_per_device depends on the number of devices, which may change with
+# run.allow_world_size_change. skip_list and teacher are paths; `_require_same` compares the content
+# of the list, and `TrainState.load_checkpoint` the weights of the teacher.
 _NOT_IDENTITY = {
     "data": ("root", "download", "num_workers", "exact_eval", "skip_list"),
     "train": (
@@ -74,6 +75,7 @@ def _find_start(config: Config) -> Path | None:
     check_folder(output_dir)
     run = RunFolder(output_dir)
     named = None if resume in ("auto", "none") else Path(resume)
+    # A repeated command names the checkpoint from which the run began: then the run goes on.
     if run.exists() and not (resume == "auto" or (named and _began_with(run, named))):
         raise ConfigError(
             f"run.output_dir={str(output_dir)!r} already holds a run: continue it with "
@@ -91,8 +93,9 @@ def _find_start(config: Config) -> Path | None:
         _require_same(run.config(), config, str(output_dir), run.path / SKIPPED)
     if newest is not None:
         _require_records(run, newest)
-    if newest is not None or named is None:
         return newest
+    if named is None:
+        return None
     if fault := find_fault(named):
         raise ConfigError(f"run.resume={resume!r} is not a usable checkpoint: {fault}")
     _require_format(named)
@@ -140,12 +143,12 @@ def _require_same(before: Config, now: Config, where: str, skipped: Path) -> Non
     """
     old, new = _settings(before), _settings(now)
     changed = {key: f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old[key] != new[key]}
+    refused = [text for key, text in changed.items() if not _may_change(key)]
     if old["data.skip_list"] and new["data.skip_list"] and skipped.exists():
-        here = Path(new["data.skip_list"])
-        same_list = not here.exists() or here.read_text() == skipped.read_text()
+        file = Path(new["data.skip_list"])  # building the data reports a missing one
+        same_list = not file.exists() or file.read_text() == skipped.read_text()
     else:
         same_list = old["data.skip_list"] == new["data.skip_list"]
-    refused = [text for key, text in changed.items() if not _may_change(key)]
     if not same_list:
         refused.append(changed.get("data.skip_list", "the content of data.skip_list"))
     if refused:
@@ -162,7 +165,7 @@ def _require_same(before: Config, now: Config, where: str, skipped: Path) -> Non
 
 
 def require_same_data(start: Path, state: dict[str, Any], **own: Any) -> None:
-    """Raise unless the state of a checkpoint has these values, which follow from the data."""
+    """Raise unless the state of a checkpoint has the values `own`, which follow from the data."""
     for name, value in own.items():
         if state[name] != value:
             raise ConfigError(
@@ -184,9 +187,8 @@ def require_same_world(
     before = (state["world_size"], *state["micro_batch"])
     if before == now:
         return
-    text = "{} processes x {} samples x {} micro-batches".format(
-        *before
-    ) + " before, {} x {} x {} now".format(*now)
+    template = "{} processes x {} samples x {} micro-batches before, {} x {} x {} now"
+    text = template.format(*before, *now)
     if not allowed:
         raise ConfigError(
             f"{start}: {text}; set run.allow_world_size_change=true to continue all the same"

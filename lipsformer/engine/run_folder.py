@@ -3,7 +3,8 @@
 This module alone knows how the files of a run are called. A run holds several sets of weights: each
 checkpoint has raw weights, and EMA weights if the run averages. "best" is the evaluated set with
 the highest top-1, raw or EMA, as the run recorded it. "last" is the better set of the newest
-checkpoint. Every command that takes a run uses "best" unless `--weights last` is given.
+checkpoint; if that was saved between two evaluations, the EMA weights, or the raw ones without EMA.
+Every command that takes a run uses "best" unless `--weights last` is given.
 
 A step of the optimizer is called an update in files, in config keys and in what commands print.
 """
@@ -149,12 +150,11 @@ class RunFolder:
         return json.loads(path.read_text()) if path.exists() else None
 
     def weights(self, which: str = "best") -> Weights:
-        """Return the weights that the run stands for.
+        """Return one set of weights of the run.
 
         Args:
-            which: "best" is the evaluated set with the highest top-1, raw or EMA. "last" is the
-                better set of the newest checkpoint. Before the first evaluation both are the EMA
-                weights of the newest checkpoint, or the raw ones if the run does not average.
+            which: "best" or "last", as the module says. Before the first evaluation "best" is the
+                same as "last".
 
         Raises:
             CheckpointError: If the checkpoint does not exist or is damaged.
@@ -164,16 +164,20 @@ class RunFolder:
             raise CheckpointError(f"{self.path} is a run without an intact checkpoint")
         best = read_state(newest)["best"]
         if which == "last" or best is None:
-            return _of_checkpoint(newest)
-        return _of_checkpoint(self.checkpoints().path_of(best["update"]), best["weights"])
+            return _checkpoint_weights(newest)
+        return _checkpoint_weights(self.checkpoints().path_of(best["update"]), best["weights"])
 
 
 def find_weights(path: str | Path, which: str = "best") -> Weights:
     """Return the weights that a run, a checkpoint, a folder of timm's format or a file stands for.
 
+    A checkpoint stands for its better set of weights, a folder of timm's format for its
+    model.safetensors. A file of weights in a checkpoint is taken as it is, with what the run
+    recorded about it.
+
     Args:
         path: The file or folder.
-        which: "best" or "last", for a run.
+        which: "best" or "last", for a run; without effect otherwise.
 
     Raises:
         CheckpointError: If there are no weights, or they are damaged.
@@ -189,27 +193,37 @@ def find_weights(path: str | Path, which: str = "best") -> Weights:
     if not (file.parent / MANIFEST).exists():
         return Weights(file)
     if path.is_dir():
-        return _of_checkpoint(path)
+        return _checkpoint_weights(path)
     kinds = {name: kind for kind, name in FILES.items()}
-    return _of_checkpoint(path.parent, kinds[path.name]) if path.name in kinds else Weights(path)
+    if path.name not in kinds:
+        return Weights(path)
+    return _checkpoint_weights(path.parent, kinds[path.name])
 
 
-def _of_checkpoint(folder: Path, kind: str | None = None) -> Weights:
-    """Return weights of a checkpoint, by default the kind with the better evaluation."""
+def _checkpoint_weights(folder: Path, kind: str | None = None) -> Weights:
+    """Return weights of a checkpoint, by default the better kind, or EMA if it has no evaluation.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged.
+    """
     if fault := find_fault(folder):
         raise CheckpointError(f"{folder} cannot be used: {fault}")
     state = read_state(folder)
     step, epoch = state["update"], state["update"] / state["updates_per_epoch"]
-    figures = next((entry for entry in state["history"] if entry["update"] == step), {})
+    evaluation = next((entry for entry in state["history"] if entry["update"] == step), {})
     if kind is None:
         present = [k for k, name in FILES.items() if (folder / name).exists()]
         # EMA comes after raw in FILES, so the last one present is EMA if there is one
-        kind = better_kind({k: figures[k] for k in present}) if figures else present[-1]
-    return Weights(folder / FILES[kind], kind, step, epoch, figures.get(kind))
+        kind = better_kind({k: evaluation[k] for k in present}) if evaluation else present[-1]
+    return Weights(folder / FILES[kind], kind, step, epoch, evaluation.get(kind))
 
 
 def better_kind(figures: dict[str, dict[str, Any]]) -> str:
-    """Return the kind of weights with the higher top-1; the last one, EMA, if they are equal."""
+    """Return the kind of weights with the higher top-1, and EMA if they are equal.
+
+    Args:
+        figures: The evaluation of each kind, EMA behind raw.
+    """
     return max(reversed(figures), key=lambda kind: figures[kind]["top1"])
 
 
@@ -266,14 +280,15 @@ def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> lis
         raise CheckpointError(f"{file} does not fit the model: {reason}") from None
     own = model.state_dict()
     heads = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
-    heads = (heads,) if isinstance(heads, str) else tuple(heads)
+    heads = (heads,) if isinstance(heads, str) else heads
+    prefixes = tuple(f"{head}." for head in heads)
     fresh = [
         name
-        for name in own
+        for name, tensor in own.items()
         if new_head
-        and name.startswith(tuple(f"{head}." for head in heads))
+        and name.startswith(prefixes)
         and name in weights
-        and weights[name].shape != own[name].shape
+        and weights[name].shape != tensor.shape
     ]
     taken = {name: tensor for name, tensor in weights.items() if name not in fresh}
     check_fit({name: t for name, t in own.items() if name not in fresh}, taken, str(file))

@@ -89,17 +89,18 @@ def backward(
 ) -> Tensor:
     """Add the gradient of a rank's micro-batches; return the sum of their losses."""
     accelerator = state.accelerator
-    # DDP and FSDP average the ranks' gradients; the product makes it their sum.
+    # DDP and FSDP average the gradients of the ranks; the factor turns the average into the sum.
     scale = accelerator.num_processes / num_samples
     loss_sum = torch.zeros((), device=accelerator.device)
     for micro_step, (images, labels) in enumerate(micro_batches):
-        at = {"update": step, "micro_step": micro_step, "rank": rank}
         images, targets = transform(
             images.to(accelerator.device, non_blocking=True),
             labels.to(accelerator.device, non_blocking=True),
-            **at,
+            update=step,
+            micro_step=micro_step,
+            rank=rank,
         )
-        seed_micro_step(accelerator.device, state.seed, *at.values())
+        seed_micro_step(accelerator.device, state.seed, step, micro_step, rank)
         last = micro_step == len(micro_batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(state.model):
             loss = state.task(images, targets)["loss"] * len(images)
@@ -350,14 +351,14 @@ def evaluate(
     rounds = int(accelerator.gather(own).max())  # pyright: ignore[reportAttributeAccessIssue]
     iterator = iter(batches)
     batch = None
-    for step in range(rounds):
+    for index in range(rounds):
         if interrupted():
             return None
-        counted = step < len(batches)
+        counted = index < len(batches)
         if counted:
             batch = next(iterator)
         elif not isinstance(module, FSDPModule) or batch is None:
-            continue  # only sharded models need all ranks in each forward pass
+            continue  # only a sharded model needs all ranks in each forward pass: repeat a batch
         images, labels = (tensor.to(accelerator.device, non_blocking=True) for tensor in batch)
         with accelerator.autocast():
             logits = module(normalize(images))

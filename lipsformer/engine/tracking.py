@@ -23,7 +23,8 @@ class Tracking:
         folder: Folder of the run.
         run_id: Name of the run for trackers, the same after a resume.
         step: Number of steps made so far.
-        next_record: The earliest step of which a record may still come.
+        next_record: The earliest step of which a record may still come; TensorBoard drops its
+            records from this step on.
         total_steps: Number of steps of the whole run.
         metrics_bytes: Length of metrics.jsonl after `step` steps. What a process that died wrote
             behind that is cut off, because it will be written again.
@@ -68,9 +69,9 @@ class Tracking:
         # purge_step also removed records that are still valid: evaluations and monitor records
         # newer than the pending training average. Send them again.
         for record in folder.metrics() if self.is_main else ():
-            if next_record <= record["update"]:
-                kind, at, _, *values = record.items()
-                self._send(kind[1], at[1], dict(values))
+            kind, made, _ = record.pop("kind"), record.pop("update"), record.pop("epoch")
+            if made >= next_record:
+                self._send(kind, made, record)
         terminal = self.is_main and sys.stderr.isatty()
         self._bar = tqdm(
             total=total_steps, initial=step, unit="update", disable=not terminal, smoothing=0.1

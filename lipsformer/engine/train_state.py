@@ -101,9 +101,9 @@ class TrainState:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return file name -> tensors, on the main process; nothing on the others.
 
-        Plain weights, moments and averages are the tensors themselves, which the next optimizer
-        step changes. All others are copies. Every rank must call it, because gathering shards is a
-        collective operation.
+        Weights, moments and averages that are not sharded are the tensors themselves, which the
+        next optimizer step changes. All others are copies. Every rank must call it, because
+        gathering shards is a collective operation.
         """
         moments = state_tensors(self.module, self.optimizer)
         files = {
@@ -121,22 +121,23 @@ class TrainState:
             files[INSTRUMENTS] = self._gather(remembered, ())
         return files
 
-    def _gather(self, tensors: dict[str, Tensor], live: Container[str]) -> dict[str, Tensor]:
-        """Gather shards one by one, and copy all that is not `live`; keep it on the main process.
+    def _gather(self, tensors: dict[str, Tensor], uncopied: Container[str]) -> dict[str, Tensor]:
+        """Return full tensors by name on the main process, and nothing on the others.
 
         Args:
-            tensors: By name.
-            live: Names of tensors that only an optimizer step changes.
+            tensors: By name. Sharded ones are gathered one by one into the memory of the CPU.
+            uncopied: Names of tensors that only an optimizer step changes, so that the writer may
+                copy them later. All others are copied here.
         """
         gathered: dict[str, Tensor] = {}
-        keep = self.accelerator.is_main_process
         for name, tensor in tensors.items():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if not keep:
+            sharded = isinstance(tensor, DTensor)
+            full = tensor.full_tensor() if sharded else tensor  # every rank takes part
+            if not self.accelerator.is_main_process:
                 continue
-            if isinstance(tensor, DTensor):
+            if sharded:
                 full = full.to("cpu", copy=True)
-            elif name not in live:
+            elif name not in uncopied:
                 full = full.clone()
             gathered[name] = full.detach()
         return gathered
@@ -177,9 +178,10 @@ class TrainState:
                 )
 
     def numbers(self) -> dict[str, Any]:
-        """Return the state that is not tensors: of scaler and optimizer, and which teacher it is.
+        """Return what a checkpoint holds of this state besides tensors, fit for JSON.
 
-        The scaler's is None unless the precision is fp16.
+        It is the state of the gradient scaler (None unless the precision is fp16), the numbers of
+        the optimizer, and the fingerprint of the teacher.
         """
         scaler = self.accelerator.scaler
         return {

@@ -38,7 +38,9 @@ from lipsformer.engine.writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)
 
-SAVE_FAILED = 1000  # told to all ranks like a signal; larger than the number of any signal
+# Stands in for a signal when the writer of rank 0 failed, so that all ranks stop at the same step.
+# The ranks obey the largest number, and this is larger than that of any signal.
+SAVE_FAILED = 1000
 
 
 class Trainer:
@@ -76,7 +78,7 @@ class Trainer:
         self.steps_per_epoch = parts.train_batches.updates_per_epoch
         self.total_steps = config.train.epochs * self.steps_per_epoch
         self.stop = StopRequest()
-        self.stopped = 0
+        self.stop_signal = 0  # number of the signal that stops the run; 0 as long as there is none
         self.stopwatch = Stopwatch(self.accelerator)
         self.metrics = StepMetrics(
             self.accelerator, max_nonfinite=config.train.max_nonfinite_updates
@@ -87,7 +89,7 @@ class Trainer:
         self.step = 0
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Any] | None = None
-        # What the instruments found before the evaluation that comes next.
+        # Figures of the instruments for the next evaluation, by kind of weights.
         self.eval_figures: dict[str, dict[str, float]] = {}
         self.run_id = on_main(self.accelerator, lambda: uuid.uuid4().hex[:12])
         on_main(self.accelerator, self.lock.acquire)
@@ -134,24 +136,25 @@ class Trainer:
             f"from update {self.step}; writing to {self.folder.path}"
         )
         try:
-            while not self.stopped:
-                epoch, position = divmod(self.step, self.steps_per_epoch)
-                if position == 0 and len(self.history) < epoch:
-                    self._finish_epoch(epoch)
+            while not self.stop_signal:
+                epochs_made, position = divmod(self.step, self.steps_per_epoch)
+                # Also after a resume: the last epoch may be complete, but not evaluated.
+                if position == 0 and len(self.history) < epochs_made:
+                    self._finish_epoch(epochs_made)
                     continue
                 if self.step == self.total_steps:
                     break
                 self.stopwatch.reset()
                 self.step = train_epoch(
                     self.state,
-                    self.parts.train_batches.epoch(epoch, position),
+                    self.parts.train_batches.epoch(epochs_made, position),
                     first_step=self.step,
                     transform=self.parts.transform,
                     metrics=self.metrics,
                     stopwatch=self.stopwatch,
                     after_step=self._after_step,
                 )
-            on_main(self.accelerator, self.writer.wait)
+            on_main(self.accelerator, self.writer.wait)  # for the last checkpoint
         except NonFiniteError as error:
             if error.first is not None and self.accelerator.is_main_process:
                 self._write_replay(error.first, str(error))
@@ -160,14 +163,17 @@ class Trainer:
             self.tracking.close()
             if self.accelerator.is_main_process:
                 plot_run(self.folder)
-        if self.stopped:
-            logger.warning("stopped by signal %d after update %d", self.stopped, self.step)
+        if self.stop_signal:
+            logger.warning("stopped by signal %d after update %d", self.stop_signal, self.step)
         else:
             on_main(self.accelerator, self._write_summary)
-        return self.stopped
+        return self.stop_signal
 
     def _after_step(self, step: int) -> bool:
-        """Log and save when it is time; return whether a signal asks to stop."""
+        """Log and save when it is time; return whether a signal asks to stop.
+
+        The checkpoint at the end of an epoch is saved after its evaluation, except on a signal.
+        """
         self.step = step
         for made, record in self.parts.monitored:
             self.tracking.record("monitor", made, made / self.steps_per_epoch, record)
@@ -179,16 +185,16 @@ class Trainer:
             # Once per epoch and before anything is saved: an evaluation that is repeated after an
             # interruption then sees the same weights, and the figures come from the checkpoint.
             self._prepare_eval()
-        self._interrupted()
-        if self.stopped or (self._save_is_due() and not epoch_ends):
+        if self._interrupted() or (self._save_is_due() and not epoch_ends):
             self._save()
-        return bool(self.stopped)
+        return bool(self.stop_signal)
 
     def _save_is_due(self) -> bool:
         every = self.config.run.save_every_updates
         return every is not None and self.step % every == 0
 
     def _prepare_eval(self) -> None:
+        """Bring the weights into the state that is evaluated and saved."""
         self.state.agree_on_buffers()
         self.eval_figures = {kind: {} for kind in self.state.weights()}
         for module in self.state.weights().values():
@@ -198,7 +204,10 @@ class Trainer:
                 self.eval_figures[kind].update(figures)
 
     def _finish_epoch(self, epoch: int) -> None:
-        """Evaluate all kinds of weights, record the figures, and save."""
+        """Evaluate all kinds of weights, record the figures, and save if it is time.
+
+        A signal ends the evaluation. Its figures are dropped, and the run saves the weights.
+        """
         figures: dict[str, dict[str, Any]] = {}
         for kind, module in self.state.weights().items():
             result = evaluate(
@@ -227,25 +236,27 @@ class Trainer:
         better = self.best is None or top1 > self.best["top1"]
         if better:
             self.best = {"epoch": epoch, "update": self.step, "weights": kind, "top1": top1}
-        ends = self.step == self.total_steps or epoch % self.config.run.save_every_epochs == 0
-        if better or ends or self._save_is_due():
+        complete = self.step == self.total_steps
+        due = epoch % self.config.run.save_every_epochs == 0 or self._save_is_due()
+        if better or complete or due:
             self._save()
 
     def _interrupted(self) -> bool:
         """Return whether a signal asks to stop; raise the error of a checkpoint that failed."""
         if self.writer.failed:
             self.stop.received = SAVE_FAILED
-        self.stopped = self.stop.stop_signal()
-        if self.stopped == SAVE_FAILED:
-            on_main(self.accelerator, self.writer.wait)
-        return bool(self.stopped)
+        self.stop_signal = self.stop.stop_signal()
+        if self.stop_signal == SAVE_FAILED:
+            on_main(self.accelerator, self.writer.wait)  # raises the error on every rank
+        return bool(self.stop_signal)
 
     def _log(self) -> None:
+        """Record the steps since the last record: the run's first one by one, others as a mean."""
         stats = self.metrics.read()
         rates = self.stopwatch.read()
-        dense = [[s] for s in stats if s.step < self.config.run.dense_updates]
+        single = [[s] for s in stats if s.step < self.config.run.dense_updates]
         rest = [s for s in stats if s.step >= self.config.run.dense_updates]
-        groups = [*dense, rest] if rest else dense
+        groups = [*single, rest] if rest else single
         for group in groups:
             made = group[-1].step + 1
             values = summarize(group)
@@ -261,7 +272,7 @@ class Trainer:
                 len(stats),
                 self.metrics.nonfinite_total,
             )
-        left = (time.perf_counter() - self.started) / (self.step - self.first_step)
+        seconds_per_step = (time.perf_counter() - self.started) / (self.step - self.first_step)
         self.tracking.progress(
             self.step,
             f"epoch {math.ceil(self.step / self.steps_per_epoch)}/{self.config.train.epochs}  "
@@ -269,12 +280,13 @@ class Trainer:
             f"grad {mean.get('grad_norm', math.nan):.3g}  {rates['images_per_s']:.0f} img/s  "
             f"data {100 * rates['data_wait']:.0f} %  "
             f"mem {memory_gib(self.accelerator.device):.2f} GiB  "
-            f"eta {_duration(left * (self.total_steps - self.step))}",
+            f"eta {_duration(seconds_per_step * (self.total_steps - self.step))}",
         )
         self.metrics.clear()
 
     def _save(self) -> None:
-        on_main(self.accelerator, self.writer.wait)
+        """Begin a checkpoint of this step; every rank must call it."""
+        on_main(self.accelerator, self.writer.wait)  # an earlier error is raised on every rank
         metrics = self.metrics.state_dict()
         self.state.agree_on_buffers()
         tensors = self.state.state_dict()
@@ -308,6 +320,7 @@ class Trainer:
         )
 
     def _before_write(self) -> None:
+        """Check the lock, and flush the records whose length the checkpoint states."""
         self.lock.check()
         self.tracking.flush()
 
@@ -329,13 +342,19 @@ class Trainer:
         return state["metrics_bytes"]
 
     def _leave(self) -> None:
+        """Wait for the last checkpoint, put the signal handlers back and release the lock."""
         self.writer.close()
         self.stop.close()
         if self.accelerator.is_main_process:
             self.lock.release()
 
     def _claim_folder(self, start: Path | None, metrics_bytes: int) -> tuple[int, Any]:
-        """Write what a start writes; return the length of metrics.jsonl and the best evaluation."""
+        """Write the first files of this start, on the main process.
+
+        Returns:
+            The length of metrics.jsonl at the checkpoint, and the best evaluation so far. Both
+            differ from the checkpoint's own if files of another folder were lost; see `Claim`.
+        """
         claim = Claim(self.folder, self.checkpoints, self.step, metrics_bytes, self.best)
         claim.check(start)
         if claim.is_elsewhere(start):

@@ -22,13 +22,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CheckpointWriter:
-    """Copies the tensors of a checkpoint and writes them, in a thread and one after the other.
+    """Writes checkpoints one after the other, in a thread that first copies their tensors.
 
     Weights, moments and averages change in the optimizer step only. So the thread copies them
     during the forward and backward pass that follows, and `wait_for_copy` holds back the optimizer
-    until the copy is complete. The copies stay allocated: filling new memory takes three times as
-    long, because the system clears every page first. numpy copies on the CPU, since a second
-    OpenMP team beside the one that trains slows both down.
+    until the copy is complete. The memory of the copies is kept for the next checkpoint: filling
+    new memory takes three times as long, because the system clears every page first. numpy copies
+    on the CPU, because the OpenMP threads of torch would compete with those that train.
 
     Args:
         checkpoints: Where to write.
@@ -56,7 +56,7 @@ class CheckpointWriter:
         self._copies: dict[tuple[str, str], Tensor] = {}
 
     def save(self, step: int, *, tensors: Files, **content: Any) -> None:
-        """Begin a checkpoint; the arguments are those of `CheckpointFolder.save`.
+        """Begin to write a checkpoint and return; arguments as for `CheckpointFolder.save`.
 
         Args:
             step: Number of steps made.
@@ -64,7 +64,7 @@ class CheckpointWriter:
             **content: `texts` and `best_step`.
 
         Raises:
-            Exception: What `wait` raises, because the save before this one is waited for.
+            Exception: What `wait` raises about the checkpoint before this one.
         """
         self.wait()
         self._copied.clear()
@@ -77,7 +77,7 @@ class CheckpointWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether `wait` would raise an error at once."""
+        """Whether the last save has ended with an error, which `wait` would raise."""
         saving = self._saving
         return saving is not None and saving.done() and saving.exception() is not None
 

@@ -19,7 +19,7 @@ ENABLED = os.environ.get("LIPSFORMER_NATIVE") != "0"
 LOG = "kernels" in os.environ.get("LIPSFORMER_LOG", "").split(",")
 
 _FLOAT32 = (torch.float32,)
-_BOTH = (torch.float32, torch.bfloat16)
+_FLOAT32_BFLOAT16 = (torch.float32, torch.bfloat16)
 
 
 class Needs(NamedTuple):
@@ -50,17 +50,19 @@ _POINTWISE = Needs(("csrc",), contiguous=True)
 NEEDS = {
     # asked by the layers
     "center_norm": Needs(),
-    "cosine_normalize": Needs(("onednn",)),  # not oneDNN itself: it excludes autocast, which would
-    "attention": Needs(("onednn",)),  # cast the operators of the forward pass only
-    "cosine_windows": Needs(("csrc",), _BOTH, mixed=True),
-    "depthwise": Needs(("csrc", "onednn"), _BOTH, casts=True, mixed=True),
+    # These two do not call oneDNN. They ask for it because it excludes autocast, which would cast
+    # the operators of their forward pass and not those of their backward pass.
+    "cosine_normalize": Needs(("onednn",)),
+    "attention": Needs(("onednn",)),
+    "cosine_windows": Needs(("csrc",), _FLOAT32_BFLOAT16, mixed=True),
+    "depthwise": Needs(("csrc", "onednn"), _FLOAT32_BFLOAT16, casts=True, mixed=True),
     "gelu_residual": Needs(),
-    "kept_samples": Needs((), _BOTH),
+    "kept_samples": Needs((), _FLOAT32_BFLOAT16),
     "linear": Needs(("onednn",), min_dims=3),
     "packed_linear": Needs(("onednn",)),
     # asked inside the kernels, where PyTorch's operators are the other choice
     "center.csrc": _POINTWISE,
-    "depthwise.csrc": Needs(("csrc",), _BOTH, mixed=True),
+    "depthwise.csrc": Needs(("csrc",), _FLOAT32_BFLOAT16, mixed=True),
     "gelu.csrc": _POINTWISE,
     "gelu_residual.csrc": _POINTWISE,
     "sum_rows.csrc": _POINTWISE,

@@ -1,6 +1,7 @@
 """Scaled cosine attention, and attention of any kind within the windows of a map.
 
-Shapes in this file: B batch (windows included), H heads, N tokens, d channels per head.
+Shapes of the attention itself: B batch (times windows), H heads, N tokens, d channels per head.
+``attend_in_windows`` takes maps: B images, H x W tokens, C channels of each of P partitions.
 """
 
 import math
@@ -126,9 +127,9 @@ class ScaledCosineAttention(nn.Module):
         if eps <= 0.0:
             raise ValueError(f"eps must be > 0, got {eps}")
         self.num_heads = num_heads
-        self.init_logit_scale = logit_scale
+        self.init_logit_scale = float(logit_scale)  # YAML gives an int for 12
         self.init_value_scale = value_scale
-        self.eps = eps
+        self.eps = float(eps)
         self.attn_drop = attn_drop
         self.fused_attn = use_fused_attn()
         self.log_logit_scale: nn.Parameter | None = None
@@ -189,7 +190,7 @@ def fused_attention(
     if training and dropout == 0.0 and kernels.usable("attention", *tensors, training=True):
         return kernels.recomputed_attention(q, k, v, bias)
     if not torch.compiler.is_compiling() and kernels.active_transform() is not None:
-        return plain_attention(q, k, v, bias, dropout)
+        return plain_attention(q, k, v, bias, dropout)  # PyTorch's kernel has no rule for it
     return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout, scale=1.0)
 
 
@@ -211,16 +212,17 @@ def attend_in_windows(
     """Attend within the windows of a map.
 
     A partition is a group of heads that share the shape of their windows. Swin has a single one,
-    CSwin has two: vertical and horizontal stripes. One kernel replaces all the modules where it
-    may; it is given their parameters.
+    CSwin has two: vertical and horizontal stripes. Where a kernel is usable, it computes all
+    partitions at once from the parameters of the modules, which are then not called.
 
     Args:
         qkv: [B, H, W, 3, P, C], queries, keys and values of the P partitions of the heads.
         windows: (h, w) in tokens of each partition.
         attentions: The attention of each partition, with its ``num_heads``.
         bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
-        lepes: For each partition, a depthwise 3x3 convolution of the values, zero padded at the
-            edge of the window, whose result is added to the output. Empty for none.
+        lepes: For each partition the LePE of CSwin (locally-enhanced positional encoding): a
+            depthwise 3x3 convolution of the values, zero padded at the edge of the window, whose
+            result is added to the output. Empty for none.
 
     Returns:
         [B, H, W, P * C].
@@ -233,7 +235,8 @@ def attend_in_windows(
         training=attentions[0].training,
         unless=lambda: _kernel_obstacle(windows, attentions, lepes),
     ):
-        return kernels.cosine_windows(qkv, windows, *_scales(attentions), bias, _lepe_table(lepes))
+        tau, nu, eps = _tau_nu_eps(attentions)
+        return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, _lepe_table(lepes))
     outputs = []
     for part, (attention, window) in enumerate(zip(attentions, windows, strict=True)):
         num_heads: Any = attention.num_heads
@@ -272,13 +275,13 @@ def _kernel_obstacle(
     return "a module has hooks, which the kernel would not call" if hooked else None
 
 
-def _scales(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:
+def _tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:
     """Return tau ([P, heads]), nu (0 for raw values) and eps of every partition."""
     taus, nu = [], []
     for attention in attentions:
         tau = attention.tau()
-        one = torch.full((attention.num_heads,), tau) if isinstance(tau, float) else tau.flatten()
-        taus.append(one)
+        fixed = isinstance(tau, float)
+        taus.append(torch.full((attention.num_heads,), tau) if fixed else tau.flatten())
         nu.append(0.0 if attention.value_scale is None else float(attention.value_scale))
     return torch.stack(taus), nu, [attention.eps for attention in attentions]
 

@@ -1,9 +1,9 @@
 """LipschitzNorm: attention scores divided by the norms of their inputs.
 
 A score that grows with its inputs gives attention an unbounded gradient. Dividing each score by the
-weight's norm and by the largest input norm of its neighbourhood bounds both the score and its
-derivative. One core serves dense attention (the neighbourhood is a window) and graphs (it is the
-set of edges that share a target): only ``reduce``, the neighbourhood maximum, differs.
+weight's norm and by the largest input norm of its neighborhood bounds both the score and its
+derivative. The same formulas serve dense attention (the neighborhood is a window) and graphs (it is
+the set of edges that share a target): only ``reduce``, the neighborhood maximum, differs.
 
 Reference: Dasoulas, Scaman, Virmaux, "Lipschitz Normalization for Self-Attention Layers with
 Application to Graph Neural Networks", ICML 2021.
@@ -77,13 +77,13 @@ def linear_scale(
 
     1 / (att_norm |a|_2 sqrt(max_k |h_k|^2 + |h_i|^2)) for the score a_l . h_j + a_r . h_i of
     target i, a = [a_l || a_r]. With ``target_sq=0`` and ``att_norm=1`` it is the paper's
-    normalisation of g(X) = Q^T X.
+    normalization of g(X) = Q^T X.
 
     Args:
         neighbor_sq: Squared norms of the inputs, [E, H] for edges or [..., N] for windows.
         target_sq: Squared norms of the targets, shaped like what ``reduce`` returns.
         weight: Score weights per head, [H, D]; a single head for windows, [1, D].
-        reduce: Maximum over the neighbourhood, such as ``dense_max`` or ``segment_max``.
+        reduce: Maximum over the neighborhood, such as ``dense_max`` or ``segment_max``.
         att_norm: Constant factor, above 0; the scores then lie within 1/att_norm. The paper's code
             uses 4, twice what the theorem asks for.
         scale_individually: One norm of the weight per head, or one over all heads.
@@ -152,7 +152,7 @@ def quadratic_scale(
         query_sq: Squared Frobenius norm of the queries, shaped like what ``reduce`` returns.
         key_sq: Squared norms of the keys, [E, H] for edges or [..., N] for windows.
         value_sq: Squared norms of the values, shaped like ``key_sq``.
-        reduce: Maximum over the neighbourhood.
+        reduce: Maximum over the neighborhood.
         eps: Added to every squared norm, so that zero inputs give score 0 and finite derivatives.
 
     Returns:

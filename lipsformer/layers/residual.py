@@ -19,12 +19,13 @@ class WeightedResidual(nn.Module):
     :math:`\alpha = 1/B` in B blocks of b branches, the product over all branches is at most
     :math:`e^{b \max Lip(f)}`.
 
-    A branch may leave its last step to the residual, which saves a pass over the map. Such a branch
-    has a class attribute ``ends_in``:
+    A pass over the map is saved if the branch and the residual share the last operator of the
+    branch. Such a branch names this operator in the class attribute ``ends_in``:
 
     - ``"linear"``: ``branch(x, output_scale=alpha)`` returns alpha * f(x), because its last linear
       layer multiplies alpha into its weight.
-    - ``"gelu"``: ``branch(x, last_gelu=False)`` returns z with f(x) = GELU(z).
+    - ``"gelu"``: ``branch(x, last_gelu=False)`` returns z with f(x) = GELU(z), and the residual
+      computes x + alpha * GELU(z) at once.
 
     Shape:
         x: [B, ..., C], channels last; the output has the same shape.
@@ -92,14 +93,14 @@ class WeightedResidual(nn.Module):
         if ends_in == "linear":
             scaled = self.branch(inputs, *context, output_scale=self.residual_scale)
             return _add(x, scaled, mask, kept)
-        alpha = self.residual_scale if mask is None else self.residual_scale * mask
-        if ends_in == "gelu" and kernels.usable("gelu_residual", x, alpha, training=self.training):
+        scale = self.residual_scale if mask is None else self.residual_scale * mask
+        if ends_in == "gelu" and kernels.usable("gelu_residual", x, scale, training=self.training):
             z = self.branch(inputs, *context, last_gelu=False)
-            return kernels.gelu_residual(x, z, alpha, kept)
-        return _add(x, self.branch(inputs, *context), alpha, kept)
+            return kernels.gelu_residual(x, z, scale, kept)
+        return _add(x, self.branch(inputs, *context), scale, kept)
 
     def draw_mask(self, x: Tensor) -> Tensor | None:
-        """Draw which samples of ``x`` ([B, ..., C]) keep their branch.
+        """Draw the factor that drop path puts on the branch of each sample of ``x`` ([B, ..., C]).
 
         Returns:
             [B, 1, ..., 1]: 0 for a dropped sample, 1 / (1 - drop_path) for any other. None if
@@ -121,9 +122,10 @@ register_notrace_module(WeightedResidual)  # FX cannot trace drop path
 
 
 def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return the numbers of the samples whose branch must be computed; None for all samples.
+    """Return the indices of the samples whose branch must be computed; None for all samples.
 
-    Samples are left out only on the CPU, because a GPU would make the host wait for their number.
+    Samples are left out only on the CPU: on a GPU the host would have to wait until it knows how
+    many there are.
     If the mask drops every sample, all are computed, so that each parameter gets a gradient.
     """
     if mask is None or not kernels.usable("kept_samples", x, training=True):
@@ -132,9 +134,9 @@ def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
     return None if index.shape[0] in (0, x.shape[0]) else index
 
 
-def _add(x: Tensor, branch: Tensor, scale: Tensor | None, kept: Tensor | None) -> Tensor:
-    """Return x + scale * branch, where the branch may hold only the samples ``kept``."""
+def _add(x: Tensor, output: Tensor, scale: Tensor | None, kept: Tensor | None) -> Tensor:
+    """Return x + scale * output, where the branch's output may hold only the samples ``kept``."""
     if kept is not None:
-        branch = branch if scale is None else branch * scale
-        return x.index_add(0, kept, branch.to(x.dtype))
-    return x + branch if scale is None else torch.addcmul(x, branch, scale.to(x.dtype))
+        output = output if scale is None else output * scale
+        return x.index_add(0, kept, output.to(x.dtype))
+    return x + output if scale is None else torch.addcmul(x, output, scale.to(x.dtype))

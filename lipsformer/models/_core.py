@@ -1,4 +1,7 @@
-"""The attention on projected queries, keys and values, which all bodies share."""
+"""The core of an attention module, the part between its projections: softmax(scores) v.
+
+The Swin, CSwin and ViT forms and the converted models of timm share it.
+"""
 
 from typing import Any
 
@@ -6,6 +9,7 @@ from torch import nn
 
 from lipsformer.layers import LipschitzNormAttention, ScaledCosineAttention
 
+# what ScaledCosineAttention takes and LipschitzNorm does not, with the defaults
 COSINE_ONLY = {"logit_scale": 10.0, "learn_logit_scale": False, "value_scale": 1.0}
 
 
@@ -27,7 +31,15 @@ def check_attn(attn: str, **options: Any) -> None:
 
 
 def make_core(attn: str, num_heads: int, attn_drop: float, **options: Any) -> nn.Module:
-    """Build the attention that `attn` names; `options` are those of `ScaledCosineAttention`."""
+    """Build the attention that `attn` names.
+
+    Args:
+        attn: "cosine" or "lipschitznorm".
+        num_heads: Number of heads.
+        attn_drop: Dropout probability of the attention weights.
+        **options: Further arguments of `ScaledCosineAttention`. They do not apply to LipschitzNorm,
+            for which `check_attn` refuses other values than the defaults.
+    """
     if attn == "lipschitznorm":
         return LipschitzNormAttention(num_heads, attn_drop)
     return ScaledCosineAttention(num_heads, attn_drop=attn_drop, **options)

@@ -34,7 +34,7 @@ class TimmInterface(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that are scales, gains, biases or position tables."""
+        """Return the names of the scales, gains, biases and position tables."""
         names = ("residual_scale", "relative_position_bias_table", "log_logit_scale")
         return {
             name
@@ -43,7 +43,7 @@ class TimmInterface(nn.Module):
         }
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that sort parameters into stem and blocks, for layer-wise decay."""
+        """Return patterns that sort the parameters into stem and blocks, for layer-wise decay."""
         blocks = [
             (r"^stages\.(\d+)\.downsample", (0,)),
             (r"^stages\.(\d+)\.blocks\.(\d+)", None),
@@ -77,7 +77,7 @@ class TimmInterface(nn.Module):
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a new, spectrally initialised one.
+        """Replace the classifier by a new, spectrally initialized one.
 
         Args:
             num_classes: Number of classes; 0 leaves out the classifier.

@@ -95,6 +95,8 @@ class FoldedResidual(nn.Module):
 
     .. math:: CN(x + \alpha \odot f(x)) = \gamma \tfrac{d}{d-1} (x - \mathrm{mean}(x)) + f'(x)
 
+    :math:`f'` is the branch with a changed last layer: :math:`f'(x) = CN(\alpha \odot f(x))`.
+
     Shape:
         x: [B, ..., C]; the output has the same shape.
     """

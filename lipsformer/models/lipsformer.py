@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from timm.layers import ClassifierHead, register_notrace_module, to_2tuple
+from timm.layers import ClassifierHead, to_2tuple
 from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
@@ -23,64 +23,16 @@ from lipsformer.layers import (
 )
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._timm import TimmInterface
+from lipsformer.models.embed import ConvStem, PatchEmbed
 from lipsformer.models.inference import (
     FoldedResidual,
     FrozenLinear,
-    fold_norm_behind,
     register_fold,
 )
 
 Device = torch.device | str | None
 DEFAULT_EPS = 1e-2  # the paper leaves eps open; ScaledCosineAttention explains this value
-RELEASED_EPS = 1e-6  # for ordinary lengths float32 gives the released code's max(|x|, 1e-12)
-
-
-class PatchConv2d(nn.Conv2d):
-    """Convolution whose output is channels last for images of any memory layout.
-
-    PyTorch chooses the layout of the output by the layout of the weight. The blocks then need no
-    transposition, and training need not keep a second copy of the images.
-    """
-
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight = weight.contiguous(memory_format=torch.channels_last)
-        return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-
-
-class PatchEmbed(nn.Module):
-    """Embed non-overlapping patches: strided convolution, then CenterNorm, channels last.
-
-    Example:
-        >>> import torch
-        >>> from lipsformer.models.lipsformer import PatchEmbed
-        >>> PatchEmbed(patch_size=4, in_chans=3, dim=16)(torch.zeros(1, 3, 32, 24)).shape
-        torch.Size([1, 8, 6, 16])
-    """
-
-    def __init__(self, patch_size: int, in_chans: int, dim: int, **dd: Any) -> None:
-        """Create the projection.
-
-        Args:
-            patch_size: Side of a patch in pixels, kernel and stride of the convolution.
-            in_chans: Number of image channels.
-            dim: Number of channels C of a token.
-            **dd: ``device`` and ``dtype`` of the parameters.
-        """
-        super().__init__()
-        self.patch_size = patch_size
-        self.proj = PatchConv2d(in_chans, dim, patch_size, patch_size, **dd)
-        self.norm = CenterNorm(dim, **dd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Turn images [B, 3, H, W] into tokens [B, H / p, W / p, C]."""
-        height, width = x.shape[-2], x.shape[-1]
-        if height % self.patch_size != 0 or width % self.patch_size != 0:
-            sizes = f"{height}x{width} is not a multiple of the patch size {self.patch_size}"
-            raise ValueError(f"image size {sizes}: resize or pad the images")
-        return self.norm(self.proj(x).permute(0, 2, 3, 1))
-
-
-register_notrace_module(PatchEmbed)  # FX cannot trace the check of the size
+RELEASED_EPS = 1e-6  # float32 rounds it away except for short tokens; released: max(|x|, 1e-12)
 
 
 class ConvBranch(nn.Module):
@@ -102,7 +54,7 @@ class ConvBranch(nn.Module):
         torch.Size([1, 5, 7, 8])
     """
 
-    ends_in = "gelu"  # WeightedResidual may compute the last GELU together with its sum
+    ends_in = "gelu"  # read by WeightedResidual, which may compute the last GELU itself
 
     def __init__(self, dim: int, pointwise: bool, **dd: Any) -> None:
         """Create the convolutions.
@@ -117,7 +69,7 @@ class ConvBranch(nn.Module):
         self.pointwise = Linear(dim, dim, **dd) if pointwise else None
 
     def forward(self, x: Tensor, last_gelu: bool = True) -> Tensor:
-        """Apply the branch to ``x`` ([B, H, W, C]), without its last GELU unless ``last_gelu``."""
+        """Apply the branch to ``x`` ([B, H, W, C]), with or without its last GELU."""
         x = self.depthwise(x)
         if self.pointwise is not None:
             x = self.pointwise(x, act_before=True)  # act_before is the GELU between the two
@@ -139,7 +91,7 @@ class Mlp(nn.Module):
         torch.Size([1, 5, 7, 8])
     """
 
-    ends_in = "linear"  # WeightedResidual passes its alpha as output_scale
+    ends_in = "linear"  # read by WeightedResidual, which passes its alpha as output_scale
 
     def __init__(self, dim: int, hidden_dim: int, drop: float = 0.0, **dd: Any) -> None:
         """Create the layers.
@@ -221,10 +173,15 @@ class LipsFormerBlock(nn.Module):
 
 
 class LipsFormerStage(nn.Module):
-    """Downsampling, which the first stage does not have, and then blocks."""
+    """Downsampling, except in the first stage, and then blocks."""
 
     def __init__(self, downsample: nn.Module, blocks: list[LipsFormerBlock]) -> None:
-        """Join a module from [B, H, W, C] to [B, H / 2, W / 2, 2 C], or an identity, and blocks."""
+        """Create the stage.
+
+        Args:
+            downsample: From [B, H, W, C] to [B, H / 2, W / 2, 2 C]; an identity in the first stage.
+            blocks: Blocks of 2 C channels, or of C in the first stage.
+        """
         super().__init__()
         self.downsample = downsample
         self.blocks = nn.Sequential(*blocks)
@@ -257,6 +214,7 @@ class LipsFormer(TimmInterface):
         depths: tuple[int, ...],
         img_size: int | tuple[int, int] = 224,
         patch_size: int = 4,
+        stem: Literal["patch", "conv"] = "patch",
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "avg",
@@ -282,6 +240,8 @@ class LipsFormer(TimmInterface):
             depths: Number of blocks of each stage.
             img_size: Nominal image size in pixels, a multiple of the patch size.
             patch_size: Side of a patch in pixels.
+            stem: "patch" for the paper's patches, "conv" for a 3x3 convolution with GELU before
+                them.
             in_chans: Number of image channels.
             num_classes: Number of classes; 0 leaves out the classifier.
             global_pool: timm's pooling name; "" keeps the map.
@@ -307,14 +267,11 @@ class LipsFormer(TimmInterface):
         super().__init__()
         if weight_init not in ("", "unit_norm", "skip"):
             raise ValueError(f"weight_init must be '', 'unit_norm' or 'skip', got {weight_init!r}")
+        if stem not in ("patch", "conv"):
+            raise ValueError(f"stem must be 'patch' or 'conv', got {stem!r}")
         if any(side % patch_size != 0 for side in to_2tuple(img_size)):
             raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
-        cosine: dict[str, Any] = {
-            "logit_scale": logit_scale,
-            "learn_logit_scale": learn_logit_scale,
-            "value_scale": value_scale,
-        }
-        # some entry points have a logit scale of their own, so it is no mistake of the caller
+        # not logit_scale: its default on CSwin, 12, is not the default of check_attn, 10
         check_attn(attn, learn_logit_scale=learn_logit_scale, value_scale=value_scale)
         if attn == "lipschitznorm" and official_compat:
             raise ValueError("attn='lipschitznorm' has no released form: leave out official_compat")
@@ -333,33 +290,37 @@ class LipsFormer(TimmInterface):
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
         self.official_compat, self.attn = official_compat, attn
         self.attn_options: dict[str, Any] = {
-            **cosine,
+            "logit_scale": logit_scale,
+            "learn_logit_scale": learn_logit_scale,
             "value_scale": None if official_compat else value_scale,
             "eps": RELEASED_EPS if official_compat else DEFAULT_EPS,
             "attn_drop": attn_drop_rate,
             **dd,
         }
-        self.proj_options = {"proj_drop": proj_drop_rate, **dd}  # last arguments of a token mixer
+        self.proj_options = {"proj_drop": proj_drop_rate, **dd}  # for the modules of make_attn
         self.feature_info: list[dict[str, Any]] = []
 
-        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, **dd)
-        stages, num_blocks = [], sum(depths)
+        embed = ConvStem if stem == "conv" else PatchEmbed
+        self.patch_embed = embed(patch_size, in_chans, embed_dim, **dd)
+        num_blocks = sum(depths)
         if residual_scale is None:
             residual_scale = 1.0 / num_blocks
+        drop_paths = [drop_path_rate * i / max(num_blocks - 1, 1) for i in range(num_blocks)]
+        stages = []
         for stage, depth in enumerate(depths):
-            dim, first = embed_dim * 2**stage, sum(depths[:stage])
+            dim, blocks_before = embed_dim * 2**stage, sum(depths[:stage])
             blocks = [
                 LipsFormerBlock(
                     dim,
-                    self.make_attn(stage, i - first, dim),
+                    self.make_attn(stage, block, dim),
                     attn_norm=self.attn_norm,
                     residual_scale=residual_scale,
                     mlp_ratio=mlp_ratio,
                     proj_drop=proj_drop_rate,
-                    drop_path=drop_path_rate * i / max(num_blocks - 1, 1),
+                    drop_path=drop_paths[blocks_before + block],
                     **dd,
                 )
-                for i in range(first, first + depth)
+                for block in range(depth)
             ]
             downsample = nn.Identity()
             if stage > 0:
@@ -387,7 +348,7 @@ class LipsFormer(TimmInterface):
         raise NotImplementedError
 
     def make_core(self, num_heads: int) -> nn.Module:
-        """Build the attention on projected q, k and v that the argument ``attn`` names."""
+        """Build the attention that ``attn`` names, which ``make_attn`` puts between projections."""
         return make_core(self.attn, num_heads, **self.attn_options)
 
     def init_weights(self, needs_reset: bool = True) -> None:
@@ -403,11 +364,13 @@ class LipsFormer(TimmInterface):
                 if hasattr(module, "reset_parameters"):
                     module.reset_parameters()  # pyright: ignore[reportCallIssue]
         spectral_init_modules_(self, zero_conv_bias=not self.official_compat)
-        for norm in (m for m in self.modules() if isinstance(m, CenterNorm) and self.unit_norm):
-            norm.reset_parameters(unit=True)
+        if self.unit_norm:
+            for module in self.modules():
+                if isinstance(module, CenterNorm):
+                    module.reset_parameters(unit=True)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Return the last feature map, [B, H / 32, W / 32, C]."""
+        """Return the last feature map, [B, H', W', C]; H' is H / 32 with the default sizes."""
         return self.norm(self.stages(self.patch_embed(x)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -429,15 +392,13 @@ def fit_window(size: int, max_window: int) -> int:
     return (size + num_windows - 1) // num_windows
 
 
-@register_fold(PatchEmbed)
-def _fold_patch_embed(embed: Any) -> None:
-    fold_norm_behind(embed.proj, embed.norm)
-    embed.norm = nn.Identity()
-
-
 @register_fold(LipsFormerBlock)
 def _fold_block(block: Any) -> None:
-    """Fold what is affine in a block; conv2 ends in GELU and has no other linear layer."""
+    """Fold what is affine in a block.
+
+    Both convolution branches end in GELU, so their residual scales stay. Only conv1 has a linear
+    layer, whose GELU moves into it.
+    """
     conv1, mlp = block.conv1.branch, block.mlp.branch
     pointwise = FrozenLinear(conv1.pointwise, act_after=True)
     block.conv1.branch = nn.Sequential(conv1.depthwise, nn.GELU(), pointwise)

@@ -57,7 +57,7 @@ class StripeAttention(nn.Module):
         torch.Size([1, 5, 7, 8])
     """
 
-    ends_in = "linear"
+    ends_in = "linear"  # read by WeightedResidual, which passes its alpha as output_scale
 
     def __init__(
         self,

@@ -45,7 +45,8 @@ class WindowAttention(nn.Module):
 
     The map is cut into equal windows of at most ``window_size`` with the least padding. The bias
     depends only on the offset of two tokens, so one table serves every map. The projected tokens
-    are padded with zeros, so the cosine of a padded token with any token is 0.
+    are padded with zeros and not masked: the score of a padded key is the bias alone, and its value
+    is zero.
 
     Shape:
         x: [B, H, W, C]; the output has the same shape.
@@ -59,7 +60,7 @@ class WindowAttention(nn.Module):
         torch.Size([1, 5, 7, 8])
     """
 
-    ends_in = "linear"  # WeightedResidual passes its alpha as output_scale
+    ends_in = "linear"  # read by WeightedResidual, which passes its alpha as output_scale
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class WindowAttention(nn.Module):
             dim: Number of channels C.
             num_heads: Number of heads, a divisor of C.
             window_size: Largest side, or (height, width), of a window in tokens.
-            attention: Attention on q, k, v of shape [B, heads, N, d] and a bias, such as
+            attention: Called with q, k, v of shape [windows, heads, N, d] and a bias, such as
                 ``ScaledCosineAttention``.
             proj_drop: Dropout probability after the output projection.
             device: Device of the parameters.
@@ -147,7 +148,7 @@ class WindowAttention(nn.Module):
         """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
         h, w = self.window(qkv.shape[1], qkv.shape[2])
         bias = self.position_bias(h, w).to(qkv.dtype)
-        qkv = qkv.unflatten(-1, (3, 1, self.dim))  # a single partition: all heads share (h, w)
+        qkv = qkv.unflatten(-1, (3, 1, self.dim))  # 1 partition: all heads have the same windows
         return attend_in_windows(qkv, [(h, w)], [self.attention], bias)
 
 
@@ -184,7 +185,7 @@ class PatchMerging(nn.Module):
         """Turn ``x`` ([B, H, W, C]) into [B, ceil(H / 2), ceil(W / 2), out_dim]."""
         x = pad_to_even(x)
         batch, height, width, channels = x.shape
-        # column before row inside the new channels, as in the released code
+        # the released order of the four neighbors (row, column): (0, 0), (1, 0), (0, 1), (1, 1)
         x = x.reshape(batch, height // 2, 2, width // 2, 2, channels).permute(0, 1, 3, 4, 2, 5)
         return self.reduction(self.norm(x.flatten(3)))
 
@@ -229,8 +230,8 @@ class LipsFormerSwin(LipsFormer):
     def make_attn(self, stage: int, block: int, dim: int) -> WindowAttention:
         """Build the window attention of one block of a stage, on maps of ``dim`` channels."""
         num_heads = self.num_heads[stage]
-        core = self.make_core(num_heads)
-        return WindowAttention(dim, num_heads, self.window_size, core, **self.proj_options)
+        attention = self.make_core(num_heads)
+        return WindowAttention(dim, num_heads, self.window_size, attention, **self.proj_options)
 
     def set_input_size(
         self,

@@ -42,7 +42,7 @@ class LipsFormerViT(VisionTransformer):
         """Build the model.
 
         Args:
-            value_scale: nu > 0, the length to which values are normalised.
+            value_scale: nu > 0, the length to which values are normalized.
             residual_scale: Initial weight of the residual branches; None for 1 / (number of
                 blocks).
             attn: "cosine" for the paper's scaled cosine attention, "lipschitznorm" for dot products

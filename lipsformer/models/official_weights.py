@@ -49,7 +49,8 @@ def official_swin_to_lipsformer(state_dict: dict[str, Any]) -> dict[str, Any]:
         if match := re.match(r"^layers\.(\d+)\.downsample\.(.*)", name):
             name = f"stages.{int(match[1]) + 1}.downsample.{match[2]}"
         name = re.sub(r"^layers\.", "stages.", name)
-        converted.update([_rename(name, tensor, _SWIN_RULES + _BLOCK_RULES)])
+        name = _rename(name, _SWIN_RULES + _BLOCK_RULES)
+        converted[name] = _without_kernel_axes(name, tensor)
     return converted
 
 
@@ -69,14 +70,18 @@ def official_cswin_to_lipsformer(state_dict: dict[str, Any]) -> dict[str, Any]:
             continue
         if match := re.match(r"^stage(\d)\.(\d+)\.(.*)", name):
             name = f"stages.{int(match[1]) - 1}.blocks.{match[2]}.{match[3]}"
-            converted.update([_rename(name, tensor, _CSWIN_BLOCK_RULES + _BLOCK_RULES)])
+            name = _rename(name, _CSWIN_BLOCK_RULES + _BLOCK_RULES)
         else:
-            converted.update([_rename(name, tensor, _CSWIN_STEM_RULES + _BLOCK_RULES)])
+            name = _rename(name, _CSWIN_STEM_RULES + _BLOCK_RULES)
+        converted[name] = _without_kernel_axes(name, tensor)
     return converted
 
 
 def rename_earlier_version(state_dict: dict[str, Any], prefix: str = "") -> None:
     """Rename, in place, parameters saved before a weighted residual owned its branch.
+
+    In a block, ``attn.`` becomes ``attn.branch.`` and ``residual_attn.`` becomes ``attn.``. The
+    other three branches are renamed in the same way.
 
     Args:
         state_dict: Names to tensors. Names of today's version stay as they are.
@@ -116,9 +121,12 @@ def check_same_form(state_dict: dict[str, Any], model: nn.Module) -> None:
         )
 
 
-def _rename(name: str, tensor: Tensor, rules: tuple[tuple[str, str], ...]) -> tuple[str, Tensor]:
+def _rename(name: str, rules: tuple[tuple[str, str], ...]) -> str:
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
-    if name.endswith(".pointwise.weight"):
-        tensor = tensor.flatten(1)
-    return name, tensor
+    return name
+
+
+def _without_kernel_axes(name: str, tensor: Tensor) -> Tensor:
+    """Turn the weight [out, in, 1, 1] of a released 1x1 convolution into that of a linear layer."""
+    return tensor.flatten(1) if name.endswith(".pointwise.weight") else tensor

@@ -1,17 +1,20 @@
 """A run that is killed and started again is, bit for bit, the run that was not."""
 
 import json
+import os
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lipsformer.engine.distributed import EXIT_STOPPED
-from tests.launch import Event, launch
+from tests.launch import Event, launch, running
 from tests.runs import DIGITS, outcome, write_config
 
 CHECKPOINT = "lipsformer.engine.checkpoint"
@@ -158,6 +161,26 @@ def test_stopped_by_a_signal_and_started_again(tmp_path: Path) -> None:
     assert codes == [EXIT_STOPPED]
     assert launch(arguments, tmp_path / "log") == [0]
     same(outcome(tmp_path / "out"), reference(tmp_path / "a", 0, 1))
+
+
+@pytest.mark.slow
+def test_a_second_start_leaves_the_first_one_alone(tmp_path: Path) -> None:
+    expected = reference(tmp_path / "a", 0, 1)
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    arguments = ["--config", str(config), *settings(0, 1)]
+    event = Event("lipsformer.engine.steps", "train_step", 9)
+    with running(arguments, tmp_path / "one", event=event, number=signal.SIGSTOP) as (first,):
+        assert first.pid is not None
+        while psutil.Process(first.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.05)
+        assert launch(arguments, tmp_path / "two") == [2]
+        os.kill(first.pid, signal.SIGCONT)
+        first.join()
+    assert first.exitcode == 0
+    lines = (tmp_path / "two.0").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("error: ")]
+    assert f"is in use by process {first.pid} on " in line
+    same(outcome(tmp_path / "out"), expected)
 
 
 def test_a_fine_tuned_run_continues_without_the_weights_that_it_began_with(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""FSDP2 gives the figures of DDP; its checkpoints are those of one plain model."""
+"""FSDP2 and HSDP give the figures of DDP; their checkpoints are those of one plain model."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import timm
 import torch
 from safetensors.torch import load_file
 
-from tests.launch import Event, launch
+import train
+from lipsformer.engine.distributed import EXIT_STOPPED
+from tests.engine.test_distributed import PLAIN
+from tests.launch import Event, fsdp2_environment, hsdp_options, launch
 from tests.runs import DIGITS, outcome, write_config
 
 TWO = ["train.batch_size_per_device=24"]
-
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 
 def run(folder: Path, *, sharded: bool, event: Event | None = None) -> dict[str, Any] | None:
@@ -34,6 +36,8 @@ def engine(folder: Path) -> str:
     return json.loads((folder / "out" / "environment.json").read_text())[-1]["distributed"]
 
 
+@pytest.mark.slow
+@pytest.mark.dist
 def test_sharded_run_resumes_and_equals_ddp(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", sharded=True)
     assert engine(tmp_path / "whole") == "FSDP"
@@ -61,3 +65,65 @@ def test_sharded_run_resumes_and_equals_ddp(tmp_path: Path) -> None:
         assert {key: tensor.shape for key, tensor in weights.items()} == shapes
         for key, tensor in expected.items():
             torch.testing.assert_close(weights[key], tensor, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_that_four_ranks_saved_continues_on_two_and_on_one(
+    tmp_path: Path, replicas: int
+) -> None:
+    """With FSDP2, and with HSDP as two replicas on two ranks each; losses are those of one rank."""
+
+    def go(name: str, world_size: int, *, seen: bool = False, **options: Any) -> list[int]:
+        config = write_config(tmp_path, PLAIN, tmp_path / name)
+        arguments = ["--config", str(config), "run.report=false"]
+        more = ["run.allow_world_size_change=true"] if seen else []
+        return launch([*arguments, *more], tmp_path / "log", world_size=world_size, **options)
+
+    def records(name: str) -> list[dict[str, Any]]:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    assert go("one", 1) == [0]
+    event = Event("lipsformer.engine.steps", "train_step", 8)
+    stop = {"event": event, "signal_number": signal.SIGTERM}
+    codes = go("two", 4, sharded=True, replicas=replicas, **stop)
+    assert codes == [EXIT_STOPPED] * 4, (tmp_path / "log.0").read_text()
+    environment = json.loads((tmp_path / "two" / "environment.json").read_text())
+    assert (environment[-1]["distributed"], environment[-1]["world_size"]) == ("FSDP", 4)
+    shutil.copytree(tmp_path / "two", tmp_path / "alone")
+    assert go("two", 2, seen=True, sharded=True) == [0, 0], (tmp_path / "log.0").read_text()
+    assert go("alone", 1, seen=True) == [0]
+    expected = records("one")
+    assert [r["update"] for r in expected if r["kind"] == "train"] == list(range(1, 16))
+    for name in ("two", "alone"):
+        for found, record in zip(records(name), expected, strict=True):
+            assert (found["kind"], found["update"]) == (record["kind"], record["update"])
+            assert found["loss"] == pytest.approx(record["loss"], rel=1e-4), found["update"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (hsdp_options(2, 3), "dp_replicate_size=2, dp_shard_size=3"),
+        (hsdp_options(4, 1), "dp_shard_size at least 2"),
+        (["--use_parallelism_config", "--parallelism_config_tp_size", "4"], "tp_size=4"),
+    ],
+)
+def test_a_mesh_that_is_not_hsdp_of_all_ranks_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    options: list[str],
+    reason: str,
+) -> None:
+    for name, value in (fsdp2_environment(*options) | {"WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(name, value)
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    assert train.main(["--config", str(config)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+    assert "only HSDP trains here, with dp_replicate_size x dp_shard_size = 4 processes" in line
+    assert not (tmp_path / "out").exists()

@@ -1,5 +1,6 @@
 """One step equals its definition in float64, however the samples are dealt; evaluation counts."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from lipsformer.config import OptimConfig
 from lipsformer.engine.distributed import make_accelerator
-from lipsformer.engine.metrics import NonFiniteError, StepMetrics
+from lipsformer.engine.metrics import NonFiniteError, StepMetrics, summarize
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.engine.steps import Stopwatch, evaluate, train_epoch, train_step
@@ -177,6 +178,17 @@ def test_nonfinite_update_changes_nothing_and_stops_the_run() -> None:
         metrics.add(update, 0.05, 5, loss, norm)
     with pytest.raises(NonFiniteError, match=r"updates 3 to 4 \(lr 0.05.*last finite update 2: lr"):
         metrics.read()
+
+
+def test_an_infinite_loss_with_a_finite_gradient_counts_but_was_not_skipped() -> None:
+    metrics = StepMetrics(Accelerator(), max_nonfinite=3)
+    for step, (loss, norm) in enumerate([(math.inf, 1.0), (8.0, math.nan), (12.0, 3.0)]):
+        metrics.add(step, 0.1, 4, torch.tensor(loss), torch.tensor(norm))
+    stats = metrics.read()
+    assert [s.applied for s in stats] == [True, False, True]
+    assert metrics.nonfinite_total == 2
+    record = summarize(stats)
+    assert (record["skipped"], record["loss"], record["grad_norm"]) == (1, 3.0, 3.0)
 
 
 class Batches:

@@ -212,7 +212,7 @@ class _Hunt:
             if fault is None and part.kind != "CosineWindowAttention":
                 if self.subject.edges is not None:
                     x = x.reshape(-1, *self.subject.size, x.shape[-1])
-                images = self.subject.output_dim == 1 or name.endswith("patch_embed")
+                images = self.subject.output_dim == 1 or name.endswith(("patch_embed", "patches"))
                 first = x.ndim == 4 and (images or isinstance(named[name], nn.Conv2d))
                 fault = _outside(f"input of {name}", x, 1 if first else -1, part.input)
         return fault

@@ -21,6 +21,7 @@ BODY = {
     "size": st.tuples(st.integers(1, 3), st.integers(1, 4)),
     "extra": st.sampled_from([(0, 0), (0, 0), (0, 0), (1, 0), (0, 1)]),
     "patch": st.sampled_from([1, 2]),
+    "stem": st.sampled_from(["patch", "conv"]),
     "chans": st.sampled_from([1, 2, 3]),
     "classes": st.sampled_from([2, 3, 0]),
     "head_dim": st.sampled_from([2, 1, 3]),
@@ -104,10 +105,12 @@ def _body_arguments(
     pool: str,
     alpha: float,
     learn: bool,
+    stem: str = "patch",
 ) -> dict[str, Any]:
     return {
         "img_size": pixels(size, patch),
         "patch_size": patch,
+        "stem": stem,
         "in_chans": chans,
         "num_classes": classes,
         "embed_dim": 2 * head_dim,
@@ -307,7 +310,8 @@ def _register_inside(name: str, body: str, path: str, **fixed: Any) -> None:
     kind(name, **drawn)(build_inside)
 
 
-_register_inside("PatchEmbed", "swin", "patch_embed")
+_register_inside("PatchEmbed", "swin", "patch_embed", stem="patch")
+_register_inside("ConvStem", "swin", "patch_embed", stem="conv")
 _register_inside("ConvBranch, with pointwise", "swin", "stages.0.blocks.0.conv1.branch")
 _register_inside("ConvBranch", "cswin", "stages.0.blocks.0.conv2.branch")
 _register_inside("Mlp", "cswin", "stages.0.blocks.0.mlp.branch")

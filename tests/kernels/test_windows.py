@@ -110,6 +110,18 @@ def test_one_head_at_a_time_equals_all_heads():
             torch.testing.assert_close(together[..., own], alone, rtol=0, atol=0)
 
 
+def test_whole_numbers_are_scales_too(calls):
+    qkv = torch.randn(2, 5, 7, 3, 1, 6)
+    whole, real = ({"logit_scale": kind(12), "eps": kind(1)} for kind in (int, float))
+    with torch.no_grad():
+        first, second = (
+            attend_in_windows(qkv, [(5, 3)], [ScaledCosineAttention(2, **scales)])
+            for scales in (whole, real)
+        )
+    assert len(calls) == 2
+    assert torch.equal(first, second)
+
+
 def test_a_nan_stays_in_its_window():
     qkv = torch.randn(1, 3, 6, 3, 1, 4)
     clean = qkv.clone()

@@ -258,6 +258,13 @@ def test_command_line_names_what_is_wrong_with_the_checkpoint(tmp_path, capsys, 
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_page_that_others_can_reach_is_warned_of(tmp_path, capsys, host):
+    assert demo.main(["--checkpoint", str(tmp_path / "none"), "--host", host]) == 2
+    warned = f"warning: whoever reaches {host} can use the page" in capsys.readouterr().err
+    assert warned == (host == "0.0.0.0")
+
+
 GUARDED = """
 import sys
 
@@ -341,6 +348,16 @@ def submit(server: Server, path: str) -> str:
         return answer.read().decode()
 
 
+def join(server: Server) -> int:
+    """The status of the answer to a request without a picture."""
+    event = {"data": [None], "fn_index": 0, "session_hash": "many"}
+    try:
+        post(f"{server.address}gradio_api/queue/join", json.dumps(event).encode())
+    except urllib.error.HTTPError as error:
+        return error.code
+    return 200
+
+
 def test_server_keeps_no_upload_and_reads_no_other_file(answers, tmp_path):
     with serving(tmp_path) as server:
         content = encoded(photo())
@@ -358,6 +375,9 @@ def test_server_keeps_no_upload_and_reads_no_other_file(answers, tmp_path):
         outside.write_bytes(content)
         assert '"success":false' in submit(server, str(outside))
         assert outside.read_bytes() == content
+
+        codes = [join(server) for _ in range(5 * demo.QUEUE)]
+        assert (codes[0], codes[-1]) == (200, 503), "requests beyond the queue are refused"
 
 
 def wait(browser: Browser, condition: str, seconds: float = 60) -> None:

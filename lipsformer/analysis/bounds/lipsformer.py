@@ -51,14 +51,13 @@ from lipsformer.analysis.bounds.rounding import (
     outward,
 )
 from lipsformer.layers import DepthwiseConv2d, Linear, WeightedResidual
+from lipsformer.models.embed import ConvStem, PatchConv2d, PatchEmbed
 from lipsformer.models.lipsformer import (
     ConvBranch,
     LipsFormer,
     LipsFormerBlock,
     LipsFormerStage,
     Mlp,
-    PatchConv2d,
-    PatchEmbed,
 )
 from lipsformer.models.lipsformer_cswin import ConvMerging, StripeAttention
 from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention
@@ -77,6 +76,12 @@ def _patch_embed(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
             f"{module.patch_size}"
         )
     return chain([("proj", module.proj), ("norm", module.norm)], domain, scale)
+
+
+@bound_rule(ConvStem)
+def _conv_stem(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    first = with_gelu(chain([("proj", module.proj)], domain))
+    return compose(first, chain([("patches", module.patches)], first.output, scale))
 
 
 @bound_rule(ConvMerging)

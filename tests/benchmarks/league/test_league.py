@@ -2,7 +2,10 @@
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+import os
+import signal
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 
 import numpy as np
@@ -160,7 +163,7 @@ def test_the_command_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "SEEDS", (0,))
     monkeypatch.setattr(pool, "work", work)
     monkeypatch.setattr(pool, "cache_images", lambda name, root, runs: runs)
-    monkeypatch.setattr(pool, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", lambda n, **_: ThreadPoolExecutor(n))
     results = tmp_path / "results"
     options = ["--runs", str(tmp_path), "--results", str(results), "--data", "cifar10"]
     options += ["--only", "plain", "lipsformer"]
@@ -172,6 +175,26 @@ def test_the_command_continues(tmp_path, monkeypatch):
     assert command.main(options) == 0
     records = read_results(results)
     assert len(records) == 2 * 4 * 6 * 2 + 2 and len(given) == len(records) - 20
+
+
+def test_a_worker_ends_when_its_command_is_killed():
+    fork = multiprocessing.get_context("fork")
+    reader, writer = fork.Pipe(duplex=False)
+
+    def command_of_one_worker():
+        workers = ProcessPoolExecutor(1, mp_context=fork, initializer=pool.end_with_parent)
+        workers.submit(os.getpid).result()
+        writer.send("started")
+        signal.pause()
+
+    process = fork.Process(target=command_of_one_worker)
+    process.start()
+    writer.close()  # the command and its worker hold the others
+    assert reader.recv() == "started"
+    process.kill()
+    assert reader.poll(20), "the worker lives on"
+    with pytest.raises(EOFError):
+        reader.recv()
 
 
 @pytest.mark.slow

@@ -1,0 +1,100 @@
+"""From pixels to tokens: the paper's patches, and a convolutional stem for small images."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from lipsformer.layers import CenterNorm
+from lipsformer.models.inference import fold_norm_behind, register_fold
+
+
+class PatchConv2d(nn.Conv2d):
+    """Convolution whose output is channels last for images of any memory layout.
+
+    PyTorch chooses the layout of the output by the layout of the weight, so only the weight is
+    converted. The blocks then need no transposition, and there is no converted copy of the images,
+    which training would have to keep.
+    """
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+        return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class PatchEmbed(nn.Module):
+    """Embed non-overlapping patches: strided convolution, then CenterNorm, channels last.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.embed import PatchEmbed
+        >>> PatchEmbed(patch_size=4, in_chans=3, dim=16)(torch.zeros(1, 3, 32, 24)).shape
+        torch.Size([1, 8, 6, 16])
+    """
+
+    def __init__(self, patch_size: int, in_chans: int, dim: int, **dd: Any) -> None:
+        """Create the projection.
+
+        Args:
+            patch_size: Side of a patch in pixels p, kernel and stride of the convolution.
+            in_chans: Number of channels of the image or map.
+            dim: Number of channels C of a token.
+            **dd: ``device`` and ``dtype`` of the parameters.
+        """
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = PatchConv2d(in_chans, dim, patch_size, patch_size, **dd)
+        self.norm = CenterNorm(dim, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn ``x`` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C]."""
+        height, width = x.shape[-2], x.shape[-1]
+        if height % self.patch_size != 0 or width % self.patch_size != 0:
+            sizes = f"{height}x{width} is not a multiple of the patch size {self.patch_size}"
+            raise ValueError(f"image size {sizes}: resize or pad the images")
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+register_notrace_module(PatchEmbed)  # FX cannot trace the check of the size
+
+
+class ConvStem(nn.Module):
+    r"""A 3x3 convolution of the pixels with GELU before the patches, channels last.
+
+    .. math:: f(x) = \mathrm{PatchEmbed}(\mathrm{GELU}(w * x))
+
+    The paper cuts the image into patches at once. Small images are learned faster with overlapping
+    filters in front, as in CCT (Hassani et al., arXiv:2104.05704).
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.embed import ConvStem
+        >>> ConvStem(patch_size=2, in_chans=3, dim=16)(torch.zeros(1, 3, 32, 24)).shape
+        torch.Size([1, 16, 12, 16])
+    """
+
+    def __init__(self, patch_size: int, in_chans: int, dim: int, **dd: Any) -> None:
+        """Create the convolution, which keeps the size of the image, and the patches.
+
+        Args:
+            patch_size: Side of a patch in pixels p.
+            in_chans: Number of image channels.
+            dim: Number of channels C of the convolution and of a token.
+            **dd: ``device`` and ``dtype`` of the parameters.
+        """
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = PatchConv2d(in_chans, dim, 3, padding=1, **dd)
+        self.patches = PatchEmbed(patch_size, dim, dim, **dd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn ``x`` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C]."""
+        return self.patches(F.gelu(self.proj(x)))
+
+
+@register_fold(PatchEmbed)
+def _fold_patch_embed(embed: Any) -> None:
+    fold_norm_behind(embed.proj, embed.norm)
+    embed.norm = nn.Identity()
