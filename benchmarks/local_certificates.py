@@ -4,6 +4,8 @@
         --output benchmarks/results/local_certificates/digits.json
     python -m benchmarks.local_certificates --table benchmarks/results/local_certificates/*.json
 
+The output is written after every image, and the command continues an output that exists.
+
 The distances are 2-norms of the normalized images. The attacked distance is the smallest one, by
 bisection over powers of 2^(1/4), at which projected gradient descent finds another class. It is an
 upper bound of every true certificate.
@@ -30,7 +32,6 @@ from lipsformer.analysis.local_certificates import local_certificates
 from lipsformer.analysis.robustness import pgd_attack
 from lipsformer.engine.run_folder import find_weights, load_model
 
-BATCH = 20
 QUARTERS = range(-40, 41)  # powers of 2^(1/4) that the attack tries, by bisection
 
 
@@ -53,55 +54,64 @@ def attacked_distances(model: nn.Module, images: Tensor, labels: Tensor) -> Tens
     return torch.tensor(found, dtype=torch.float64)
 
 
-def measure(run: str, count: int | None) -> dict[str, Any]:
-    """Return the record of a run's best weights on its evaluation images."""
+def measure(run: str, failure: float, count: int | None, output: Path) -> dict[str, Any]:
+    """Write the record of a run's best weights on its evaluation images, and return it.
+
+    Args:
+        run: Folder of the run.
+        failure: Probability that the local certificate of an image is wrong.
+        count: Number of images; None for all.
+        output: JSON file. Images that it holds are not measured again.
+
+    Raises:
+        ValueError: If the file is of other weights, or was made with another `failure`.
+    """
     weights = find_weights(run, "best")
     config = weights.config([])
     assert config is not None
     data = config.data
     model = load_model(weights).eval()
     images = build_eval_dataset(data, classes=weights.classes())
-    chosen = range(len(images) if count is None else min(count, len(images)))
     bound = lipschitz_bound(
         model, image_domain((data.img_size, data.img_size), data.mean, data.std)
     )
-    rows: list[dict[str, Any]] = []
-    seconds = 0.0
-    for first in range(0, len(chosen), BATCH):
-        pixels, labels = collate([images[i] for i in chosen[first : first + BATCH]])
+    facts = {
+        "model": str(config.model.name),
+        "data": data.source,
+        "bound_log10": bound.log10,
+        "failure": failure,
+    }
+    record: dict[str, Any] = {**facts, "rows": []}
+    if output.exists():
+        record = json.loads(output.read_text())
+        if any(record[name] != value for name, value in facts.items()):
+            raise ValueError(f"{output} holds another model, other data or another failure")
+    record |= {"commit": commit(), "machine": machine(torch.device("cpu"))}
+    rows = record["rows"]
+    for i in range(len(rows), len(images) if count is None else min(count, len(images))):
+        pixels, labels = collate([images[i]])
         inputs = Normalize(data.mean, data.std)(pixels)
         started = time.process_time()
-        logits, local = local_certificates(model, inputs)
-        seconds += time.process_time() - started
-        attacked = attacked_distances(model, inputs, logits.argmax(1))
-        for values in zip(
-            (logits.argmax(1) == labels).tolist(),
-            certified_radius(logits, bound).tolist(),
-            local.tolist(),
-            attacked.tolist(),
-            strict=True,
-        ):
-            rows.append(dict(zip(("correct", "global", "local", "attacked"), values, strict=True)))
-    fallen = sum(row["local"] >= row["attacked"] for row in rows)
-    return {
-        "model": str(config.model.name),
-        "weights": str(weights.file.name),
-        "data": data.source,
-        "images": len(rows),
-        "certified_images_that_fell": fallen,
-        "bound_log10": bound.log10,
-        "cpu_seconds_per_image": seconds / len(rows),
-        "commit": commit(),
-        "machine": machine(torch.device("cpu")),
-        "rows": rows,
-    }
+        logits, local = local_certificates(model, inputs, failure)
+        seconds = time.process_time() - started
+        row = {
+            "correct": bool(logits.argmax(1) == labels),
+            "global": certified_radius(logits, bound).item(),
+            "local": local.item(),
+            "attacked": attacked_distances(model, inputs, logits.argmax(1)).item(),
+            "cpu_seconds": seconds,
+        }
+        rows.append(row)
+        output.write_text(json.dumps(record) + "\n")
+    return record
 
 
 def table(records: list[dict[str, Any]]) -> str:
     """Return the medians in markdown."""
     lines = [
-        "| model | data | images | global | local | attacked | attacked / local | CPU s an image |",
-        "|---" * 8 + "|",
+        "| model | data | images | global | local | attacked | attacked / local | fell "
+        "| CPU s an image |",
+        "|---" * 9 + "|",
     ]
     for record in records:
         rows = [row for row in record["rows"] if math.isfinite(row["attacked"])]
@@ -110,8 +120,9 @@ def table(records: list[dict[str, Any]]) -> str:
         gap = statistics.median(row["attacked"] / row["local"] for row in rows)
         logs = [f"10^{math.log10(value):.1f}" for value in (*medians, attacked, gap)]
         lines.append(
-            f"| `{record['model']}` | {record['data']} | {record['images']} | {' | '.join(logs)} "
-            f"| {record['cpu_seconds_per_image']:.1f} |"
+            f"| `{record['model']}` | {record['data']} | {len(record['rows'])} "
+            f"| {' | '.join(logs)} | {sum(r['local'] >= r['attacked'] for r in record['rows'])} "
+            f"| {statistics.median(r['cpu_seconds'] for r in rows):.1f} |"
         )
     return "\n".join(lines)
 
@@ -123,7 +134,10 @@ def main() -> None:
     )
     parser.add_argument("run", nargs="?", help="folder of a run")
     parser.add_argument("--images", type=int, help="number of images; default: all")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument(
+        "--failure", type=float, default=1e-12, help="probability that a certificate is wrong"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file, continued if it exists")
     parser.add_argument(
         "--table", nargs="+", type=Path, metavar="JSON", help="only print the table"
     )
@@ -131,11 +145,10 @@ def main() -> None:
     if options.table:
         print(table([json.loads(path.read_text()) for path in options.table]))
         return
-    record = measure(options.run, options.images)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record) + "\n")
-    print(table([record]))
+    if options.run is None or options.output is None:
+        parser.error("RUN and --output are needed")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    print(table([measure(options.run, options.failure, options.images, options.output)]))
 
 
 if __name__ == "__main__":

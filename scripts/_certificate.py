@@ -33,8 +33,9 @@ SAYS = {
     "distance": "2-norm over the pixels of the network's input. All pixel values lie in [0, 1].",
     "own_pixel_factors": "A change of the data's own pixels grows by at most this factor up to "
     "the network's pixels, before values are rounded to 8 bits.",
-    "premises": "Only this file states logits (computed in float64), labels, sizes of the data's "
-    "images in pixels and channels, and which logits count. All else follows from the weights.",
+    "premises": "Only this file states logits (computed in float64), labels, the source of the "
+    "data, sizes of its images in pixels and channels, and which logits count. All else follows "
+    "from the weights.",
 }
 
 # The theorem of docs/lipschitz.md behind the constant of a class. Others are chains (theorem 23).

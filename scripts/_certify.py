@@ -47,10 +47,13 @@ def model_bound(accelerator: Accelerator, model: nn.Module, data: DataConfig) ->
             "--certify covers the rounding of float32 on a CPU: run one process with "
             "ACCELERATE_USE_CPU=true"
         )
-    if torch.get_float32_matmul_precision() != "highest":
+    backends: Any = torch.backends
+    parts = (backends, backends.mkldnn.matmul, backends.mkldnn.conv)
+    full = {part.fp32_precision for part in parts} <= {"none", "ieee"}
+    if not full or torch.get_float32_matmul_precision() != "highest":
         raise ConfigError(
             "--certify needs products in full float32: leave torch.set_float32_matmul_precision at "
-            "'highest'"
+            "'highest', and fp32_precision of torch.backends and its parts at 'none' or 'ieee'"
         )
     try:
         domain = image_domain((data.img_size, data.img_size), data.mean, data.std)
@@ -81,7 +84,7 @@ def certify(
     """
     normalize, generator = Normalize(data.mean, data.std), torch.Generator().manual_seed(0)
     exact = copy.deepcopy(classifier).double()
-    mean, std = (torch.tensor(x).double()[:, None, None] for x in (data.mean, data.std))
+    mean, std = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in (data.mean, data.std))
 
     def logits(pixels: Tensor) -> Tensor:
         return classifier(normalize(pixels * 255.0))

@@ -3,9 +3,9 @@
 WEIGHTS is a file of weights, its folder or a run, with timm's config.json, which tells the
 architecture. Constants, composition, rounding errors, radii and shares are derived from the weights
 again, in NumPy and the standard library alone. A claim that is stronger than what follows is
-refused, a weaker one is accepted. Logits, labels and sizes of the data's images are taken from the
-certificate. The checker covers `lipsformer_swin_*` with cosine attention and normalized values. The
-proofs are in docs/lipschitz.md. Exit code 0 if all claims follow, 1 if not.
+refused, a weaker one is accepted. Logits, labels, source and sizes of the data's images are taken
+from the certificate. The checker covers `lipsformer_swin_*` with cosine attention and normalized
+values. The proofs are in docs/lipschitz.md. Exit code 0 if all claims follow, 1 if not.
 """
 
 import argparse
@@ -33,6 +33,20 @@ ARGUMENTS = {
     *("value_scale", "residual_scale", "official_compat", "weight_init", "drop_rate"),
     *("proj_drop_rate", "attn_drop_rate", "drop_path_rate"),
 }
+
+# The digest of the sentences that say what is claimed, and what the file, a set and a share hold.
+SAYS = "e562708fb4ba56417f3903a15cf8ddfa5b06f0aa6e22647e7c9ff8269cc2f607"
+FILE = {
+    *("format", "says", "weights", "model", "preprocessing", "domain", "layers"),
+    *("logit_rounding", "sets"),
+}
+SET = {"premises", "premises_sha256", "own_pixel_factors", "real", "executed", "shares"}
+SHARE = {"distance", "real", "executed"}
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    require(len(dict(pairs)) == len(pairs), "a key appears twice")
+    return dict(pairs)
 
 
 def require(holds: Any, otherwise: str) -> None:
@@ -235,15 +249,15 @@ class Model:
         part = self.apply(branch, f"{path}.branch", x, alpha)
         self.noting = True
         added = part if np.abs(alpha).max() > 0.0 else Map((), 0.0, 0.0)
-        error = (
-            carried(1.0, x.error, gamma(3) * (x.rms + added.rms), math.prod(x.size)) + added.error
-        )
+        rounding = gamma(3) * (x.rms + added.rms)
+        error = carried(1.0, x.error, rounding, math.prod(x.size)) + added.error
         return Map(x.size, UP * (x.norm + added.norm), UP * error, UP * (1.0 + part.value))
 
     def windows(self, path: str, x: Map, scale: np.ndarray | None) -> Map:
         table = self.of(f"{path}.relative_position_bias_table")
         side, heads = (math.isqrt(len(table)) + 1) // 2, table.shape[1]
-        require((2 * side - 1) ** 2 == len(table), "only square windows are covered")
+        square = self.args.get("window_size", side) in (side, [side, side])
+        require(square and (2 * side - 1) ** 2 == len(table), "only square windows are covered")
         h, w = (-(-extent // -(-extent // side)) for extent in x.size)
         n, index = h * w, np.arange(h * w)
         y, z = (i[:, None] - i[None] + side - 1 for i in (index // w, index % w))
@@ -325,6 +339,7 @@ def digest(content: Any) -> str:
 def check(claims: dict[str, Any], path: Path) -> str:
     """Return what was derived; raise an error for a claim that does not follow."""
     require(claims["format"] == "lipsformer certificate 1", "the format is unknown")
+    require(set(claims) == FILE and digest(claims["says"]) == SAYS, "there are other claims")
     files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
     hashes = {hashlib.sha256(file.read_bytes()).hexdigest(): file for file in files}
     require(claims["weights"]["sha256"] in hashes, f"{path} holds no weights with this SHA-256")
@@ -338,7 +353,7 @@ def check(claims: dict[str, Any], path: Path) -> str:
     channels = list(zip(data["mean"], data["std"], strict=True))
     size, pixels = [data["img_size"]] * 2, data["img_size"] ** 2
     radius = UP * math.hypot(*(max(m, 1.0 - m) / s for m, s in channels))
-    added = gamma(8) * math.hypot(*((1.0 + m) / s for m, s in channels))
+    added = gamma(8) * math.hypot(*((1.0 + abs(m)) / s for m, s in channels))
     x = Map(tuple(size), UP * math.sqrt(pixels) * radius, carried(0.0, 0.0, added, pixels))
     domain = {"size": size, "pixels": [0, 1], "radius": radius}
     require(claims["domain"] == domain, f"the domain is not {domain}")
@@ -346,11 +361,10 @@ def check(claims: dict[str, Any], path: Path) -> str:
     whole = model.bound(x)
     stated = {row["name"]: row["log10"] for row in claims["layers"]}
     require(set(stated) == set(model.nodes), f"other layers: {set(stated) ^ set(model.nodes)}")
+    require(len(stated) == len(claims["layers"]), "a layer appears twice")
     for name, value in model.nodes.items():
         derived = math.log10(UP * value) if value > 0.0 else -400.0
-        require(
-            stated[name] >= derived, f"{name or 'the model'}: {stated[name]} is below {derived}"
-        )
+        require(stated[name] >= derived, f"{name!r}: {stated[name]} is below {derived}")
     error = whole.error
     require(claims["logit_rounding"] >= error, f"the rounding of the logits is {error}")
     allowance = {"real": UP * 2.0**-28 * error, "executed": UP**2 * (1.0 + 2.0**-28) * error}
@@ -358,12 +372,16 @@ def check(claims: dict[str, Any], path: Path) -> str:
     between = np.array([np.linalg.norm(row - rows, axis=1) for row in rows]) * UP**2
     between *= whole.value / last if last > 0.0 else 0.0  # constants of the differences of logits
     for name, content in claims["sets"].items():
+        only = set(content) == SET and all(set(share) == SHARE for share in content["shares"])
+        require(only, f"{name}: there are other claims")
         given = content["premises"]
         require(content["premises_sha256"] == digest(given), f"{name}: other premises")
         for size, factor in zip(given["sizes"], content["own_pixel_factors"], strict=True):
             derived = own_factor(size, data)
             require(factor >= derived, f"{name}: {factor} for {size} is below {derived}")
         logits, chosen = np.array(given["logits"]), given["outputs"] or range(len(rows))
+        usable = np.isfinite(logits).all() and len(set(chosen)) == logits.shape[1]
+        require(usable, f"{name}: the logits are not finite, or not one for every output")
         best, every = logits.argmax(1), np.arange(len(logits))
         for key, error in allowance.items():
             margins = logits[every, best][:, None] - logits - UP * math.sqrt(2.0) * error
@@ -371,14 +389,12 @@ def check(claims: dict[str, Any], path: Path) -> str:
             radii[every, best] = np.inf
             claimed = np.array(content[key], dtype=float)
             follows = claimed <= radii.min(1) * min(data["std"]) / UP**2
-            require(
-                follows.all(), f"{name}: {key} radii {np.flatnonzero(~follows)[:9]} are too large"
-            )
+            require(follows.all(), f"{name}: {key} radii {np.flatnonzero(~follows)[:9]} too large")
             right = best == np.array(given["labels"])
             for share in content["shares"]:
                 held = 100.0 * float((right & (claimed > share["distance"])).mean())
                 require(share[key] <= held, f"{name}: the {key} share {share[key]} exceeds {held}")
-    taken = "logits, labels and sizes of the data's images are taken from the certificate"
+    taken = "logits, labels, source and sizes of the data's images are taken from the certificate"
     return f"all claims follow: bound {whole.value:.6g}, rounding {whole.error:.3e}; {taken}"
 
 
@@ -389,7 +405,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("weights", type=Path, metavar="WEIGHTS")
     options = parser.parse_args(argv)
     try:
-        print(check(json.loads(options.certificate.read_text()), options.weights))
+        claims = json.loads(options.certificate.read_text(), object_pairs_hook=unique)
+        print(check(claims, options.weights))
     except Exception as error:
         print(f"refused: {error}" if type(error) is ValueError else f"refused: {error!r}")
         return 1

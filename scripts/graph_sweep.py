@@ -2,10 +2,14 @@
 
     python -m scripts.graph_sweep --config configs/graph/sweep_depth.yaml num_workers=4
 
-Every finished run adds one line to `results.jsonl`. The same command runs only what is missing in
-that file.
+    python -m scripts.graph_sweep --config configs/graph/sweep_depth.yaml --table
+
+Every finished run adds one line to `results.jsonl`, or to the config's `results`. The same command
+runs only what is missing in that file, and continues interrupted runs from their last checkpoints.
+`--only` trains the named cases, and `--table` none: it prints the table and what was not run.
 """
 
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -19,7 +23,7 @@ from tqdm import tqdm
 
 from data.errors import DataError
 from lipsformer._commands import documented_parser
-from lipsformer._configfile import ConfigError, dump_config, read_config
+from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig
 from lipsformer.graph.plots import plot_sweep
 from lipsformer.jsonl import append_jsonl, read_jsonl
@@ -45,15 +49,53 @@ def cells(config: GraphSweepConfig) -> list[tuple[Cell, list[str]]]:
     return result
 
 
-def _train(path: Path, overrides: list[str], seed: int) -> dict[str, Any]:
+def _train(path: Path, overrides: list[str], seed: int, runs: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return train_seed(read_config(GraphConfig, path, overrides), seed)
+    config = read_config(GraphConfig, path, overrides)
+    folder = runs / hashlib.sha256(dump_config(config).encode()).hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    return train_seed(config, seed, folder)
 
 
-def sweep(path: Path, overrides: list[str], progress: bool) -> str:
-    """Run what is missing, and return the table of all results."""
+def sweep(
+    path: Path, overrides: list[str], progress: bool, only: list[str], train: bool = True
+) -> str:
+    """Run what is missing, of the cases `only` if it names any, and return the table of results."""
     config = read_config(GraphSweepConfig, path, overrides)
-    base = path.parent / config.config
+    unknown = sorted(set(only) - set(config.cases))
+    require(not unknown, "--only", unknown, f"must name cases: {', '.join(config.cases)}")
+    folder = Path(config.output_dir)
+    log = folder / "results.jsonl" if config.results is None else Path(config.results)
+    results = {_key(line["overrides"], line["seed"]): line for line in read_jsonl(log)}
+    if train:
+        _run_missing(config, path.parent / config.config, log, results, only, progress)
+    rows, missing = [], []
+    for cell, settings in cells(config):
+        keys = {seed: _key(settings, seed) for seed in config.seeds}
+        runs = [results[key] for key in keys.values() if key in results]
+        if runs:
+            rows.append({"cell": cell, **summarize(runs)})
+        absent = [str(seed) for seed, key in keys.items() if key not in results]
+        if absent:
+            missing.append(f"- {', '.join(cell.values())}: seeds {', '.join(absent)}\n")
+    text = (table(rows) if rows else "") + ("\nNot run:\n\n" + "".join(missing) if missing else "")
+    if train:
+        (folder / "summary.json").write_text(json.dumps(rows, indent=2) + "\n")
+        (folder / "table.md").write_text(text)
+        if config.x is not None:
+            plot_sweep(rows, config.x, folder / "plot.png", log_x=config.log_x)
+    return text
+
+
+def _run_missing(
+    config: GraphSweepConfig,
+    base: Path,
+    log: Path,
+    results: dict[str, dict[str, Any]],
+    only: list[str],
+    progress: bool,
+) -> None:
+    """Train every run that `results` lacks, and add its line to `results` and to the file `log`."""
     folder = Path(config.output_dir)
     grid = cells(config)
     # mistakes show before the first training, and no two processes prepare the same graph
@@ -63,18 +105,17 @@ def sweep(path: Path, overrides: list[str], progress: bool) -> str:
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.yaml").write_text(dump_config(config))
-    log = folder / "results.jsonl"
-    results = {_key(line["overrides"], line["seed"]): line for line in read_jsonl(log)}
+    log.parent.mkdir(parents=True, exist_ok=True)
     jobs = [
         (cell, settings, seed)
         for seed in config.seeds
         for cell, settings in grid
-        if _key(settings, seed) not in results
+        if _key(settings, seed) not in results and (not only or cell["case"] in only)
     ]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(config.num_workers, mp_context=spawn) as pool:
         futures = {
-            pool.submit(_train, base, settings, seed): (cell, settings)
+            pool.submit(_train, base, settings, seed, folder / "runs"): (cell, settings)
             for cell, settings, seed in jobs
         }
         for future in tqdm(as_completed(futures), total=len(futures), disable=not progress):
@@ -82,17 +123,6 @@ def sweep(path: Path, overrides: list[str], progress: bool) -> str:
             line = {"cell": cell, "overrides": settings, **future.result()}
             results[_key(settings, line["seed"])] = line
             append_jsonl(log, line)
-
-    rows = []
-    for cell, settings in grid:
-        runs = [results[_key(settings, seed)] for seed in config.seeds]
-        rows.append({"cell": cell, **summarize(runs)})
-    (folder / "summary.json").write_text(json.dumps(rows, indent=2) + "\n")
-    text = table(rows)
-    (folder / "table.md").write_text(text)
-    if config.x is not None:
-        plot_sweep(rows, config.x, folder / "plot.png", log_x=config.log_x)
-    return text
 
 
 def _key(settings: list[str], seed: int) -> str:
@@ -124,10 +154,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--config", required=True, type=Path, help="YAML file of a GraphSweepConfig"
     )
+    parser.add_argument("--table", action="store_true", help="print the table and train nothing")
+    parser.add_argument("--only", action="append", default=[], metavar="CASE", help="train it only")
     parser.add_argument("overrides", nargs="*", help="key=value")
     args = parser.parse_intermixed_args(argv)
     try:
-        text = sweep(args.config, args.overrides, progress=sys.stderr.isatty())
+        progress = sys.stderr.isatty()
+        text = sweep(args.config, args.overrides, progress, args.only, train=not args.table)
     except (ConfigError, DataError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

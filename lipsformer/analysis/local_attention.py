@@ -1,67 +1,22 @@
-r"""The Lipschitz constant of scaled cosine attention on a ball around one input.
+r"""Scaled cosine attention on a ball around one input: its Jacobian, and how fast that changes.
 
 The global constant (`analysis/bounds/attention.py`) allows for the worst token, :math:`q = 0`, and
 the worst attention weights. Here both are known up to what the ball can change. The theorem and its
 proof stand in docs/lipschitz.md.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lipsformer.analysis.local_norms import norm_above
 from lipsformer.layers import ScaledCosineAttention
+from lipsformer.layers.spectral import depthwise_operator
 
-ITERATIONS = 5
 PADDED = 1e30  # a length at which the normalization has no slope
-
-
-def norm_above(matrices: Tensor) -> Tensor:
-    r"""Bound the 2-norms of matrices [..., m, n] from above, by at most 3 percent for 32 rows.
-
-    .. math:: |M|^2 = \lambda_{max}(G) \le |G^{2^k}|_F^{2^{-k}}, \quad G = M M^T
-
-    This is Gram iteration (Delattre et al. 2023) with k = 5. Unlike power iteration it is never
-    below the norm.
-
-    Args:
-        matrices: [..., m, n], float64.
-
-    Returns:
-        [...].
-    """
-    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
-    gram = wide @ wide.mT
-    log = torch.zeros_like(gram[..., 0, 0])
-    for k in range(ITERATIONS + 1):
-        length = gram.flatten(-2).norm(dim=-1).clamp_min(torch.finfo(gram.dtype).tiny)
-        log = log + length.log() / 2**k
-        gram = gram / length[..., None, None]
-        if k < ITERATIONS:
-            gram = gram @ gram
-    return (0.5 * log).exp()
-
-
-def positive_norm_above(matrices: Tensor, steps: int = 4) -> Tensor:
-    r"""Bound the 2-norms of matrices of numbers >= 0 from above.
-
-    For any positive vector x, Collatz and Wielandt give
-    :math:`|M|^2 \le \max_j (M^T M x)_j / x_j`. A few power iterations make x good.
-
-    Args:
-        matrices: [..., m, n], all entries >= 0.
-        steps: Number of power iterations.
-
-    Returns:
-        [...].
-    """
-    x = torch.ones_like(matrices[..., 0, :, None])
-    ratio = x
-    for _ in range(steps):
-        image = matrices.mT @ (matrices @ x)
-        ratio = image / x
-        x = image / image.amax(-2, keepdim=True).clamp_min(1e-300) + 1e-6  # stays positive
-    return ratio.flatten(-2).amax(-1).sqrt()
+TURN = 2.0 / math.sqrt(3.0)  # the largest |D^2 n(x)| (|x|^2 + eps) of the normalization n
 
 
 @dataclass(frozen=True)
@@ -103,10 +58,6 @@ class Normalized:
         shortest = (self.lengths - radius[..., None]).clamp_min(0.0)
         return self.length * (shortest**2 + self.eps).rsqrt()
 
-    def steeper(self, radius: Tensor) -> Tensor:
-        """Bound by which factor a derivative grows within `radius`, [W, H]."""
-        return (self.slope(radius) / self.slope().clamp_min(1.0 / PADDED)).amax(-1)
-
     def moved(self, radius: Tensor) -> Tensor:
         """Bound how far a normalized token moves when its token moves by `radius`, [W, H]."""
         moved = self.slope(radius).amax(-1) * radius
@@ -114,22 +65,32 @@ class Normalized:
 
 
 class LocalAttention:
-    r"""What the ball theorem needs to know of an attention at the center of the ball.
+    r"""What the theorem of local attention needs to know of an attention at the center of the ball.
 
-    For window w and head h, :math:`|dY| \le f_q |dQ| + f_k |dK| + f_v |dV|` on the ball.
+    Attributes:
+        norm: Bound of the Jacobian of every head in its window at the center, [W, H], with respect
+            to the tokens before the projections.
+        sigma: Norms of the projections of every head, [3, H].
 
     Example:
         >>> import torch
         >>> qkv = torch.ones(3, 1, 2, 5, 4, dtype=torch.float64)  # equal tokens: no score matters
         >>> core = ScaledCosineAttention(num_heads=2).double()
-        >>> local = LocalAttention(core, qkv, None, torch.ones(1, 1, 5))
-        >>> query, key, value = local.factors((torch.zeros(1, 2),) * 3)
-        >>> bool((query < 1e-6).all() and (value < 0.51).all())  # values have the length 2
+        >>> weight = torch.eye(4).double().expand(3, 2, 4, 4)
+        >>> local = LocalAttention(core, qkv, None, torch.ones(1, 1, 5), weight)
+        >>> bool((local.norm < 0.52).all())  # values have the length 2
         True
     """
 
     def __init__(
-        self, attention: ScaledCosineAttention, qkv: Tensor, bias: Tensor | None, real: Tensor
+        self,
+        attention: ScaledCosineAttention,
+        qkv: Tensor,
+        bias: Tensor | None,
+        real: Tensor,
+        weight: Tensor,
+        lepe: Tensor | None = None,
+        window: tuple[int, int] = (1, 1),
     ) -> None:
         """Measure the attention at the center.
 
@@ -139,77 +100,121 @@ class LocalAttention:
             bias: Added to the scores, [1, H, N, N]; None for none.
             real: [W, 1, N], 1 for tokens of the map and 0 for padding, whose query, key and value
                 stay zero.
+            weight: Projections of every head, [3, H, d, C].
+            lepe: Kernels of the depthwise convolution of the values, [H * d, 1, 3, 3].
+            window: (h, w) in tokens, for `lepe`.
         """
         tau = attention.tau()
         tau = torch.as_tensor(tau, dtype=qkv.dtype).flatten().expand(attention.num_heads)
         nu = attention.value_scale
+        raw = nu is None
         self.tau = tau
         self.num_tokens = qkv.shape[-2]
         self.query = Normalized.of(qkv[0], real, attention.eps)
         self.key = Normalized.of(qkv[1], real, attention.eps)
-        raw = nu is None
         self.value = Normalized.of(
             qkv[2], real, None if raw else attention.eps, 1.0 if raw else float(nu)
         )
+        self.sigma = norm_above(weight)
         q, k, v = self.query.values, self.key.values, self.value.values
         scores = tau[:, None, None] * (q @ k.mT)
         weights = (scores if bias is None else scores + bias).softmax(-1)  # [W, H, N, N]
         mean_k, mean_v = weights @ k, weights @ v
-        self.spread_k = _spread(weights, k, mean_k)
-        self.spread_v = _spread(weights, v, mean_v)
-        second = torch.einsum("whij,whjd,whje->whide", weights, v, k)
-        self.covariance = norm_above(second - mean_v[..., :, None] * mean_k[..., None, :])
-        distance_v = torch.cdist(mean_v, v)
-        self.mean_distance_k = (weights * torch.cdist(mean_k, k)).sum(-1)
-        self.mean_distance_v = (weights * distance_v).sum(-1)
+        # Derivatives of the normalized tokens by the projections' inputs, [W, H, N, d, C].
+        slopes = [
+            _derivative(x) @ w[:, None] * real[..., None, None]
+            for x, w in zip((self.query, self.key, self.value), weight, strict=True)
+        ]
+        self.slope_q, self.slope_k, self.slope_v = (norm_above(x) for x in slopes)
+        apart_k = weights.sqrt()[..., None] * (k[:, :, None] - mean_k[..., None, :])
+        self.by_query = tau[:, None] * norm_above(apart_k @ slopes[0])
+        direction = torch.einsum("whie,whjec->whijc", q, slopes[1])  # of dk_j that changes score ij
+        apart_v = v[:, :, None] - mean_v[..., :, None, :]  # [W, H, i, j, d]
+        by_score = tau[:, None, None, None] * weights[..., None] * apart_v
+        query = by_score.mT @ k[:, :, None] @ slopes[0]
+        key = torch.einsum("whija,whijc->whiajc", by_score, direction)
+        value = torch.einsum("whij,whjac->whiajc", weights, slopes[2])
+        if lepe is not None:
+            operator = depthwise_operator(lepe, window).unflatten(0, (len(tau), -1)).mT
+            convolved = torch.einsum("haij,hac->hiajc", operator, weight[2])
+            value = value + convolved * real[:, :, None, None, :, None]
+        own = torch.eye(self.num_tokens, dtype=q.dtype)[:, None, :, None]
+        jacobian = key + value + own * query[..., None, :]
+        jacobian = jacobian * real[..., None, None, None]
+        self.norm = norm_above(jacobian.flatten(-2).flatten(2, 3))
+        self.spread_k = norm_above(apart_k)
+        self.spread_v = norm_above(weights.sqrt()[..., None] * apart_v)
+        exact = "donot_use_mm_for_euclid_dist"
+        self.diameter = torch.cdist(v, v, compute_mode=exact).flatten(-2).amax(-1)
         weights = weights * real[..., :, None]  # rows of padded queries are cut off later
-        by_key = weights * self.key.slope()[..., None, :]
-        self.key_norm = positive_norm_above(by_key * distance_v)
-        self.key_mass_norm = positive_norm_above(by_key)
-        self.value_norm = positive_norm_above(weights * self.value.slope()[..., None, :])
-        self.real = real
+        scores = tau[:, None, None] * weights.sqrt() * direction.norm(dim=-1)
+        self.by_key, self.by_keys = scores.flatten(-2).amax(-1), scores.norm(dim=-2).amax(-1)
+        self.largest = weights.amax(-2).sqrt()
+        self.column = weights.sum(-2).sqrt()
+        self.squares = weights.norm(dim=-2)
 
-    def factors(self, radii: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Return :math:`f_q, f_k, f_v` on the ball, each [W, H].
+    def curvature(self, radius: Tensor) -> Tensor:
+        r"""Bound the second derivative of every head within a radius, [W, H].
 
         Args:
-            radii: How far a query, a key and a value of the window may move, each [W, H].
+            radius: How far the tokens of a window may move before the projections, [W, 1].
         """
-        tau, n = self.tau, self.num_tokens
-        moved_q, moved_k = self.query.moved(radii[0]), self.key.moved(radii[1])
-        moved_v = self.value.moved(radii[2])
-        change = tau * (moved_q + moved_k).clamp(max=2.0)  # of any score
-        odds = (2.0 * change).exp()  # weights change by at most this factor
-        more, root = odds - 1.0, odds.sqrt()
+        tau, raw = self.tau, self.value.eps is None
+        sigma_q, sigma_k, sigma_v = self.sigma
+        moved_q = self.query.moved(radius * sigma_q)
+        moved_k = self.key.moved(radius * sigma_k)
+        moved_v = self.value.moved(radius * sigma_v)
+        slope_q = self.query.slope(radius * sigma_q)
+        slope_k = self.key.slope(radius * sigma_k)
+        slope_v = self.value.slope(radius * sigma_v)
+        root = (tau * (moved_q + moved_k)).exp()  # weights change by at most its square
         up = (..., None)
-        shift_v = moved_v[up] + more[up] * self.mean_distance_v
-        shift_k = moved_k[up] + more[up] * self.mean_distance_k
+        spread_k = (root[up] * self.spread_k + moved_k[up]).clamp(max=1.0)
         spread_v = root[up] * self.spread_v + moved_v[up]
-        spread_k = root[up] * self.spread_k + moved_k[up]
-        if self.value.eps is not None:
+        if not raw:
             spread_v = spread_v.clamp(max=self.value.length)
-        near = (
-            self.covariance
-            + more[up] * self.spread_v * self.spread_k
-            + root[up] * (moved_v[up] * self.spread_k + moved_k[up] * self.spread_v)
-            + moved_v[up] * moved_k[up]
-            + shift_v * shift_k
+        apart = self.diameter + 2.0 * moved_v
+        # How much the derivatives of the normalized tokens change within the ball.
+        turn_q = TURN * sigma_q[:, None] ** 2 * slope_q**2
+        turn_k = TURN * sigma_k[:, None] ** 2 * slope_k**2
+        turn_v = TURN * sigma_v[:, None] ** 2 * slope_v**2 / self.value.length * (not raw)
+        up = (..., None)
+        steep_q = self.slope_q + radius[up] * turn_q
+        steep_k = self.slope_k + radius[up] * turn_k
+        steep_v = self.slope_v + radius[up] * turn_v
+        query = (
+            root[up] * (self.by_query + tau[:, None] * self.spread_k * radius[up] * turn_q)
+            + (tau * moved_k)[up] * steep_q
+        ).amax(-1)
+        more = moved_q[up] * steep_k + radius[up] * turn_k
+        key = root * (self.by_key + tau * (self.largest * more).amax(-1))
+        keys = root * (self.by_keys + tau * (self.column * more).amax(-1))
+        value, values = (root * (x * steep_v).amax(-1) for x in (self.largest, self.column))
+        crossed = tau * (spread_v * steep_q).amax(-1) * root * (self.largest * steep_k).amax(-1)
+        turned = (
+            tau * (spread_v * spread_k * turn_q).amax(-1)
+            + tau * apart * root**2 * (self.squares * turn_k).amax(-1)
+            + root**2 * (self.squares * turn_v).amax(-1)
         )
-        covariance = torch.minimum(near, spread_v * spread_k.clamp(max=1.0))
-        f_q = tau * (covariance * self.query.slope(radii[0])).amax(-1)
-        steeper_k = self.key.steeper(radii[1])
-        steeper_v = self.value.steeper(radii[2])
-        reach = moved_v + (shift_v * self.real).amax(-1)
-        f_k = tau * odds * steeper_k * (self.key_norm + reach * self.key_mass_norm)
-        f_v = odds * steeper_v * self.value_norm
-        # The constants of the global theorem, which hold on all of space.
-        steep = self.key.slope(self.key.lengths.amax(-1)).amax(-1)
-        f_k = torch.minimum(f_k, tau * (n / 2) ** 0.5 * steep * spread_v.amax(-1))
-        f_v = torch.minimum(f_v, n**0.5 * self.value.slope(self.value.lengths.amax(-1)).amax(-1))
-        return f_q, f_k, f_v
+        return (
+            apart * (query**2 + 2.0 * query * key + key * keys)
+            + 2.0 * (crossed + query * value + torch.minimum(value * keys, values * key))
+            + turned
+        )
+
+    def widest(self) -> Tensor:
+        """Bound the Jacobian of every head on all of space, without LePE, [H]."""
+        if self.value.eps is None or self.query.eps is None:
+            return torch.full_like(self.tau, math.inf)
+        n, steep = self.num_tokens, self.query.eps**-0.5
+        q, k, v = self.sigma
+        return self.value.length * steep * (self.tau * (q + (n / 2) ** 0.5 * k) + n**0.5 * v)
 
 
-def _spread(weights: Tensor, x: Tensor, mean: Tensor) -> Tensor:
-    """Bound the largest standard deviation of x over a direction, under every row, [W, H, N]."""
-    second = torch.einsum("whij,whjd,whje->whide", weights, x, x)
-    return norm_above(second - mean[..., :, None] * mean[..., None, :]).sqrt()
+def _derivative(x: Normalized) -> Tensor:
+    """Return the derivative of the normalization at every token, [W, H, N, d, d]."""
+    eye = torch.eye(x.values.shape[-1], dtype=x.values.dtype)
+    if x.eps is None:
+        return eye.expand(*x.values.shape, -1)
+    unit = x.values / x.length
+    return x.slope()[..., None, None] * (eye - unit[..., :, None] * unit[..., None, :])

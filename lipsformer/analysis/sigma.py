@@ -55,8 +55,11 @@ def operators(model: nn.Module) -> list[Operator]:
         elif isinstance(module, DepthwiseConv2d):
             found.append(Operator(path, weight, is_matrix=False, groups=len(weight)))
         elif isinstance(module, nn.Conv2d):
-            stride = (module.stride[0], module.stride[1])
-            patches = stride == module.kernel_size and module.groups == 1
+            # Leaving out outputs is a contraction, so a dilated convolution is at most as large as
+            # with stride 1, where the dilation does not change the supremum of the symbol.
+            dilated = module.dilation != (1, 1)
+            stride = (1, 1) if dilated else (module.stride[0], module.stride[1])
+            patches = not dilated and stride == module.kernel_size and module.groups == 1
             found.append(Operator(path, weight, patches, stride, module.groups))
     return found
 

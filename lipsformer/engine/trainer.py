@@ -78,7 +78,7 @@ class Trainer:
         self.steps_per_epoch = parts.train_batches.updates_per_epoch
         self.total_steps = config.train.epochs * self.steps_per_epoch
         self.stop = StopRequest()
-        self.stop_signal = 0  # number of the signal that stops the run; 0 as long as there is none
+        self.stopped = 0  # number of the signal that stops the run; 0 as long as there is none
         self.stopwatch = Stopwatch(self.accelerator)
         self.metrics = StepMetrics(
             self.accelerator, max_nonfinite=config.train.max_nonfinite_updates
@@ -136,7 +136,7 @@ class Trainer:
             f"from update {self.step}; writing to {self.folder.path}"
         )
         try:
-            while not self.stop_signal:
+            while not self.stopped:
                 epochs_made, position = divmod(self.step, self.steps_per_epoch)
                 # Also after a resume: the last epoch may be complete, but not evaluated.
                 if position == 0 and len(self.history) < epochs_made:
@@ -163,11 +163,11 @@ class Trainer:
             self.tracking.close()
             if self.accelerator.is_main_process:
                 plot_run(self.folder)
-        if self.stop_signal:
-            logger.warning("stopped by signal %d after update %d", self.stop_signal, self.step)
+        if self.stopped:
+            logger.warning("stopped by signal %d after update %d", self.stopped, self.step)
         else:
             on_main(self.accelerator, self._write_summary)
-        return self.stop_signal
+        return self.stopped
 
     def _after_step(self, step: int) -> bool:
         """Log and save when it is time; return whether a signal asks to stop.
@@ -187,7 +187,7 @@ class Trainer:
             self._prepare_eval()
         if self._interrupted() or (self._save_is_due() and not epoch_ends):
             self._save()
-        return bool(self.stop_signal)
+        return bool(self.stopped)
 
     def _save_is_due(self) -> bool:
         every = self.config.run.save_every_updates
@@ -245,10 +245,10 @@ class Trainer:
         """Return whether a signal asks to stop; raise the error of a checkpoint that failed."""
         if self.writer.failed:
             self.stop.received = SAVE_FAILED
-        self.stop_signal = self.stop.stop_signal()
-        if self.stop_signal == SAVE_FAILED:
+        self.stopped = self.stop.stop_signal()
+        if self.stopped == SAVE_FAILED:
             on_main(self.accelerator, self.writer.wait)  # raises the error on every rank
-        return bool(self.stop_signal)
+        return bool(self.stopped)
 
     def _log(self) -> None:
         """Record the steps since the last record: the run's first one by one, others as a mean."""

@@ -204,7 +204,8 @@ class GraphSweepConfig:
         cases: Named rows; each is a text of `key=value` overrides that are separated by blanks.
         grid: Entries `key=value,value,...`; every case runs with every combination.
         seeds: Seeds of every run.
-        output_dir: Folder of the results, the table and the plot.
+        output_dir: Folder of the runs, the table and the plot.
+        results: JSONL file of the finished runs; null for `results.jsonl` in `output_dir`.
         num_workers: Number of parallel processes with one thread each.
         x: Key of the grid on the x axis of the plot; null for no plot.
         log_x: Whether the x axis is logarithmic.
@@ -223,6 +224,7 @@ class GraphSweepConfig:
     grid: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     output_dir: str
+    results: str | None = None
     num_workers: int = 1
     x: str | None = None
     log_x: bool = False

@@ -161,32 +161,39 @@ def attention_column_sum(csr: EdgeCSR, largest_score: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def gat_attention_bound(conv: LipschitzGATConv, edge_index: Tensor, num_nodes: int) -> float:
-    r"""Return a proved Lipschitz constant, in Frobenius norm, of a `LipschitzGATConv`'s attention.
+def gat_attention_bound(
+    conv: LipschitzGATConv, edge_index: Tensor, num_nodes: int, *, reachable: bool = False
+) -> Tensor:
+    r"""Return proved Lipschitz constants, in Frobenius norm, of a `LipschitzGATConv`'s heads, [H].
 
-    It bounds the map h -> P(h) h of one head, without the norm of the projection. Let S be the
+    They bound the map h -> P(h) h of one head, without the norm of the projection. Let S be the
     largest sum, over the targets of one node, of the largest weight that the edge can have. Let D
     be the largest number of edges that leave one node. The constant is
 
     .. math:: \sqrt{S} + \frac{1}{c} (\sqrt{S + 1} + \sqrt{D + 1}), \quad
         S = \max_j \sum_{i: j \in N(i)} \frac{1}{1 + (|N(i)| - 1) e^{-2/c}}
 
-    A slope of LeakyReLU above 1 multiplies 1/c. The proof is in docs/lipschitz.md. The constant is
-    infinite without LipschitzNorm.
+    A slope of LeakyReLU above 1 multiplies 1/c. The proof is in docs/lipschitz.md. The constants
+    are infinite without LipschitzNorm.
 
     Args:
-        conv: The layer; c is its `att_norm`.
+        conv: The layer; c is its `constant()`.
         edge_index: [2, E]; the layer's own self loops are added if it adds them.
         num_nodes: Number of nodes.
+        reachable: If c learns, use `min_att_norm` in its place, which bounds the heads of this
+            layer after any training.
     """
     if conv.score_norm is None or conv.released_code:
-        return math.inf
+        return torch.full((conv.heads,), math.inf, dtype=torch.float64)
     edges = SortedEdges(edge_index, num_nodes)
     csr = edges.csr_with_self_loops if conv.add_self_loops else edges.csr
-    inverse = max(1.0, abs(conv.negative_slope)) / abs(conv.att_norm)
-    s = attention_column_sum(csr, torch.tensor([inverse])).item()
+    learns = conv.min_att_norm is not None
+    c = conv.min_att_norm if reachable and learns else conv.constant(torch.float64)
+    c = torch.as_tensor(c, dtype=torch.float64, device="cpu").view(-1)
+    inverse = max(1.0, abs(conv.negative_slope)) / c.abs()
+    s = attention_column_sum(csr, inverse)
     d = csr.ptr_t.diff().max().item()
-    return math.sqrt(s) + inverse * (math.sqrt(s + 1) + math.sqrt(d + 1))
+    return (s.sqrt() + inverse * ((s + 1).sqrt() + math.sqrt(d + 1))).expand(conv.heads)
 
 
 def layer_profile(
@@ -241,7 +248,7 @@ def layer_profile(
             if isinstance(conv, LipschitzGATConv):
                 _, (edges, attn) = conv(state, edge_index, return_attention_weights=True)
                 entropy, spread = attention_statistics(attn, edges[1], len(x))
-                bound = gat_attention_bound(conv, edge_index, len(x))
+                bound = gat_attention_bound(conv, edge_index, len(x)).max().item()
                 for key, value in (
                     ("attention_entropy", entropy),
                     ("score_spread", spread),

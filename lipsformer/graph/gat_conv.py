@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn import GATConv
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor
@@ -44,6 +44,12 @@ class LipschitzGATConv(GATConv):
     Edge features extend :math:`a` by their weight, and add the squared norm of each edge to that of
     its neighbour.
 
+    The scores lie within 1 / c. The constant c is `att_norm`. With `min_att_norm` it learns, per
+    head, and stays above `min_att_norm`:
+
+    .. math::
+        c = c_{\min} + (c_0 - c_{\min})\, e^{\theta}, \quad \theta = 0 \text{ at the start}
+
     The layer runs as one fused pass over sorted edges where that gives the same result, and message
     by message otherwise (`why_messages` names the reason). It sorts a plain `edge_index` at every
     call; pass `SortedEdges` to sort only once.
@@ -63,6 +69,8 @@ class LipschitzGATConv(GATConv):
         Dasoulas et al. 2021 (LipschitzNorm for graph attention).
     """
 
+    log_att_norm: nn.Parameter | None  # theta, [H]
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -71,6 +79,7 @@ class LipschitzGATConv(GATConv):
         *args: Any,
         score_norm: str | None = "lipschitznorm",
         att_norm: float = 4.0,
+        min_att_norm: float | None = None,
         scale_individually: bool = True,
         released_code: bool = False,
         **kwargs: Any,
@@ -83,7 +92,9 @@ class LipschitzGATConv(GATConv):
             heads: Number of heads.
             *args: Passed to `GATConv`.
             score_norm: `'lipschitznorm'`, or None for the plain `GATConv`.
-            att_norm: The constant c of the formula, > 0.
+            att_norm: The constant c of the formula, > 0; the initial one if it learns.
+            min_att_norm: Lower limit of a constant that learns, in (0, att_norm); None keeps c
+                fixed. Weight decay on theta pulls c back to `att_norm`.
             scale_individually: Whether each head divides by the norm of its own weights; otherwise
                 all heads divide by one norm over all weights.
             released_code: Compute the maxima as the authors' code does, which reads the maximum of
@@ -91,16 +102,38 @@ class LipschitzGATConv(GATConv):
             **kwargs: Passed to `GATConv`.
 
         Raises:
-            ValueError: If `score_norm` is unknown, or if `att_norm` is not positive.
+            ValueError: If `score_norm` is unknown, if `att_norm` or `min_att_norm` is out of range,
+                or if `min_att_norm` has no effect.
         """
         check_score_norm(score_norm, released_code)
         if att_norm <= 0:
             raise ValueError(f"att_norm={att_norm} must be > 0")
+        if min_att_norm is not None and score_norm is None:
+            raise ValueError(f"min_att_norm={min_att_norm} has no effect without LipschitzNorm")
+        if min_att_norm is not None and not 0 < min_att_norm < att_norm:
+            raise ValueError(f"min_att_norm={min_att_norm} must lie in (0, att_norm={att_norm})")
         super().__init__(in_channels, out_channels, heads, *args, **kwargs)
         self.score_norm = score_norm
         self.att_norm = att_norm
+        self.min_att_norm = min_att_norm
+        theta = None if min_att_norm is None else nn.Parameter(torch.zeros(heads))
+        self.register_parameter("log_att_norm", theta)
         self.scale_individually = scale_individually
         self.released_code = released_code
+
+    def reset_parameters(self) -> None:
+        """Draw the weights as `GATConv` does, and set a constant that learns to `att_norm`."""
+        super().reset_parameters()
+        theta = getattr(self, "log_att_norm", None)  # GATConv calls this before theta exists
+        if theta is not None:
+            nn.init.zeros_(theta)
+
+    def constant(self, dtype: torch.dtype | None = None) -> Tensor | float:
+        """Return c: a number, or [H] if it learns, computed in `dtype` (None for its own)."""
+        if self.log_att_norm is None or self.min_att_norm is None:
+            return self.att_norm
+        growth = self.log_att_norm.to(dtype or self.log_att_norm.dtype).exp()
+        return self.min_att_norm + (self.att_norm - self.min_att_norm) * growth
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -176,7 +209,7 @@ class LipschitzGATConv(GATConv):
         """Return the arguments of LipschitzNorm that do not depend on the inputs."""
         return {
             "weight": torch.cat([self.att_src, self.att_dst, *edge_weight], dim=-1).squeeze(0),
-            "att_norm": self.att_norm,
+            "att_norm": self.constant(),
             "scale_individually": self.scale_individually,
         }
 

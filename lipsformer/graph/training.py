@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch_geometric.data import Data
 
 from lipsformer.graph.config import GraphTrainConfig
 from lipsformer.graph.diagnostics import gradient_norms, layer_profile
-from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.edge_attention.csr import SortedEdges, silence_beta_notice
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
@@ -30,7 +30,7 @@ class NodeBatch:
     """One graph on the device on which it is used, with edges that are sorted only once.
 
     Attributes:
-        x: Features, [V, F].
+        x: Features, [V, F], dense or sparse CSR.
         edges: The edges.
         y: Labels, [V].
         masks: The nodes of each split, [V] each.
@@ -48,6 +48,17 @@ class NodeBatch:
         masks = {split: data[f"{split}_mask"] for split in SPLITS}
         return NodeBatch(data.x, SortedEdges(data.edge_index, len(data.x)), data.y, masks)
 
+    def compressed(self) -> "NodeBatch":
+        """Store the features as a sparse CSR matrix where that makes the first linear map cheaper.
+
+        Cora's features are 1.3 % dense. The product and its gradient are then 4 times as fast on a
+        CPU. They are sums of the same terms in another order.
+        """
+        if self.x.device.type != "cpu" or self.x.count_nonzero() > 0.1 * self.x.numel():
+            return self
+        silence_beta_notice()
+        return replace(self, x=self.x.to_sparse_csr())
+
 
 Batches = Iterable[Data] | Iterable[NodeBatch]
 
@@ -55,6 +66,14 @@ Batches = Iterable[Data] | Iterable[NodeBatch]
 def _on_device(batches: Batches, device: str) -> Iterator[NodeBatch]:
     for batch in batches:
         yield batch if isinstance(batch, NodeBatch) else NodeBatch.of(batch, device)
+
+
+def _prepared(batches: Batches, model: GraphNet, device: str) -> Batches:
+    """Prepare a list of graphs once for all epochs; other iterables are new in every epoch."""
+    if not isinstance(batches, list):
+        return batches
+    prepared = list(_on_device(batches, device))
+    return [batch.compressed() for batch in prepared] if model.takes_sparse_features else prepared
 
 
 @torch.no_grad()
@@ -263,10 +282,9 @@ def fit(
         training.load(checkpoint)
     if log is not None:
         _drop_records(log, training.epoch)
-    if isinstance(train_batches, list):
-        train_batches = list(_on_device(train_batches, device))
-    if isinstance(eval_batches, list):
-        eval_batches = list(_on_device(eval_batches, device))
+    train_batches, eval_batches = (
+        _prepared(batches, training.model, device) for batches in (train_batches, eval_batches)
+    )
 
     while not training.finished:
         training.run_epoch(train_batches, eval_batches)

@@ -69,7 +69,7 @@ def linear_scale(
     weight: Tensor,
     *,
     reduce: Reduce,
-    att_norm: float = 4.0,
+    att_norm: Tensor | float = 4.0,
     scale_individually: bool = True,
     eps: float = 1e-12,
 ) -> Tensor:
@@ -84,8 +84,8 @@ def linear_scale(
         target_sq: Squared norms of the targets, shaped like what ``reduce`` returns.
         weight: Score weights per head, [H, D]; a single head for windows, [1, D].
         reduce: Maximum over the neighborhood, such as ``dense_max`` or ``segment_max``.
-        att_norm: Constant factor, above 0; the scores then lie within 1/att_norm. The paper's code
-            uses 4, twice what the theorem asks for.
+        att_norm: Constant factor, above 0, a number or one per head [H]; the scores then lie within
+            1/att_norm. The paper's code uses 4, twice what the theorem asks for.
         scale_individually: One norm of the weight per head, or one over all heads.
         eps: Added to every squared norm, so that zero inputs give score 0 and finite derivatives.
 
@@ -105,7 +105,7 @@ def released_linear_scale(
     index: Tensor,
     num_nodes: int,
     *,
-    att_norm: float = 4.0,
+    att_norm: Tensor | float = 4.0,
     scale_individually: bool = True,
     eps: float = 1e-12,
 ) -> Tensor:
@@ -190,8 +190,9 @@ class LipschitzNormAttention(nn.Module):
     .. math:: \mathrm{softmax}(Q K^T / \max(uv, uw, vw) + B) V, \quad
         u = |Q|_F,\ v = \max_j |k_j|_2,\ w = \max_j |v_j|_2
 
-    Lipschitz in Frobenius norm, jointly in Q, K and V, with constant
-    :math:`\cosh(1) \sqrt{m/n} + 2 \sqrt 2` for m queries and n keys (proof: docs/lipschitz.md).
+    Lipschitz in Frobenius norm, jointly in Q, K and V, with the constant
+    :math:`\cosh(1) \sqrt{m/n} + 2 \sqrt 2` for m queries and n keys if there is no bias B. With a
+    bias it is at most :math:`\sqrt{4.5 + (1 + \sqrt m)^2}` (proofs: docs/lipschitz.md, theorem 13).
 
     Shape:
         q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].

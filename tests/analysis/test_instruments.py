@@ -331,3 +331,14 @@ def test_sharded_weights_are_measured_and_capped_whole():
                 assert svd_sigma(op.weight.full_tensor()) <= 0.9 + 1e-5
     finally:
         destroy_process_group()
+
+
+def test_a_dilated_convolution_is_capped_although_its_stride_is_its_kernel_size():
+    """With dilation 2 and stride 2 several kernels of 2 x 2 read the same pixel."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 3, 2, 2, dilation=2, bias=False)
+    nn.init.normal_(conv.weight, std=3.0)
+    SpectralCap(nn.Sequential(conv), 1.0).before_eval()
+    columns = torch.eye(2 * 7 * 7, dtype=torch.float64).view(-1, 2, 7, 7)
+    operator = conv.double()(columns).detach().flatten(1)
+    assert 0.5 < torch.linalg.svdvals(operator)[0].item() < 1.0 + 1e-6

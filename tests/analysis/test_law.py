@@ -1,4 +1,4 @@
-"""The law of docs/method.md, Theorem 24: what the initial weights of every form contribute."""
+"""The law of docs/method.md, Theorem 25: what the initial weights of every form contribute."""
 
 import math
 

@@ -1,12 +1,18 @@
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from timm.layers import SelectAdaptivePool2d
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds import Domain, lipschitz_bound
-from lipsformer.analysis.certificates import certified_radius
+from lipsformer._configfile import ConfigError
+from lipsformer.analysis.bounds import Domain, image_domain, lipschitz_bound
+from lipsformer.analysis.certificates import certified_radius, real_error
 from lipsformer.analysis.robustness import margins, pgd_attack, robust_mask
+from lipsformer.config import DataConfig
+from scripts._certify import certify, model_bound
 
 
 def linear_case(classes: int, seed: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
@@ -89,3 +95,41 @@ def test_the_attack_stays_in_the_ball_and_in_the_box():
     # along the diagonal of 42 values, 0.4 in length adds 2.59 to the sum; but none beyond 1
     assert 0.4 * math.sqrt(42) > 0.5
     assert broken.tolist() == [False, True, True, True, True]
+
+
+def test_the_logits_of_a_certificate_are_those_of_the_decimal_mean_and_deviation():
+    """Rounded to float32, these would move the logits by more than a real radius allows for."""
+    torch.manual_seed(0)
+    data = DataConfig(
+        source="digits", img_size=5, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+    )
+    network = nn.Sequential(nn.Conv2d(3, 2, 5), SelectAdaptivePool2d(1, "fast", flatten=True))
+    bound = lipschitz_bound(network, image_domain((5, 5), data.mean, data.std))
+    images = torch.randint(256, (3, 3, 5, 5)).float()
+    batches = [(images, torch.zeros(3, dtype=torch.long))]
+    rows = certify(bound, network, batches, data, [1e-3], None)["certificates"]
+    weight, bias = (p.detach().double() for p in network[0].parameters())
+    pixels = (images / 255.0).double()
+    for row, image in zip(rows, pixels, strict=True):
+        normalized = [
+            (channel - mean) / std
+            for channel, mean, std in zip(image, data.mean, data.std, strict=True)
+        ]
+        exact = (weight * torch.stack(normalized)).sum((1, 2, 3)) + bias
+        error = (torch.tensor(row["logits"], dtype=torch.float64) - exact).norm().item()
+        assert error <= real_error(bound) < 1e-8
+
+
+@pytest.mark.parametrize("part", ["matmul", "conv"])
+def test_certificates_need_full_float32_in_every_kernel(part):
+    accelerator = cast(Any, SimpleNamespace(device=torch.device("cpu"), num_processes=1))
+    data = DataConfig(source="digits", img_size=5, mean=(0.5,) * 3, std=(0.5,) * 3)
+    settings: Any = getattr(torch.backends.mkldnn, part)
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        with pytest.raises(ConfigError, match="full float32"):
+            model_bound(accelerator, nn.Conv2d(3, 2, 5), data)
+    finally:
+        settings.fp32_precision = before
+    assert model_bound(accelerator, nn.Conv2d(3, 2, 5), data).value > 0.0

@@ -5,14 +5,31 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import LayerScale, SelectAdaptivePool2d
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
+from torch_geometric.nn import GCNConv
 
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
 from lipsformer.analysis.bounds.graph import graph_domain
-from lipsformer.graph import GCN, LipschitzGATConv, ScaledCosineConv
-from lipsformer.layers import CenterNorm, ScaledCosineAttention
+from lipsformer.graph import (
+    GCN,
+    LipschitzGATConv,
+    LipschitzTransformerConv,
+    ScaledCosineConv,
+)
+from lipsformer.graph.models.residual import ResidualLayer
+from lipsformer.layers import (
+    CenterNorm,
+    DepthwiseConv2d,
+    ScaledCosineAttention,
+    WeightedResidual,
+)
+from lipsformer.models import convert
+from lipsformer.models.lipsformer_cswin import StripeAttention
 from lipsformer.models.lipsformer_swin import WindowAttention
 from tests.hunt.attack import top_singular
 
@@ -58,8 +75,18 @@ def hooked_parametrization() -> nn.Module:
     return layer
 
 
+def distributed():
+    """`torch.distributed.tensor.distribute_module` wraps a function of the user like this."""
+    hook = lambda *inputs: 5.0 * inputs[-1]  # noqa: E731
+    hook.__module__ = "torch.distributed.tensor._api"
+    layer = nn.Linear(3, 3)
+    layer.register_forward_hook(hook)
+    return layer
+
+
 @pytest.mark.parametrize(
-    "make", [alternating, LargerInEvaluation, in_training_alone, hooked_parametrization]
+    "make",
+    [alternating, LargerInEvaluation, in_training_alone, hooked_parametrization, distributed],
 )
 def test_a_weight_that_a_call_may_replace_is_refused(make):
     with pytest.raises(UnknownModuleError):
@@ -147,14 +174,21 @@ def watched():
         lambda: LipschitzGATConv(3, 2, flow="target_to_source"),
         lambda: LipschitzGATConv(3, 2, released_code=True),
         lambda: LipschitzGATConv((3, 3), 2),
+        # one channel of the shortcut, or of the layer, would be repeated for all
+        lambda: replaced(LipschitzGATConv(3, 1, 2, concat=False, residual=True), concat=True),
+        lambda: replaced(LipschitzTransformerConv(3, 1, 2, concat=False), concat=True),
+        lambda: ResidualLayer(GCNConv(3, 1), None, True, 0.0),
         lambda: replaced(ScaledCosineConv(3, 2), explain=True),
         lambda: replaced(ScaledCosineConv(3, 2), message=F.relu),
         lambda: replaced(ScaledCosineConv(3, 2, 2), attention=ScaledCosineAttention(1)),
     ],
 )
 def test_layers_that_send_other_messages_are_refused(make):
+    layer = make().eval()
+    if isinstance(layer, (LipschitzTransformerConv, ResidualLayer)):
+        layer(torch.randn(4, 3), EDGES)
     with pytest.raises(UnknownModuleError):
-        lipschitz_bound(make().eval(), graph_domain(EDGES, 4))
+        lipschitz_bound(layer, graph_domain(EDGES, 4))
 
 
 def test_a_graph_layer_asks_for_its_edges():
@@ -165,3 +199,146 @@ def test_a_graph_layer_asks_for_its_edges():
         graph_domain(EDGES, 3)
     with pytest.raises(ValueError, match="num_nodes=0 must be at least 1"):
         graph_domain(EDGES, 0)
+
+
+def repeats_the_map():
+    conv = nn.Conv2d(1, 1, 3, padding=2, padding_mode="circular", bias=False)
+    return replaced(conv, padding="same")  # forward still wraps by 2
+
+
+def kernels(*shape, dim):
+    """A depthwise convolution whose weight was replaced."""
+    weight = nn.Parameter(torch.ones(shape))
+    return replaced(
+        DepthwiseConv2d(dim, 3), weight=weight, bias=nn.Parameter(torch.zeros(shape[0]))
+    )
+
+
+def channel_as_tokens():
+    """The depthwise convolution takes the seven channels of the first for rows of the map."""
+    layers = nn.Sequential(nn.Conv2d(1, 7, 1), DepthwiseConv2d(1, 3))
+    for layer in layers:
+        nn.init.ones_(layer.weight)
+    return layers
+
+
+def alpha_along_the_width():
+    conv = nn.Conv2d(2, 2, 1, bias=False)
+    conv.weight.data = torch.tensor([[5.0, 0.0], [0.0, 0.0]]).view(2, 2, 1, 1)
+    residual = WeightedResidual(conv, 2, 1.0)
+    residual.residual_scale.data = torch.tensor([0.0, 1.0])  # by channel the branch is 0
+    return residual
+
+
+def tau_along_the_channels():
+    """Two numbers for two heads broadcast along the two channels of every head."""
+    core = ScaledCosineAttention(2, learn_logit_scale=True)
+    core.log_logit_scale = nn.Parameter(torch.tensor([-3.0, 4.0]))
+    return WindowAttention(4, 2, (2, 2), core)
+
+
+def compiled_call():
+    layer = nn.Linear(3, 3)
+    return replaced(layer, _compiled_call_impl=lambda x: 5.0 * F.linear(x, layer.weight))
+
+
+def one_token_of_four():
+    """The model averages the last token alone, and the rule thought of five tokens."""
+    options = {"class_token": False, "global_pool": "avg", "pos_embed": "none"}
+    model = VisionTransformer(
+        img_size=4, patch_size=2, num_classes=2, embed_dim=4, depth=1, num_heads=2, **options
+    )
+    return replaced(convert(model), num_prefix_tokens=-1)
+
+
+def narrowed_window():
+    """`window_size` was changed behind the windows that the attention was built for."""
+    model = SwinTransformer(
+        img_size=8, patch_size=2, embed_dim=4, depths=(1,), num_heads=(2,), window_size=2
+    )
+    return replaced(convert(model).layers[0].blocks[0].attn, window_size=(1, 1))
+
+
+def residual(*branch, dim):
+    return WeightedResidual(nn.Sequential(*branch), dim, 0.1)
+
+
+# What got a bound before, though its constant is larger: the module, its inputs and their size.
+EXCEEDED = {
+    "circular padding, 'same'": (repeats_the_map, (1, 3, 3), (3, 3)),
+    "two kernels for a channel": (lambda: kernels(4, 1, 3, 3, dim=2), (3, 3, 2), (3, 3)),
+    "kernels of another side": (lambda: kernels(2, 1, 5, 5, dim=2), (5, 5, 2), (5, 5)),
+    "channels first, then last": (channel_as_tokens, (1, 1, 1), (1, 1)),
+    "alpha on channels first": (alpha_along_the_width, (2, 3, 2), (3, 2)),
+    "pooling over the channels": (
+        lambda: nn.Sequential(nn.Conv2d(1, 1, 1), SelectAdaptivePool2d(1, "fast", False, "NHWC")),
+        (1, 2, 9),
+        (2, 9),
+    ),
+    "one channel for all": (
+        lambda: nn.Sequential(nn.Linear(3, 1), LayerScale(4, 2.0)),
+        (2, 3),
+        (2,),
+    ),
+    "a branch of one channel": (
+        lambda: residual(nn.Linear(4, 1), nn.GELU(), dim=4),
+        (2, 4),
+        (2,),
+    ),
+    "a branch of one token": (
+        lambda: residual(SelectAdaptivePool2d(1, "fast", False, "NHWC"), dim=3),
+        (3, 3, 3),
+        (3, 3),
+    ),
+    "LayerScale in place": (lambda: residual(LayerScale(2, 10.0, True), dim=2), (3, 2), (3,)),
+    "ELU in place": (lambda: residual(nn.ELU(5.0, inplace=True), dim=2), (3, 2), (3,)),
+    "tau along the channels": (tau_along_the_channels, (2, 2, 4), (2, 2)),
+    "compiled call": (compiled_call, (2, 3), (2,)),
+    "one token of four": (one_token_of_four, (3, 4, 4), (4, 4)),
+    "narrowed window": (narrowed_window, (4, 4), (4,)),
+}
+
+
+@pytest.mark.parametrize("name", EXCEEDED)
+def test_a_structure_whose_constant_exceeded_the_bound_is_refused(name):
+    torch.manual_seed(0)
+    make, shape, size = EXCEEDED[name]
+    module = make().double().eval()
+    module(torch.randn(2, *shape).double())  # the module itself accepts the inputs
+    with pytest.raises(UnknownModuleError):
+        lipschitz_bound(module, Domain(size=size))
+
+
+def test_a_negative_factor_of_the_stripes_counts_by_its_size():
+    torch.manual_seed(0)
+    cores = nn.ModuleList(ScaledCosineAttention(1) for _ in range(2))
+    attention = StripeAttention(4, 2, 1, cores, official_compat=True).eval()
+    expected = lipschitz_bound(attention, Domain(size=(3, 3)))
+    attention.attn_factor = -attention.attn_factor
+    found = lipschitz_bound(attention, Domain(size=(3, 3)))
+    assert found.log10 == expected.log10 > 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_have_no_finite_bound(value):
+    for make in (lambda: nn.Linear(3, 3), lambda: DepthwiseConv2d(3, 3), lambda: CenterNorm(3)):
+        module = make()
+        module.weight.data.flatten()[0] = value
+        assert lipschitz_bound(module, Domain(size=(3, 3))).value == math.inf
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e-310])
+def test_the_squares_of_tiny_weights_do_not_vanish(size):
+    """A Gram matrix of such weights underflows to 0."""
+    attention = WindowAttention(4, 2, 2, ScaledCosineAttention(2)).double()
+    attention.qkv.weight.data.mul_(size)
+    assert lipschitz_bound(attention, Domain(size=(2, 2))).log10 >= math.log10(size)
+    for module, exact in (
+        (nn.Linear(3, 1), 3.0**0.5),
+        (nn.Linear(1, 3), 3.0**0.5),
+        (nn.Linear(3, 2), 6.0**0.5),
+        (CenterNorm(3), 1.5),
+    ):
+        module.double().weight.data.fill_(size)
+        found = lipschitz_bound(module, TOKENS).log10
+        assert found == pytest.approx(math.log10(size) + math.log10(exact), abs=1e-6)

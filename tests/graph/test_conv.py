@@ -80,13 +80,19 @@ def test_transformer_paper_mode_equals_a_loop_over_heads(graph):
     torch.testing.assert_close(conv(*graph), loop_transformer(conv, *graph))
 
 
-def test_all_heads_at_once_equal_one_head_at_a_time(graph):
+@pytest.mark.parametrize("constants", [(4.0, 4.0, 4.0), (4.0, 0.5, 1.3)])
+def test_all_heads_at_once_equal_one_head_at_a_time(graph, constants):
     x, edge_index, _ = graph
-    conv = make(LipschitzGATConv, bias=False)
+    learned = {} if constants[1] == 4.0 else {"min_att_norm": 0.3}
+    conv = make(LipschitzGATConv, bias=False, **learned)
+    if learned:
+        assert conv.log_att_norm.tolist() == [0.0] * HEADS  # c = att_norm at the start
+        conv.log_att_norm.data = torch.tensor([(c - 0.3) / 3.7 for c in constants]).double().log()
     out = conv(x, edge_index).view(NODES, HEADS, CHANNELS)
     released = make(LipschitzGATConv, bias=False, released_code=True)(x, edge_index)
     for head in range(HEADS):
-        single = LipschitzGATConv(FEATURES, CHANNELS, 1, bias=False).double()
+        single = LipschitzGATConv(FEATURES, CHANNELS, bias=False, att_norm=constants[head])
+        single = single.double()
         single.lin.weight.data = conv.lin.weight.view(HEADS, CHANNELS, FEATURES)[head].clone()
         single.att_src.data = conv.att_src[:, head : head + 1].clone()
         single.att_dst.data = conv.att_dst[:, head : head + 1].clone()
@@ -280,6 +286,20 @@ def test_wrong_settings_raise(layer):
         layer(3, 2, score_norm="maxnorm")
     with pytest.raises(ValueError, match="no effect without score_norm"):
         layer(3, 2, score_norm=None, released_code=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"att_norm": 0.0}, "att_norm=0.0 must be > 0"),
+        ({"min_att_norm": 4.0}, r"min_att_norm=4.0 must lie in \(0, att_norm=4.0\)"),
+        ({"min_att_norm": 0.0}, r"min_att_norm=0.0 must lie in \(0, att_norm=4.0\)"),
+        ({"min_att_norm": 0.1, "score_norm": None}, "min_att_norm=0.1 has no effect"),
+    ],
+)
+def test_wrong_constants_raise(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LipschitzGATConv(3, 2, **settings)
 
 
 def test_inputs_of_a_wrong_shape_raise(graph):

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch_geometric.utils import to_undirected
 
+from lipsformer.analysis.bounds import lipschitz_bound
+from lipsformer.analysis.bounds.graph import graph_domain
 from lipsformer.graph import LipschitzGATConv, create_model
 from lipsformer.graph.diagnostics import (
     attention_statistics,
@@ -79,6 +81,32 @@ def test_gat_attention_never_exceeds_its_proved_bound(graph, att_norm):
             x = (x + 0.1 * x.norm() * grad / grad.norm()).detach()
     conv.score_norm = None
     assert gat_attention_bound(conv, edge_index, NODES) == math.inf
+
+
+def test_a_constant_that_learns_never_exceeds_its_proved_bound(graph):
+    """The attack moves the features, the score weights and theta, as training could."""
+    _, edge_index = graph
+    torch.manual_seed(4)
+    conv = LipschitzGATConv(5, 3, heads=2, min_att_norm=0.05, bias=False).double()
+    domain = graph_domain(edge_index, NODES)
+    at_the_start = lipschitz_bound(conv, domain).value
+    after_any_training = gat_attention_bound(conv, edge_index, NODES, reachable=True)
+    x, theta = torch.randn(NODES, 5, dtype=torch.double), conv.log_att_norm
+    theta.data = torch.tensor([-5.0, 0.3], dtype=torch.double)
+    worst = 0.0
+    for _ in range(5):  # climb the exact constant
+        x = x.detach().requires_grad_()
+        jacobian = torch.autograd.functional.jacobian(
+            lambda v: conv(v, edge_index), x, create_graph=True
+        )
+        sigma = torch.linalg.matrix_norm(jacobian.reshape(NODES * 6, -1), 2)
+        assert sigma.item() <= lipschitz_bound(conv, domain).value
+        assert gat_attention_bound(conv, edge_index, NODES).le(after_any_training).all()
+        worst = max(worst, sigma.item())
+        moved = [x, theta, conv.att_src, conv.att_dst]
+        for value, grad in zip(moved, torch.autograd.grad(sigma, moved), strict=True):
+            value.data += 0.1 * value.data.norm() * grad / grad.norm()
+    assert worst > at_the_start  # so a bound that forgets theta would have failed
 
 
 def test_layer_profile_gradients_equal_autograd(graph):

@@ -124,6 +124,7 @@ def fused_calls(monkeypatch):
         (LipschitzGATConv, {"add_self_loops": False, "residual": True}, False),
         (LipschitzGATConv, {"add_self_loops": False, "concat": False}, True),
         (LipschitzGATConv, {"att_norm": 1e-3, "scale_individually": False}, False),
+        (LipschitzGATConv, {"min_att_norm": 0.3}, False),
         (LipschitzGATConv, {"score_norm": None, "bias": False}, False),
         (LipschitzTransformerConv, {}, False),
         (LipschitzTransformerConv, {"concat": False, "beta": True}, True),

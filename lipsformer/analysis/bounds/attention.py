@@ -48,6 +48,10 @@ from lipsformer.layers.cosine_attention import MAX_LOGIT_SCALE
 # place, which is 2.4e-6. A slow test goes through all floats.
 EXP_ERROR = 2.0**-18
 
+# Products of the weights of an attention may underflow in float64. What a Gram matrix loses in this
+# way is less than this, for factors of the paths below 2^50.
+TINY_SQUARE = 2.0**-900
+
 
 class HeadWeights(NamedTuple):
     """The projections of an attention, head by head.
@@ -102,6 +106,12 @@ def check_attention(module: Any, num_heads: int, *cores: nn.Module) -> None:
             raise UnknownModuleError(
                 f"no Lipschitz bound is known for {core.num_heads} heads in the attention of "
                 f"{num_heads} heads"
+            )
+        learned = getattr(core, "log_logit_scale", None)
+        if learned is not None and learned.shape != (num_heads, 1, 1):
+            raise UnknownModuleError(
+                f"no Lipschitz bound is known for a logit scale of shape {tuple(learned.shape)}: "
+                f"use [{num_heads}, 1, 1], one number per head"
             )
 
 
@@ -180,7 +190,8 @@ class AttentionBound(NamedTuple):
         """The bound: the root of the largest eigenvalue of `gram`, rounded up."""
         if not self.gram.isfinite().all():
             return math.inf
-        return outward(math.sqrt(eigenvalue_bound(self.gram, self.terms).item()))
+        largest = eigenvalue_bound(self.gram, self.terms).item()
+        return outward(math.sqrt(largest + TINY_SQUARE))
 
 
 def attention_bound(
@@ -397,7 +408,7 @@ def projected_bound(
         proj: The output projection.
         domain: Inputs of the attention.
         scale: Factor per channel that multiplies the output of the projection; None for none.
-        factor: Constant that multiplies the input of the projection.
+        factor: Constant >= 0 that multiplies the input of the projection.
     """
     sigma = linear_sigma(proj.weight, scale)
     paper_sigma = linear_sigma(proj.weight) * max_abs(scale)
@@ -414,6 +425,8 @@ def projected_bound(
         radius=radius,
         norm=outward(math.sqrt(domain.tokens) * radius),
         error=carried_error(sigma, error, rounding, domain.tokens),
+        channels=len(proj.weight),
+        channels_first=False,
     )
     return Bound(
         log10=log10_product((log10_of(sigma), log10_of(value))),

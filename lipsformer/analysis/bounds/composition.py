@@ -29,6 +29,9 @@ class Domain:
         norm: Largest 2-norm of the map; inf if it is not known.
         error: Largest distance between the map that the float32 program computes and the exact map,
             as a 2-norm over the map; inf if it is not known.
+        channels: Number of channels of a token; None if it is not known.
+        channels_first: Whether the channels come before the map, as in images; None if it is not
+            known.
 
     Example:
         >>> from lipsformer.analysis.bounds import Domain
@@ -40,6 +43,8 @@ class Domain:
     radius: float = math.inf
     norm: float = math.inf
     error: float = math.inf
+    channels: int | None = None
+    channels_first: bool | None = None
 
     def __post_init__(self) -> None:
         if math.isnan(self.radius):  # 0 * inf, or weights that are not finite
@@ -111,6 +116,7 @@ def simple_bound(
     radius: float,
     shift: float = math.inf,
     rounding: float = math.inf,
+    channels: int | None = None,
 ) -> Bound:
     """Return the bound of a layer without parts. Its arguments are rounded up here.
 
@@ -122,6 +128,7 @@ def simple_bound(
         shift: Largest 2-norm of an output token for the input 0; inf if it is not known.
         rounding: The error that float32 adds to a token of the output, as a root mean square over
             the tokens, for inputs up to `domain.rms`; inf if it is not known.
+        channels: Number of channels of the output; None if it equals that of the input.
     """
     size = domain.size if size is None else size
     tokens = math.prod(size)
@@ -131,6 +138,7 @@ def simple_bound(
         radius=outward(radius),
         norm=carried_error(value, domain.norm, shift, tokens),
         error=carried_error(value, domain.error, rounding, tokens),
+        channels=domain.channels if channels is None else channels,
     )
     log10 = log10_of(value)
     return Bound(log10=log10, paper_log10=log10, output=output, input=domain)
@@ -208,7 +216,7 @@ def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[flo
     """
     longest = [max(m, 1.0 - m) / s for m, s in zip(mean, std, strict=True)]
     radius, tokens = outward(math.hypot(*longest)), math.prod(size)
-    rounding = gamma(8) * math.hypot(*((1.0 + m) / s for m, s in zip(mean, std, strict=True)))
+    rounding = gamma(8) * math.hypot(*((1.0 + abs(m)) / s for m, s in zip(mean, std, strict=True)))
     return Domain(
         size=size,
         radius=radius,

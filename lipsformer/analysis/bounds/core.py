@@ -194,8 +194,42 @@ def _unknown(cls: type[nn.Module]) -> str:
     return advice
 
 
+def entered(
+    module: nn.Module, domain: Domain, channels: int | None, *, first: bool = False
+) -> Domain:
+    """Return the inputs of a module that needs a number of channels in a certain place.
+
+    A layer on other inputs would repeat them (one channel), or take the channels for tokens.
+
+    Args:
+        module: The module.
+        domain: Its inputs.
+        channels: Number of channels that it needs; None for any.
+        first: Whether it needs them before the map, as convolutions of PyTorch do.
+
+    Raises:
+        UnknownModuleError: If the inputs are known to have other channels or another layout.
+    """
+    misplaced = len(domain.size) > 0 and domain.channels_first is (not first)
+    if misplaced or (channels and domain.channels not in (None, channels)):
+        place = "first" if domain.channels_first else "last"
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for {_name(type(module))} with {channels} channels "
+            f"{'first' if first else 'last'} behind a map with {domain.channels} channels {place}"
+        )
+    return replace(domain, channels=channels or domain.channels, channels_first=first)
+
+
+def _anywhere(domain: Domain) -> Domain:
+    return replace(domain, channels=None, channels_first=None)
+
+
 def chain(
-    layers: Iterable[tuple[str, nn.Module]], domain: Domain, scale: Tensor | None = None
+    layers: Iterable[tuple[str, nn.Module]],
+    domain: Domain,
+    scale: Tensor | None = None,
+    *,
+    moves_channels: bool = True,
 ) -> Bound:
     """Return the bound of modules that are applied one after the other.
 
@@ -203,13 +237,17 @@ def chain(
         layers: Names and modules, in order.
         domain: The inputs of the first module.
         scale: Factor per channel that multiplies the output of the last module.
+        moves_channels: Whether the channels may be moved before, between or behind the modules, for
+            which the caller vouches. If not, a module that needs them in another place is refused.
     """
     layers = list(layers)
     bound = Bound(log10=0.0, paper_log10=0.0, output=domain, input=domain)
     for index, (name, module) in enumerate(layers):
         last = index == len(layers) - 1
-        part = lipschitz_bound(module, bound.output, scale if last else None)
-        bound = compose(bound, part, name)
+        inner = _anywhere(bound.output) if moves_channels else bound.output
+        bound = compose(bound, lipschitz_bound(module, inner, scale if last else None), name)
+    if moves_channels:
+        bound = replace(bound, output=_anywhere(bound.output))
     return bound if layers else scale_output(bound, scale)
 
 

@@ -37,6 +37,7 @@ from lipsformer.analysis.bounds.core import (
     unchanged,
 )
 from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma
+from lipsformer.analysis.bounds.lipsformer import same_shape
 from lipsformer.analysis.bounds.rounding import log10_one_plus, sigma_bound
 from lipsformer.graph.cosine_conv import ScaledCosineConv
 from lipsformer.graph.diagnostics import (
@@ -45,6 +46,7 @@ from lipsformer.graph.diagnostics import (
     gat_attention_bound,
     normalized_adjacency,
 )
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.edge_attention.operator import changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
@@ -132,6 +134,12 @@ def _weight(linear: Any, *, without_bias: bool = False) -> Tensor:
     return linear.weight.detach().double()
 
 
+def _check_sum(module: nn.Module, channels: int, shortcut: Tensor) -> None:
+    """Raise `UnknownModuleError` unless the shortcut has as many channels as the attention."""
+    if len(shortcut) != channels:
+        raise _refuse(module, f"its shortcut has {len(shortcut)} channels instead of {channels}")
+
+
 def _bias(linear: Any) -> Tensor:
     bias = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
     return bias.detach().double()
@@ -148,9 +156,11 @@ def _product(*factors: Tensor) -> Tensor:
     return torch.where((stacked == 0.0).any(0), 0.0, stacked.prod(0))
 
 
-def _attention(value: float, domain: Domain, radius: float, scale: Tensor | None) -> Bound:
+def _attention(
+    value: float, domain: Domain, radius: float, scale: Tensor | None, channels: int
+) -> Bound:
     """Return the bound of attention over edges, for which no paper states a theorem."""
-    bound = simple_bound(value, domain, radius=radius)
+    bound = simple_bound(value, domain, radius=radius, channels=channels)
     return scale_output(replace(bound, paper_log10=math.inf), scale)
 
 
@@ -171,8 +181,9 @@ def _gcn(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         raise _refuse(module, "use the default normalization, without cached edges")
     sigma = linear_sigma(_weight(module.lin, without_bias=True), scale)
     radius = row_sum * sigma * domain.radius
-    radius += bias_norm(_spread(module.bias, len(module.lin.weight)), scale)
-    return simple_bound(norm * sigma, domain, radius=radius)
+    channels = len(module.lin.weight)
+    radius += bias_norm(_spread(module.bias, channels), scale)
+    return simple_bound(norm * sigma, domain, radius=radius, channels=channels)
 
 
 @bound_rule(LipschitzGATConv)
@@ -194,19 +205,20 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         root = attention_column_sum(csr, _product(source + target, reach)).sqrt()
         factor = root + _product(source * root + target, reach)
     else:
-        constant = gat_attention_bound(module, edges.edge_index, edges.num_targets)
-        factor = torch.full_like(norms, constant)
+        factor = gat_attention_bound(module, edges.edge_index, edges.num_targets).to(norms)
     gram = torch.einsum("h,hdi,hdj->ij", factor.square(), weight, weight)
     terms = weight.shape[0] * weight.shape[1]
     value, radius = AttentionBound(gram, terms, math.inf, 0.0).value, reach.norm().item()
     if not module.concat:  # the mean of H heads is at most H^(-1/2) times their Frobenius norm
         value, radius = value / math.sqrt(module.heads), reach.mean().item()
-    if module.res is not None:
-        sigma = linear_sigma(_weight(module.res, without_bias=True))
-        value, radius = value + sigma, radius + sigma * domain.radius
     channels = len(weight.flatten(0, 1)) if module.concat else weight.shape[1]
+    if module.res is not None:
+        shortcut = _weight(module.res, without_bias=True)
+        _check_sum(module, channels, shortcut)
+        sigma = linear_sigma(shortcut)
+        value, radius = value + sigma, radius + sigma * domain.radius
     radius += bias_norm(_spread(module.bias, channels))
-    return _attention(value, domain, radius, scale)
+    return _attention(value, domain, radius, scale, channels)
 
 
 @bound_rule(LipschitzTransformerConv)
@@ -249,11 +261,14 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     total, radius = AttentionBound(gram, terms, math.inf, 0.0).value, longest[2].norm().item()
     if not module.concat:
         total, radius = total / math.sqrt(module.heads), longest[2].mean().item()
+    channels = value.shape[1] * (module.heads if module.concat else 1)
     if module.root_weight:
-        sigma = linear_sigma(_weight(module.lin_skip))
+        shortcut = _weight(module.lin_skip)
+        _check_sum(module, channels, shortcut)
+        sigma = linear_sigma(shortcut)
         total += sigma
         radius += sigma * domain.radius + bias_norm(module.lin_skip.bias)
-    return _attention(total, domain, radius, scale)
+    return _attention(total, domain, radius, scale, channels)
 
 
 @bound_rule(ScaledCosineConv)
@@ -276,7 +291,13 @@ def _cosine(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         mass=attention_column_sum(csr, max_abs_score(core)),
     )
     radius = math.sqrt(attended.radius_squared)
-    return _attention(attended.value, domain, radius, scale)
+    return _attention(attended.value, domain, radius, scale, weight[2].flatten(0, 1).shape[0])
+
+
+@bound_rule(Dropout)
+def _dropout(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
+    value = max_abs(scale)
+    return simple_bound(value, domain, radius=value * domain.radius)
 
 
 @bound_rule(nn.ELU)
@@ -288,8 +309,11 @@ def _elu(module: nn.ELU, domain: Domain, scale: Tensor | None) -> Bound:
 @bound_rule(ResidualLayer)
 def _residual_layer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     # ReLU is nonexpansive and keeps the length bound.
-    bound = chain([("dropout", module.dropout), ("conv", module.conv)], domain)
+    domain = replace(domain, channels=module.conv.lin.weight.shape[1])
+    layers = [("dropout", module.dropout), ("conv", module.conv)]
+    bound = chain(layers, domain, moves_channels=False)
     if module.residual:
+        same_shape(domain, bound.output)
         bound = replace(
             bound,
             log10=log10_one_plus(bound.log10),
@@ -311,7 +335,7 @@ bound_rule(LipsLayer)(children_in_order("attn", "mlp"))
 
 @bound_rule(AttentionBranch)
 def _attention_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    unchanged(module.dropout, *PASSIVE)
+    unchanged(module.dropout, Dropout, *PASSIVE)
     return children_in_order("norm", "conv", "proj")(module, domain, scale)
 
 

@@ -27,6 +27,7 @@ from lipsformer.analysis.bounds.core import (
     UnknownModuleError,
     bound_rule,
     chain,
+    entered,
     lipschitz_bound,
     unchanged,
 )
@@ -68,7 +69,12 @@ def center_norm_sigma(weight: Tensor) -> float:
     Args:
         weight: The gain g, [d].
     """
-    squares = weight.double().detach().cpu().square().sort(descending=True).values * OUTWARD
+    weight = weight.detach().double().cpu()
+    largest = weight.abs().max().item()
+    if not 0.0 < largest < math.inf:
+        return largest
+    unit = 2.0 ** (math.frexp(largest)[1] - 1)  # keeps the squares from under- and overflow
+    squares = (weight / unit).square().sort(descending=True).values * OUTWARD
     dim = len(squares)
     high, low = squares[0].item(), squares[1].item()
     for _ in range(60):
@@ -80,7 +86,7 @@ def center_norm_sigma(weight: Tensor) -> float:
             high = middle
         else:
             low = middle
-    return outward(dim / (dim - 1) * math.sqrt(high))
+    return outward(dim / (dim - 1) * math.sqrt(high) * unit)
 
 
 def linear_sigma(weight: Tensor, scale: Tensor | None = None) -> float:
@@ -151,6 +157,7 @@ def _nonexpansive(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bo
 
 @bound_rule(LayerScale)
 def _layer_scale(module: LayerScale, domain: Domain, scale: Tensor | None) -> Bound:
+    domain = entered(module, domain, len(module.gamma))
     value = max_abs(product(module.gamma, scale))
     radius, rounding = value * domain.radius, gamma(1) * value * domain.rms
     return simple_bound(value, domain, radius=radius, shift=0.0, rounding=rounding)
@@ -159,7 +166,8 @@ def _layer_scale(module: LayerScale, domain: Domain, scale: Tensor | None) -> Bo
 @bound_rule(nn.Sequential)
 def _sequential(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
     # `named_children` leaves out a module that stands in a second place.
-    return chain(module._modules.items(), domain, scale)  # pyright: ignore[reportArgumentType]
+    layers: Any = module._modules.items()
+    return chain(layers, domain, scale, moves_channels=False)
 
 
 @bound_rule(nn.GELU)
@@ -184,10 +192,12 @@ def gelu_bound(domain: Domain, largest: float = 1.0) -> Bound:
 
 @bound_rule(nn.Linear, Linear)
 def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
+    out, channels = module.weight.shape
+    domain = entered(module, domain, channels)
     sigma, bias = linear_sigma(module.weight, scale), bias_norm(module.bias, scale)
     radius = sigma * domain.radius + bias
     rounding = linear_rounding(module.weight, module.bias, scale, domain.rms, sigma)
-    bound = simple_bound(sigma, domain, radius=radius, shift=bias, rounding=rounding)
+    bound = simple_bound(sigma, domain, radius=radius, shift=bias, rounding=rounding, channels=out)
     return bound if scale is not None else replace(bound, last=(bound.log10, module.weight))
 
 
@@ -195,6 +205,7 @@ def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
 def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if module.dim != len(module.weight):
         raise UnknownModuleError(f"CenterNorm has dim={module.dim} and {len(module.weight)} gains")
+    domain = entered(module, domain, module.dim)
     gain, dim = product(module.weight, scale), module.dim
     sigma, bias = center_norm_sigma(gain), bias_norm(module.bias, scale)
     # The mean of d channels errs by gamma(d + 1) |x| d^(-1/2), the other steps by a few roundings.
@@ -206,6 +217,7 @@ def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 @bound_rule(DepthwiseConv2d)
 def _depthwise(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     check_depthwise(module)
+    domain = entered(module, domain, module.dim)
     sigma = depthwise_channel_sigma(module.weight, (domain.size[0], domain.size[1]))
     largest = module.weight.detach().double().abs().sum((1, 2, 3))  # |w|_1 bounds the norm of |w| *
     if scale is not None:
@@ -223,11 +235,13 @@ def _depthwise(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 
 
 def check_depthwise(module: Any) -> None:
-    """Raise `UnknownModuleError` unless a depthwise convolution keeps the size of the map."""
-    if module.padding != module.weight.shape[-1] // 2:
+    """Raise `UnknownModuleError` unless every channel has one kernel that keeps the map's size."""
+    side = 2 * module.padding + 1
+    if module.weight.shape != (module.dim, 1, side, side):
         raise UnknownModuleError(
-            f"no Lipschitz bound is known for DepthwiseConv2d with padding {module.padding}: use "
-            "half of the kernel size"
+            f"no Lipschitz bound is known for DepthwiseConv2d({module.dim}) with the weight "
+            f"{tuple(module.weight.shape)} and padding {module.padding}: use one square kernel per "
+            "channel, and half of its side as the padding"
         )
 
 
@@ -296,6 +310,7 @@ def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bou
         )
     if len(domain.size) != 2:
         raise UnknownModuleError(f"{module} needs a map, and its inputs have size {domain.size}")
+    domain = entered(module, domain, module.weight.shape[1] * module.groups, first=True)
     size = _conv2d_size(module, domain.size)
     weight = module.weight.detach().double()
     if scale is not None:
@@ -317,6 +332,7 @@ def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bou
         radius=patch * math.sqrt(math.prod(module.weight.shape[2:])) * domain.radius + bias,
         shift=bias,
         rounding=sum_rounding(groups[0].shape[1], largest * length + bias, patch * length + bias),
+        channels=len(weight),
     )
 
 
@@ -330,23 +346,26 @@ def _conv2d_size(module: nn.Conv2d, size: tuple[int, ...]) -> tuple[int, ...]:
     for axis, (side, kernel, stride) in enumerate(
         zip(size, module.weight.shape[2:], module.stride, strict=True)
     ):
-        if module.padding == "same":
+        same = module.padding == "same"
+        padding = 0 if isinstance(module.padding, str) else int(module.padding[axis])
+        around = [kernel // 2, (kernel - 1) // 2] if same else [padding, padding]
+        built = module._reversed_padding_repeated_twice[::-1][2 * axis : 2 * axis + 2]
+        changed = module.padding_mode == "circular" and built != around
+        if changed or (same and stride != 1):
+            raise UnknownModuleError(f"the padding of {module} was changed after it was built")
+        if module.padding_mode == "circular" and around[0] > side:
+            raise ValueError(f"{module} refuses a map of {size}, around which it would wrap")
+        if same:
             sides.append(side)
             continue
-        padding = 0 if isinstance(module.padding, str) else int(module.padding[axis])
-        built = module._reversed_padding_repeated_twice[::-1][2 * axis : 2 * axis + 2]
-        if module.padding_mode == "circular" and built != [padding, padding]:
-            raise UnknownModuleError(f"the padding of {module} was changed after it was built")
         if side + 2 * padding < kernel:
             raise ValueError(f"{module} refuses a map of {size}, which is smaller than its kernel")
-        if module.padding_mode == "circular" and padding > 0:
-            if padding > side:
-                raise ValueError(f"{module} refuses a map of {size}, around which it would wrap")
-            if 2 * padding >= kernel or side % stride != 0:
-                raise UnknownModuleError(
-                    f"no Lipschitz bound is known for {module} on a map of {size}: use circular "
-                    "padding below half of the kernel and a map that is a multiple of the stride"
-                )
+        circular = module.padding_mode == "circular" and padding > 0
+        if circular and (2 * padding >= kernel or side % stride != 0):
+            raise UnknownModuleError(
+                f"no Lipschitz bound is known for {module} on a map of {size}: use circular "
+                "padding below half of the kernel and a map that is a multiple of the stride"
+            )
         sides.append((side + 2 * padding - kernel) // stride + 1)
     return tuple(sides)
 
@@ -363,6 +382,8 @@ def _pool(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         size = () if flattens else domain.size
         radius = domain.radius * (math.sqrt(domain.tokens) if flattens else 1.0)
         radius *= largest
+        if flattens and domain.tokens > 1:  # every pixel becomes channels
+            domain = replace(domain, channels=None)
         return simple_bound(largest, domain, size=size, radius=radius, shift=0.0, rounding=0.0)
     if not isinstance(module.pool, (FastAdaptiveAvgPool, nn.AdaptiveAvgPool2d)):
         raise UnknownModuleError(
@@ -373,6 +394,10 @@ def _pool(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         raise UnknownModuleError(
             f"no Lipschitz bound is known for pooling to {module.pool.output_size}: use 1"
         )
+    axes = getattr(module.pool, "dim", (2, 3))
+    if len(domain.size) != 2 or axes not in ((1, 2), (2, 3)):
+        raise UnknownModuleError(f"no Lipschitz bound is known for {module} over {axes}: use a map")
+    domain = entered(module, domain, None, first=axes == (2, 3))
     flattens = flattens or getattr(module.pool, "flatten", False)
     # The mean of N tokens multiplies each by 1 / N. Its norm over the whole map is 1 / sqrt(N).
     value = largest / math.sqrt(domain.tokens)

@@ -29,9 +29,11 @@ from lipsformer.analysis.bounds.composition import (
 )
 from lipsformer.analysis.bounds.core import (
     Layout,
+    UnknownModuleError,
     bound_rule,
     chain,
     children_in_order,
+    entered,
     unchanged,
 )
 from lipsformer.analysis.bounds.layers import (
@@ -99,7 +101,8 @@ def patch_merging_bound(module: Any, domain: Domain, scale: Tensor | None) -> Bo
     factor of at most 2.
     """
     size = tuple((side + 1) // 2 for side in domain.size)
-    merged = replace(domain, size=size, radius=2.0 * domain.radius)
+    domain = entered(module, domain, None)
+    merged = replace(domain, size=size, radius=2.0 * domain.radius, channels=None)
     return chain([("norm", module.norm), ("reduction", module.reduction)], merged, scale)
 
 
@@ -142,7 +145,12 @@ def residual_bound(
         scale: Factor per channel that multiplies the sum; None for none.
     """
     branch = list(branch)
-    weighted, plain = chain(branch, domain, alpha), chain(branch, domain)
+    if alpha is not None:
+        domain = entered(branch[-1][1], domain, len(alpha))
+    keeps_input(*(module for _, module in branch))
+    weighted = chain(branch, domain, alpha, moves_channels=False)
+    plain = chain(branch, domain, moves_channels=False)
+    same_shape(domain, plain.output)
     largest_weight = max_abs(alpha)
     # The radius of a branch may be infinite, and 0 * inf is nan.
     nothing = Domain(size=(), radius=0.0, norm=0.0, error=0.0)
@@ -166,6 +174,30 @@ def residual_bound(
     return scale_output(total, scale)
 
 
+def same_shape(x: Domain, added: Domain) -> None:
+    """Raise `UnknownModuleError` unless the sum of a shortcut and a branch repeats neither."""
+    known = x.channels is not None and added.channels is not None
+    if x.size != added.size or (known and x.channels != added.channels):
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for the sum of a map of {x.size} with {x.channels} "
+            f"channels and one of {added.size} with {added.channels}: it would repeat one of them"
+        )
+
+
+def keeps_input(*branch: nn.Module) -> None:
+    """Raise `UnknownModuleError` if a branch may stretch the residual's input in place.
+
+    The shortcut would then add the stretched input. A ReLU in place shrinks both, which keeps the
+    bound.
+    """
+    for part in (part for module in branch for part in module.modules()):
+        if getattr(part, "inplace", False) and not isinstance(part, (nn.ReLU, *PASSIVE)):
+            raise UnknownModuleError(
+                f"no Lipschitz bound is known for a residual whose branch holds "
+                f"{type(part).__name__} with inplace=True: it changes what the shortcut adds"
+            )
+
+
 @bound_rule(WeightedResidual)
 def _weighted_residual(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     return residual_bound(module.residual_scale, [("branch", module.branch)], domain, scale)
@@ -183,6 +215,7 @@ def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) ->
     Permuting the tokens of the map is an isometry, so the bound does not depend on their places.
     """
     check_attention(module, module.num_heads, module.attention)
+    domain = entered(module, domain, module.qkv.weight.shape[1])
     h, w = module.window(*domain.size)
     bias = module.position_bias(h, w)[0]
     attended = attention_bound(
@@ -211,6 +244,7 @@ def _stripe_layout(_: Any, module: Any, branch: int, x: Tensor) -> Layout:
 @bound_rule(StripeAttention, layout=_stripe_layout)
 def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     check_attention(module, module.heads_per_branch, *module.attention)
+    domain = entered(module, domain, module.qkv.weight.shape[1])
     heads = split_qkv(
         module.qkv.weight, module.qkv.bias, module.num_branches * module.heads_per_branch
     )
@@ -244,4 +278,4 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
         rounding_squared += (attended.rounding + gamma(16) * radius) ** 2
     rounding = math.sqrt(rounding_squared)
     both = AttentionBound(torch.as_tensor(gram), terms, paper_squared, radius_squared, rounding)
-    return projected_bound(both, module.proj, domain, scale, module.attn_factor)
+    return projected_bound(both, module.proj, domain, scale, abs(module.attn_factor))

@@ -105,8 +105,22 @@ def norm_bound(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
         x: Any tensor.
         dim: Dimensions over which the norm is taken; None for all.
     """
-    norm = torch.linalg.vector_norm(x.detach().double(), dim=dim)
-    return norm * (1.0 + 2.0 * UNIT * (x.numel() + 8))
+    x = x.detach().double()
+    axes = tuple(range(x.ndim)) if dim is None else dim
+    scale = _size_of(x, axes)
+    norm = torch.linalg.vector_norm(x / scale, dim=axes, keepdim=True) * scale
+    return norm.squeeze(axes) * (1.0 + 2.0 * UNIT * (x.numel() + 8))
+
+
+def _size_of(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Return a power of two near the largest absolute value over some dimensions, which are kept.
+
+    Dividing by it is exact, and neither squares nor their sums underflow then. It is 1 if all
+    values are 0 or one is not finite.
+    """
+    largest = x.abs().amax(dim, keepdim=True)
+    largest = torch.where((largest > 0.0) & largest.isfinite(), largest, 1.0)
+    return largest / torch.frexp(largest).mantissa
 
 
 def eigenvalue_bound(gram: Tensor, terms: int) -> Tensor:
@@ -150,7 +164,8 @@ def sigma_bound(matrices: Tensor) -> Tensor:
         matrices: [..., m, n], float64 or complex128.
 
     Returns:
-        [...], float64, above the true value by a relative 1e-9 at most for dimensions up to 1000.
+        [...], float64, above the true value by a relative 1e-9 at most for dimensions up to 1000;
+        inf if an entry is not finite.
 
     Example:
         >>> import torch
@@ -158,17 +173,16 @@ def sigma_bound(matrices: Tensor) -> Tensor:
         >>> 0.0 <= sigma_bound(torch.diag(torch.tensor([3.0, 5.0]).double())).item() - 5.0 < 1e-12
         True
     """
-    if min(matrices.shape[-2:]) == 1:  # such as the symbol of a depthwise convolution
-        norm = torch.linalg.vector_norm(matrices, dim=(-2, -1))
-        return norm * (1.0 + 4.0 * UNIT * (max(matrices.shape[-2:]) + 8)) * OUTWARD
-    largest = matrices.abs().amax((-2, -1), keepdim=True)
-    largest = torch.where(largest > 0.0, largest, 1.0)
-    # A power of two, so that dividing by it is exact. Neither squares nor sums then underflow.
-    scale = largest / torch.frexp(largest).mantissa
-    rows = matrices / scale
-    rows = rows if rows.shape[-2] <= rows.shape[-1] else rows.mH
-    bound = eigenvalue_bound(rows @ rows.mH, rows.shape[-1]).sqrt()
-    return bound * scale[..., 0, 0] * OUTWARD
+    finite = matrices.isfinite().all(-1).all(-1)
+    scale = _size_of(matrices, (-2, -1))
+    rows = torch.where(finite[..., None, None], matrices / scale, 0.0)
+    if min(rows.shape[-2:]) == 1:  # such as the symbol of a depthwise convolution
+        norm = torch.linalg.vector_norm(rows, dim=(-2, -1))
+        bound = norm * (1.0 + 4.0 * UNIT * (max(rows.shape[-2:]) + 8))
+    else:
+        rows = rows if rows.shape[-2] <= rows.shape[-1] else rows.mH
+        bound = eigenvalue_bound(rows @ rows.mH, rows.shape[-1]).sqrt()
+    return torch.where(finite, bound * scale[..., 0, 0] * OUTWARD, math.inf)
 
 
 def abs_sigma_bound(matrix: Tensor) -> float:

@@ -62,6 +62,9 @@ def tampering(module: nn.Module, methods: frozenset[str]) -> str | None:
     for name in methods:
         if name in vars(module):
             return f"its method {name!r} was replaced on the instance"
+    compiled = module._compiled_call_impl
+    if compiled and getattr(compiled, "_torchdynamo_orig_callable", None) != module._call_impl:
+        return "its compiled call was replaced"
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     if any(not _is_sharding(hook) for hook in hooks):
         return "a forward hook or forward pre-hook may change its inputs or outputs"
@@ -78,11 +81,10 @@ def _untrusted_parametrization(module: nn.Module) -> str | None:
     if not parametrize.is_parametrized(module):
         return None
     for name, steps in cast(nn.ModuleDict, module.parametrizations).items():
+        parts = [steps, *cast(nn.ModuleList, steps)]
         for step in cast(nn.ModuleList, steps):
-            if (
-                type(step) not in _PARAMETRIZATIONS
-                or step._forward_hooks
-                or step._forward_pre_hooks
+            if type(step) not in _PARAMETRIZATIONS or any(
+                tampering(part, methods_of(type(part)) | CALL) for part in parts
             ):
                 return (
                     f"the parametrization {type(step).__name__} of its {name!r} may return another "
@@ -94,5 +96,8 @@ def _untrusted_parametrization(module: nn.Module) -> str | None:
 
 
 def _is_sharding(hook: Any) -> bool:
-    """Return whether a hook is one of FSDP2's, which gather the weights and change no value."""
-    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
+    """Return whether a hook is one of FSDP2's, which gather the weights and change no value.
+
+    Other parts of `torch.distributed` wrap functions of the user into hooks of their own.
+    """
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.")

@@ -39,11 +39,16 @@ from lipsformer.analysis.bounds.core import (
     bound_rule,
     chain,
     children_in_order,
+    entered,
     lipschitz_bound,
     unchanged,
 )
 from lipsformer.analysis.bounds.layers import PASSIVE, product
-from lipsformer.analysis.bounds.lipsformer import patch_merging_bound, residual_bound
+from lipsformer.analysis.bounds.lipsformer import (
+    keeps_input,
+    patch_merging_bound,
+    residual_bound,
+)
 from lipsformer.analysis.bounds.rounding import (
     gamma,
     log10_of,
@@ -95,7 +100,9 @@ def _cosine_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
 def _cosine_window_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     # Shifted windows add a mask to the bias, so `mass=None`, which holds for every bias and mask.
     largest_bias = SHIFT_MASK + max_abs(module.relative_position_bias_table)
-    return _attention(module, math.prod(module.window_size), None, largest_bias, domain, scale)
+    if math.prod(module.window_size) != module.window_area:
+        raise UnknownModuleError("the window of the attention was changed after it was built")
+    return _attention(module, module.window_area, None, largest_bias, domain, scale)
 
 
 def _attention(
@@ -107,6 +114,7 @@ def _attention(
     scale: Tensor | None,
 ) -> Bound:
     check_attention(module, module.num_heads, module.attention)
+    domain = entered(module, domain, module.qkv.weight.shape[1])
     attended = attention_bound(
         module.attention,
         split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads),
@@ -142,6 +150,7 @@ def _pre_norm_block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 def _alpha(*ends: nn.Module) -> Tensor | None:
     """Return the product of the weights by which a branch ends, or None if there are none."""
     alpha = None
+    keeps_input(*ends)
     for end in ends:
         unchanged(end, LayerScale, nn.Sequential, *PASSIVE)
         if isinstance(end, nn.Sequential):
@@ -210,6 +219,11 @@ def _tokens(module: Any, patches: Domain, prefix: list[Tensor]) -> Bound:
     All of them are constants, so the step is an isometry followed by a shift.
     """
     tokens = [row for token in prefix for row in token.detach()[0]]
+    if len(tokens) != module.num_prefix_tokens:
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for {len(tokens)} class and register tokens with "
+            f"num_prefix_tokens={module.num_prefix_tokens}"
+        )
     position = module.pos_embed
     num_embedded = patches.tokens + (0 if module.no_embed_class else module.num_prefix_tokens)
     if position is not None and module.dynamic_img_size:

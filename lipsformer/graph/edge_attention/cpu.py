@@ -2,7 +2,7 @@
 
 Sums over the edges of a node are embedding bags. The dot products of the two ends of every edge are
 a sampled matrix product. Neither stores a message. Each head of a pass works on its own copy of the
-graph.
+graph. The copies lie node by node, so that no tensor of nodes x channels is copied.
 
 Shapes: as in `edge_attention`.
 """
@@ -28,13 +28,24 @@ def _heads_per_pass(csr: EdgeCSR, num_heads: int) -> int:
 
 
 def _by_pass(x: Tensor, count: int) -> Tensor:
-    """[N, H, C] -> [H / count, count * N, C]: the heads of a pass lie one after the other."""
-    return x.transpose(0, 1).contiguous().view(-1, count * len(x), x.size(-1))
+    """[N, H, C] -> [H / count, N * count, C], without a copy if one pass computes all heads."""
+    passes = x.size(1) // count
+    by_pass = x.reshape(len(x), passes, count, x.size(-1)).transpose(0, 1)
+    return by_pass.reshape(passes, len(x) * count, x.size(-1)).contiguous()
 
 
-def _from_passes(x: Tensor, num_heads: int) -> Tensor:
+def _from_passes(x: Tensor, count: int) -> Tensor:
     """Undo `_by_pass`."""
-    return x.view(num_heads, -1, x.size(-1)).transpose(0, 1)
+    by_node = x.view(len(x), -1, count, x.size(-1)).transpose(0, 1)
+    return by_node.reshape(len(by_node), -1, x.size(-1))
+
+
+def _keep_by_pass(keep: Tensor | None, csr: EdgeCSR, passes: int) -> list[Tensor | None]:
+    """[H, E] -> for every pass, the mask of the edges of its copies of the graph."""
+    if keep is None:
+        return [None] * passes
+    keep = keep.view(passes, -1)
+    return list(keep if csr.original is None else keep.index_select(1, csr.original))
 
 
 def _weighted_sum(weight: Tensor, x: Tensor, index: Tensor, ptr: Tensor) -> Tensor:
@@ -53,9 +64,11 @@ def _edge_dot(csr: EdgeCSR, target: Tensor, source: Tensor) -> Tensor:
     if csr.num_edges > csr.num_targets * csr.num_sources:
         # there must be duplicate edges, and so many that the sparse kernel refuses them
         return (target.index_select(0, csr.row) * source.index_select(0, csr.col)).sum(1)
-    pad = (0, -target.size(1) % 8)  # the kernel is fast for multiples of 8 channels
+    if target.size(1) % 8:  # the kernel is fast for multiples of 8 channels
+        pad = (0, -target.size(1) % 8)
+        target, source = F.pad(target, pad), F.pad(source, pad)
     out = csr.adjacency(target.new_zeros(csr.num_edges))
-    torch.sparse.sampled_addmm(out, F.pad(target, pad), F.pad(source, pad).T, beta=0, out=out)
+    torch.sparse.sampled_addmm(out, target, source.T, beta=0, out=out)
     return out.values()
 
 
@@ -69,10 +82,10 @@ def forward(
     keep: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-normalizer of the softmax for the backward pass."""
-    num_heads = value.size(1)
-    count = _heads_per_pass(csr, num_heads)
+    count = _heads_per_pass(csr, value.size(1))
     csr = csr.copies(count)
     query, key, value = (_by_pass(x, count) for x in (query, key, value))
+    masks = _keep_by_pass(keep, csr, len(value))
     out = value.new_empty(len(value), csr.num_targets, value.size(-1))
     log_sum = value.new_empty(len(value), csr.num_targets)
     for i in range(len(value)):
@@ -85,13 +98,14 @@ def forward(
             weight -= shift.index_select(0, csr.row)
         total = _edge_sum(csr, weight.exp_())
         log_sum[i] = total.log() if shift is None else total.log() + shift
-        if keep is not None:
-            weight *= keep.view(len(value), -1)[i]
+        mask = masks[i]
+        if mask is not None:
+            weight *= mask
         # a target without edges has total 0
         scale = keep_scale / total.clamp_min_(torch.finfo(total.dtype).tiny)
         sums = _weighted_sum(weight, value[i], csr.col, csr.ptr)
         torch.mul(sums, scale.unsqueeze(1), out=out[i])
-    return _from_passes(out, num_heads), log_sum
+    return _from_passes(out, count), log_sum
 
 
 def backward(
@@ -106,19 +120,19 @@ def backward(
     log_sum: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value."""
-    num_heads = value.size(1)
-    count = _heads_per_pass(csr, num_heads)
+    count = _heads_per_pass(csr, value.size(1))
     csr = csr.copies(count)
     query, key, value, grad = (_by_pass(x, count) for x in (query, key, value, grad))
+    masks = _keep_by_pass(keep, csr, len(value))
     grads = [torch.empty_like(x) for x in (query, key, value)]
     for i, (q, k, v, g) in enumerate(zip(query, key, value, grad, strict=True)):
         score = _edge_dot(csr, q, k)
         attn = F.leaky_relu(score, negative_slope)
         attn = attn.sub_(log_sum[i].index_select(0, csr.row)).exp_()
         grad_attn = _edge_dot(csr, g, v)
-        dropped = attn
-        if keep is not None:
-            factor = keep.view(len(value), -1)[i] * keep_scale
+        dropped, mask = attn, masks[i]
+        if mask is not None:
+            factor = mask * keep_scale
             dropped, grad_attn = attn * factor, grad_attn.mul_(factor)
         by_source = dropped.index_select(0, csr.perm)
         grads[2][i] = _weighted_sum(by_source, g, csr.row_t, csr.ptr_t)
@@ -130,7 +144,7 @@ def backward(
         grads[0][i] = _weighted_sum(grad_score, k, csr.col, csr.ptr)
         by_source = grad_score.index_select(0, csr.perm)
         grads[1][i] = _weighted_sum(by_source, q, csr.row_t, csr.ptr_t)
-    return tuple(_from_passes(x, num_heads) for x in grads)
+    return tuple(_from_passes(x, count) for x in grads)
 
 
 def max_forward(csr: EdgeCSR, values: Tensor) -> Tensor:
@@ -141,8 +155,7 @@ def max_forward(csr: EdgeCSR, values: Tensor) -> Tensor:
 
 def max_backward(csr: EdgeCSR, values: Tensor, largest: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of the values: edges that hold the maximum share it evenly."""
-    num_heads = values.size(1)
-    count = _heads_per_pass(csr, num_heads)
+    count = _heads_per_pass(csr, values.size(1))
     csr = csr.copies(count)
     out = []
     passes = (_by_pass(x.unsqueeze(-1), count).squeeze(-1) for x in (values, largest, grad))
@@ -152,4 +165,4 @@ def max_backward(csr: EdgeCSR, values: Tensor, largest: Tensor, grad: Tensor) ->
         row, col = (index.index_select(0, edges) for index in (csr.row, csr.col))
         share = g / torch.bincount(row, minlength=len(g)).clamp_min_(1)
         out.append(torch.zeros_like(own).index_add(0, col, share.index_select(0, row)))
-    return _from_passes(torch.stack(out).unsqueeze(-1), num_heads).squeeze(-1)
+    return _from_passes(torch.stack(out).unsqueeze(-1), count).squeeze(-1)

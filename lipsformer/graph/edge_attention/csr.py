@@ -10,11 +10,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-__all__ = ["EdgeCSR", "SortedEdges", "add_one_self_loop", "plain_edges"]
+__all__ = ["EdgeCSR", "SortedEdges", "add_one_self_loop", "plain_edges", "silence_beta_notice"]
 
 
 class SortedEdges:
@@ -130,6 +131,8 @@ class EdgeCSR:
         ptr_t: Like `ptr`, for the edges sorted by source, [S + 1].
         row_t: Target of each edge, edges sorted by source, [E].
         perm: Position by target of each edge sorted by source, [E].
+        original: For copies of a graph, h * (edges of the graph) + (position of the edge in it) of
+            each edge, where h is the number of the copy, [E].
     """
 
     num_sources: int
@@ -140,6 +143,7 @@ class EdgeCSR:
     ptr_t: Tensor
     row_t: Tensor
     perm: Tensor
+    original: Tensor | None = None
     _copies: dict[int, "EdgeCSR"] = field(default_factory=dict)
 
     @property
@@ -167,41 +171,61 @@ class EdgeCSR:
 
     def adjacency(self, values: Tensor) -> Tensor:
         """Return the sparse [T, S] matrix that holds one value per edge."""
-        _silence_beta_notice()
+        silence_beta_notice()
         size = (self.num_targets, self.num_sources)
         return torch.sparse_csr_tensor(self.ptr, self.col, values, size, check_invariants=False)
 
     def copies(self, count: int) -> "EdgeCSR":
         """Return `count` disjoint copies of the graph as one graph, and keep it for reuse.
 
-        With one copy per head, one pass over the copies computes all heads.
+        With one copy per head, one pass over the copies computes all heads. Copy h of node i is
+        node i * count + h, so the rows of a contiguous [nodes, count, channels] are its nodes.
         """
         if count == 1:
             return self
         if count not in self._copies:
-
-            def shift(index: Tensor, step: int) -> Tensor:
-                steps = torch.arange(0, count * step, step, dtype=torch.int32, device=index.device)
-                return (index + steps[:, None]).flatten()
-
-            def shift_ptr(ptr: Tensor) -> Tensor:
-                return torch.cat([ptr[:1], shift(ptr[1:], self.num_edges)])
-
+            ptr, row, first, copy = self._spread(self.ptr, count)
+            ptr_t, col_t, first_t, copy_t = self._spread(self.ptr_t, count)
+            place = torch.arange(len(row), dtype=torch.int32, device=row.device)
+            # index_select takes int32 indices as they are, which brackets first convert
+            edge = place + first.index_select(0, row)
+            edge_t = place + first_t.index_select(0, col_t)
+            row_t = self.row_t.index_select(0, edge_t) * count + copy_t
             self._copies[count] = EdgeCSR(
                 count * self.num_sources,
                 count * self.num_targets,
-                ptr=shift_ptr(self.ptr),
-                col=shift(self.col, self.num_sources),
-                row=shift(self.row, self.num_targets),
-                ptr_t=shift_ptr(self.ptr_t),
-                row_t=shift(self.row_t, self.num_targets),
-                perm=shift(self.perm, self.num_edges),
+                ptr=ptr,
+                col=self.col.index_select(0, edge) * count + copy,
+                row=row,
+                ptr_t=ptr_t,
+                row_t=row_t,
+                perm=self.perm.index_select(0, edge_t) - first.index_select(0, row_t),
+                original=edge + copy * self.num_edges,
             )
         return self._copies[count]
 
+    @staticmethod
+    def _spread(ptr: Tensor, count: int) -> tuple[Tensor, ...]:
+        """Return what the edges of `count` copies of every node, node by node, are.
+
+        Returns:
+            The new `ptr`, the node of each edge, by which number the edges of a node come before
+            those of the original, and the copy of each edge.
+        """
+        degree = ptr.diff().repeat_interleave(count)
+        new = F.pad(degree.cumsum(0, dtype=torch.int32), (1, 0))
+        node = torch.repeat_interleave(degree)
+        copy = torch.arange(count, dtype=torch.int32, device=ptr.device).repeat(len(ptr) - 1)
+        return (
+            new,
+            node,
+            ptr[:-1].repeat_interleave(count) - new[:-1],
+            copy.index_select(0, node),
+        )
+
 
 @functools.cache
-def _silence_beta_notice() -> None:
+def silence_beta_notice() -> None:
     """Let PyTorch warn, silently, that CSR tensors are in beta; it warns once per process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

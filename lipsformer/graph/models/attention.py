@@ -44,6 +44,7 @@ class DeepGAT(GraphNet):
         encoder_channels: int | None = None,
         residual: bool = False,
         att_norm: float = 4.0,
+        min_att_norm: float | None = None,
         scale_individually: bool = True,
         released_code: bool = False,
         grad_checkpointing: bool = False,
@@ -65,6 +66,7 @@ class DeepGAT(GraphNet):
                 if heads are narrow.
             residual: Add a linear map of the input of each layer to its output, as in `GATConv`.
             att_norm: LipschitzNorm keeps the scores within 1 / att_norm; see `LipschitzGATConv`.
+            min_att_norm: Lower limit of a constant that learns; see `LipschitzGATConv`.
             scale_individually: See `LipschitzGATConv`.
             released_code: See `LipschitzGATConv`.
             grad_checkpointing: See `GraphNet`.
@@ -84,6 +86,7 @@ class DeepGAT(GraphNet):
                 residual=residual,
                 score_norm=score_norm,
                 att_norm=att_norm,
+                min_att_norm=min_att_norm,
                 scale_individually=scale_individually,
                 released_code=released_code,
             )

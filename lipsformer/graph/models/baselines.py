@@ -3,6 +3,7 @@
 from torch import nn
 from torch_geometric.nn import GatedGraphConv, GCNConv
 
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.models.stack import ConvLayer, GraphNet
 from lipsformer.graph.norm import NodeNorm, parse_norm
 
@@ -98,8 +99,6 @@ class GGNN(GraphNet):
             num_layers: Number of propagation steps.
             dropout: Dropout probability of the features and of the last state.
         """
-        encoder = nn.Sequential(nn.Dropout(dropout), nn.Linear(in_channels, hidden_channels))
-        head = nn.Sequential(
-            nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden_channels, out_channels)
-        )
+        encoder = nn.Sequential(Dropout(dropout), nn.Linear(in_channels, hidden_channels))
+        head = nn.Sequential(nn.ReLU(), Dropout(dropout), nn.Linear(hidden_channels, out_channels))
         super().__init__(encoder, [GatedGraphConv(hidden_channels, num_layers)], head)

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lipsformer.graph.cosine_conv import ScaledCosineConv
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.layers.center_norm import CenterNorm
@@ -22,7 +23,7 @@ class AttentionBranch(nn.Module):
         self.norm = CenterNorm(width)
         self.conv = conv
         self.proj = spectral_linear(width, width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         return self.dropout(self.proj(self.conv(self.norm(x), edge_index)))
@@ -49,7 +50,7 @@ class LipsLayer(nn.Module):
                 spectral_linear(width, hidden),
                 nn.GELU(),
                 spectral_linear(hidden, width),
-                nn.Dropout(dropout),
+                Dropout(dropout),
             )
             self.mlp = WeightedResidual(branch, width, residual_scale)
 
@@ -155,8 +156,8 @@ class LipsGraphTransformer(GraphNet):
                 dropout=attn_dropout,
             )
             layers.append(LipsLayer(conv, width, mlp_ratio, residual_scale, dropout))
-        encoder = nn.Sequential(nn.Dropout(input_dropout), spectral_linear(in_channels, width))
-        head = nn.Sequential(nn.Dropout(input_dropout), spectral_linear(width, out_channels))
+        encoder = nn.Sequential(Dropout(input_dropout), spectral_linear(in_channels, width))
+        head = nn.Sequential(Dropout(input_dropout), spectral_linear(width, out_channels))
         super().__init__(encoder, layers, head, grad_checkpointing)
 
 

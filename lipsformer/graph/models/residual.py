@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch_geometric.nn import GATConv, GCNConv
 
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.stack import GraphNet
@@ -35,7 +36,7 @@ class ResidualLayer(nn.Module):
         super().__init__()
         self.conv = conv
         self.residual = residual
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         if bound is not None:
             linear = typing.cast(nn.Module, conv.lin)
             parametrize.register_parametrization(linear, "weight", SpectralScale(bound))
@@ -73,7 +74,7 @@ def _residual_layers(
 
 
 def _dropout_linear(dropout: float, in_channels: int, out_channels: int) -> nn.Sequential:
-    return nn.Sequential(nn.Dropout(dropout), nn.Linear(in_channels, out_channels))
+    return nn.Sequential(Dropout(dropout), nn.Linear(in_channels, out_channels))
 
 
 class ResidualGCN(GraphNet):
@@ -166,6 +167,8 @@ class ResidualGAT(GraphNet):
         *,
         heads: int = 1,
         norm: str = "none",
+        att_norm: float = 4.0,
+        min_att_norm: float | None = None,
         weight_norm: str = "spectral",
         bound: float | None = None,
         residual: bool = True,
@@ -183,6 +186,8 @@ class ResidualGAT(GraphNet):
             num_layers: Number of residual layers.
             heads: Number of heads.
             norm: 'none' or 'lipschitznorm'.
+            att_norm: See `LipschitzGATConv`.
+            min_att_norm: See `LipschitzGATConv`.
             weight_norm: 'spectral' or 'none'.
             bound: c > 0; None for `default_bound(num_layers)`.
             residual: Whether layers add their input; False gives a plain deep GAT for comparison.
@@ -200,7 +205,13 @@ class ResidualGAT(GraphNet):
         width = heads * hidden_channels
         convs = [
             LipschitzGATConv(
-                width, hidden_channels, heads, dropout=attn_dropout, score_norm=score_norm
+                width,
+                hidden_channels,
+                heads,
+                dropout=attn_dropout,
+                score_norm=score_norm,
+                att_norm=att_norm,
+                min_att_norm=min_att_norm,
             )
             for _ in range(num_layers)
         ]

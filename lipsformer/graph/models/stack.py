@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.norm import NodeNorm
 
@@ -20,7 +21,7 @@ class GraphNet(nn.Module):
     share them between passes too.
 
     Shape:
-        x: [V, F_in], dense or sparse. edge_index: [2, E] or a `SortedEdges`. Logits:
+        x: [V, F_in]. edge_index: [2, E] or a `SortedEdges`. Logits:
         [V, out_channels].
 
     Example:
@@ -58,6 +59,11 @@ class GraphNet(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.head = head
         self.grad_checkpointing = grad_checkpointing
+
+    @property
+    def takes_sparse_features(self) -> bool:
+        """Whether the features may be a sparse CSR matrix: a linear map reads them first."""
+        return isinstance(self.encoder, nn.Linear)
 
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         """Return the logits of all nodes."""
@@ -120,7 +126,7 @@ class ConvLayer(nn.Module):
         """
         super().__init__()
         self.conv = conv
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.activation = activation
         self.norm = norm
         self.norm_first = norm_first

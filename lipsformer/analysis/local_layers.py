@@ -1,0 +1,222 @@
+"""The layers of a LipsFormer on balls around their inputs at the images of a batch."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipsformer.analysis.bounds import UnknownModuleError
+from lipsformer.analysis.bounds.layers import GELU_BOUND, depthwise_channel_sigma
+from lipsformer.analysis.local_attention import LocalAttention
+from lipsformer.analysis.local_norms import norm_above
+from lipsformer.layers import CenterNorm, ScaledCosineAttention, partition_heads
+from lipsformer.layers.spectral import depthwise_operator
+from lipsformer.models.embed import PatchEmbed
+from lipsformer.models.lipsformer import LipsFormerBlock
+from lipsformer.models.lipsformer_cswin import ConvMerging
+from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention
+
+GELU_CURVATURE = math.sqrt(2.0 / math.pi)  # the largest |GELU''|, at 0
+GELU_RANGE = 2.0 * GELU_BOUND - 1.0  # GELU' lies between 1 - GELU_BOUND and GELU_BOUND
+MAX_DENSE_TOKENS = 256  # up to this size a depthwise convolution is written out
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer at the images of a batch.
+
+    Attributes:
+        function: The layer.
+        output: Its output at the images.
+        norm: Bound of its Jacobian at the images, [B].
+        drift: Bounds, for inputs within a radius [B], how far the mean of the Jacobian over the way
+            from the image is from the Jacobian at the image, [B].
+        widest: Bound of its Jacobian anywhere, [B].
+    """
+
+    function: Callable[[Tensor], Tensor]
+    output: Tensor
+    norm: Tensor
+    drift: Callable[[Tensor], Tensor]
+    widest: Tensor
+
+
+def linear_layer(function: Callable[[Tensor], Tensor], x: Tensor, matrix: Tensor) -> Layer:
+    """Return an affine layer whose norm is that of a matrix."""
+    norm = norm_above(matrix).expand(len(x))
+    return Layer(function, function(x), norm, torch.zeros_like, norm)
+
+
+def gelu_slope(x: Tensor) -> Tensor:
+    r"""Return :math:`GELU'(x) = \Phi(x) + x \varphi(x)`."""
+    return 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))) + x * torch.exp(-0.5 * x * x) / math.sqrt(
+        2.0 * math.pi
+    )
+
+
+def norm_matrix(norm: nn.Module, dim: int, dtype: torch.dtype) -> Tensor:
+    """Return the matrix of CenterNorm, [C, C]; the identity for `nn.Identity`."""
+    eye = torch.eye(dim, dtype=dtype)
+    if isinstance(norm, CenterNorm):
+        return norm.weight[:, None] * (eye - 1.0 / dim) * (dim / (dim - 1))
+    return eye
+
+
+def mlp_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
+    """Return norm(x + alpha mlp(x)), which acts token by token."""
+    mlp = residual.branch
+    first, last = mlp.fc1.weight, residual.residual_scale[:, None] * mlp.fc2.weight
+    outer = norm_matrix(norm, len(last), x.dtype)
+    last = outer @ last
+    slopes = gelu_slope(mlp.fc1(x))
+    center = norm_above(outer + (slopes[..., None, :] * last) @ first).flatten(1).amax(1)
+    rows = first.norm(dim=1)
+    curved = 0.5 * GELU_CURVATURE * norm_above(last * rows) * norm_above(first)
+    widest = norm_above(outer) + GELU_BOUND * norm_above(last) * norm_above(first)
+    apart = GELU_RANGE * norm_above(last) * norm_above(first)
+    function = lambda x: norm(residual(x))  # noqa: E731
+    return Layer(
+        function,
+        function(x),
+        center,
+        lambda radius: torch.minimum(curved * radius, apart),
+        widest.expand(len(x)),
+    )
+
+
+def conv_layer(residual: Any, x: Tensor) -> Layer:
+    """Return x + alpha GELU(W GELU(w * x)), or without the pointwise W."""
+    branch, alpha = residual.branch, residual.residual_scale
+    kernel, size = branch.depthwise.weight, (x.shape[1], x.shape[2])
+    sigma = depthwise_channel_sigma(kernel, size)
+    reach = kernel.flatten(1).norm(dim=1)  # an output moves by at most this times the radius
+    first = gelu_slope(hidden := branch.depthwise(x))
+    if branch.pointwise is None:
+        if math.prod(size) <= MAX_DENSE_TOKENS:  # every channel on its own
+            operator = depthwise_operator(kernel, size)
+            scaled = (alpha * first).flatten(1, 2).mT[..., None, :] * operator
+            norm = norm_above(scaled + torch.eye(scaled.shape[-1], dtype=x.dtype)).amax(1)
+        else:
+            norm = 1.0 + (alpha * first * sigma).abs().flatten(1).amax(1)
+        curved = GELU_CURVATURE * (alpha * reach * sigma).abs().max()
+        widest = GELU_BOUND * (alpha * sigma).abs().max()
+    else:
+        weight = branch.pointwise.weight
+        second = gelu_slope(branch.pointwise(nn.functional.gelu(hidden)))
+        product = (alpha * second)[..., :, None] * weight * (first * sigma)[..., None, :]
+        norm = 1.0 + norm_above(product).flatten(1).amax(1)
+        scaled = alpha[:, None] * weight
+        rows = weight.norm(dim=1, keepdim=True)
+        curved = (GELU_BOUND * GELU_CURVATURE) * (
+            GELU_BOUND * reach.max() * norm_above(rows * scaled * sigma)
+            + norm_above(scaled * (reach * sigma))
+        )
+        widest = GELU_BOUND**2 * norm_above(scaled * sigma)
+    return Layer(
+        residual,
+        residual(x),
+        norm,
+        lambda radius: 0.5 * curved * radius,
+        (1.0 + widest).expand(len(x)),
+    )
+
+
+def attention_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
+    """Return norm(x + alpha attention(x))."""
+    attn = residual.branch
+    batch, height, width, dim = x.shape
+    if isinstance(attn, WindowAttention):
+        window = attn.window(height, width)
+        groups = [(attn.attention, window, attn.position_bias(*window), None)]
+    else:
+        groups = [
+            (core, attn.stripe(i, height, width), None, lepe.weight)
+            for i, (core, lepe) in enumerate(zip(attn.attention, attn.lepe, strict=True))
+        ]
+    fused = attn.qkv(x).unflatten(-1, (3, len(groups), dim // len(groups)))
+    weights = attn.qkv.weight.unflatten(0, (3, len(groups), -1))
+    ones = torch.ones(batch, height, width, 1, 1, dtype=x.dtype)
+    parts: list[LocalAttention] = []
+    everywhere: list[Tensor] = []
+    for i, (core, window, bias, lepe) in enumerate(groups):
+        if not isinstance(core, ScaledCosineAttention):
+            raise UnknownModuleError(f"no local bound is known for {type(core).__name__}")
+        cut = partition_heads(fused[..., i, :], window, core.num_heads)
+        real = partition_heads(ones, window, 1)[0, :, :, :, 0]
+        heads = weights[:, i].unflatten(1, (core.num_heads, -1))  # [3, H, d, C]
+        local = LocalAttention(core, cut, bias, real, heads, lepe, window)
+        parts.append(local)
+        values = torch.zeros_like(local.tau)
+        if lepe is not None:
+            sigma = depthwise_channel_sigma(lepe, window).unflatten(0, (core.num_heads, -1))
+            values = sigma.amax(1) * local.sigma[2]
+        everywhere.append(local.widest() + values)
+    outer = norm_matrix(norm, dim, x.dtype)
+    alpha = residual.residual_scale[:, None]
+    behind = getattr(attn, "attn_factor", 1.0) * norm_above(outer @ (alpha * attn.proj.weight))
+    straight = norm_above(outer)
+
+    def heads_together(bounds: list[Tensor]) -> Tensor:
+        """Bound all heads by the root of the sum of squares of the worst windows, [B]."""
+        worst = [b.unflatten(0, (batch, -1)).amax(1) for b in bounds]
+        return behind * torch.cat(worst, 1).norm(dim=1)
+
+    def drift(radius: Tensor) -> Tensor:
+        each = [radius.repeat_interleave(len(p.norm) // batch)[:, None] for p in parts]
+        curved = [p.curvature(r) for p, r in zip(parts, each, strict=True)]
+        return 0.5 * radius * heads_together(curved)
+
+    function = lambda x: norm(residual(x))  # noqa: E731
+    return Layer(
+        function,
+        function(x),
+        straight + heads_together([p.norm for p in parts]),
+        drift,
+        (straight + behind * torch.cat(everywhere).norm()).expand(batch),
+    )
+
+
+def block_layers(block: LipsFormerBlock, x: Tensor) -> list[Layer]:
+    """Return the four layers of a block."""
+    first = conv_layer(block.conv1, x)
+    second = conv_layer(block.conv2, first.output)
+    third = attention_layer(block.attn, block.norm1, second.output)
+    return [first, second, third, mlp_layer(block.mlp, block.norm2, third.output)]
+
+
+class Pooling(nn.Module):
+    """The last norm, and the average over all tokens."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        """Keep the norm."""
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn ``x`` ([B, H, W, C]) into [B, C]."""
+        return self.norm(x).mean((1, 2))
+
+
+def layers_of(module: Any, x: Tensor) -> list[Layer]:
+    """Return the layers of a part of a LipsFormer around its inputs.
+
+    Raises:
+        UnknownModuleError: If no local bound of the part is known.
+    """
+    if isinstance(module, LipsFormerBlock):
+        return block_layers(module, x)
+    if isinstance(module, Pooling):
+        matrix = norm_matrix(module.norm, x.shape[-1], x.dtype)
+        return [linear_layer(module, x, matrix / (x.shape[1] * x.shape[2]) ** 0.5)]
+    if isinstance(module, PatchMerging):
+        weight = module.reduction.weight
+        matrix = weight @ norm_matrix(module.norm, weight.shape[1], x.dtype)
+        return [linear_layer(module, x, matrix)]
+    if isinstance(module, (PatchEmbed, ConvMerging)):
+        weight = module.proj.weight if isinstance(module, PatchEmbed) else module.conv.weight
+        matrix = norm_matrix(module.norm, len(weight), x.dtype) @ weight.flatten(1)
+        return [linear_layer(module, x, matrix)]
+    raise UnknownModuleError(f"no local bound is known for {type(module).__name__}")
