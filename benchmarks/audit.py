@@ -123,7 +123,7 @@ def certvit() -> Iterator[Callable[[], Subject]]:
     linear = importlib.import_module("liptrf.models.layers.linear").LinearX
     training = {"power_iter": 10}  # as in its training scripts
 
-    def subject(name: str, module: nn.Module, shape: tuple[int, ...]) -> Subject:
+    def subject(name: str, module: Any, shape: tuple[int, ...]) -> Subject:
         for part in module.modules():  # its hooks serve its training, and change outputs in place
             if isinstance(part, linear):
                 part._forward_hooks.clear()
@@ -149,7 +149,7 @@ def liresnet() -> Iterator[Callable[[], Subject]]:
     layers = importlib.import_module("models.layers")
     blocks = importlib.import_module("models.blocks")
 
-    def subject(name: str, module: nn.Module, shape: tuple[int, ...]) -> Subject:
+    def subject(name: str, module: Any, shape: tuple[int, ...]) -> Subject:
         return Subject(name, module, shape, module.lipschitz)
 
     def planted() -> Subject:

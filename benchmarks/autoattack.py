@@ -3,7 +3,7 @@
     python eval.py --checkpoint outputs/certified/digits --certify
     python -m benchmarks.autoattack outputs/certified/digits \
         --output benchmarks/results/autoattack_digits.json
-    python -m benchmarks.autoattack --text benchmarks/results/autoattack_digits.json
+    python -m benchmarks.autoattack --table benchmarks/results/autoattack_digits.json
 
 Every image is attacked within its own certified radius (the executed one). Within the given
 distances only those images are attacked that are classified rightly and not certified there. The
@@ -150,32 +150,16 @@ def attacked(record: dict[str, Any], within: str) -> list[int]:
     return [i for i, (right, radius) in rows if right and radius <= parse_distance(within)]
 
 
-def outcomes(record: dict[str, Any], within: str) -> dict[int, bool]:
-    """Return which images withstood all attacks, of those that all attacks have tried."""
-    kept: dict[int, list[bool]] = {}
+def table(record: dict[str, Any]) -> str:
+    """Return the table of docs/lipschitz.md, of what has been attacked so far."""
+    lines = ["| within | attack | images tried | changed their class |", "|" + "---|" * 4]
+    kept: dict[tuple[str, str], list[bool]] = {}
     for at in record["attacks"]:
-        if at["within"] == within:
-            for image, held in zip(at["images"], at["kept"], strict=True):
-                kept.setdefault(image, []).append(held)
-    return {image: all(held) for image, held in kept.items() if len(held) == len(ATTACKS)}
-
-
-def text(record: dict[str, Any]) -> str:
-    """Return the sentences of docs/lipschitz.md."""
-    total, sentences = len(record["right"]), []
-    for within in sorted({at["within"] for at in record["attacks"]}):
-        kept = outcomes(record, within)
-        fallen = sum(not held for held in kept.values())
-        if within == OWN and kept:
-            sentences.append(
-                f"Within their own certified radii (up to "
-                f"{max(record['radius'][i] for i in kept):.2f}), {fallen} of {len(kept)} images "
-                "changed their class."
-            )
-        elif within != OWN and len(kept) == len(attacked(record, within)):
-            share = 100.0 * (sum(record["right"]) - fallen) / total
-            sentences.append(f"Within {within} it leaves {share:.1f} % right.")
-    return " ".join(sentences)
+        kept.setdefault((at["within"], at["attack"]), []).extend(at["kept"])
+    for (within, name), held in kept.items():
+        total = len(attacked(record, within))
+        lines.append(f"| {within} | {name} | {len(held)} of {total} | {held.count(False)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -184,14 +168,14 @@ def main() -> None:
     parser.add_argument("run", nargs="?", help="folder of a run")
     parser.add_argument("--distances", nargs="*", default=["36/255"], help="e.g. 36/255 0.2")
     parser.add_argument("--output", type=Path, help="JSON file; goes on if it exists")
-    parser.add_argument("--text", type=Path, metavar="JSON", help="only print these results")
+    parser.add_argument("--table", type=Path, metavar="JSON", help="only print these results")
     options = parser.parse_args()
-    if options.text is not None:
-        print(text(json.loads(options.text.read_text())))
+    if options.table is not None:
+        print(table(json.loads(options.table.read_text())))
     elif options.run is None or options.output is None:
-        parser.error("give a run and --output, or --text")
+        parser.error("give a run and --output, or --table")
     else:
-        print(text(measure(options.run, options.output, options.distances)))
+        print(table(measure(options.run, options.output, options.distances)))
 
 
 if __name__ == "__main__":

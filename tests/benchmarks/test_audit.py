@@ -25,13 +25,13 @@ def test_a_sound_claim_is_reached_and_not_exceeded():
     row = audit(lambda: linear(lambda weight: torch.linalg.matrix_norm(weight, 2).item()))
     assert ratio(row["initial"]) == pytest.approx(1.0, abs=1e-9)
     assert ratio(row["moved"]) == pytest.approx(1.0, abs=1e-9)
-    slope = audit(lambda: Subject("GELU", nn.GELU(), (3,), lambda: 1.1289045))
+    slope = audit(lambda: Subject("GELU", nn.GELU(), (13,), lambda: 1.1289045))
     assert 0.999 < ratio(slope["initial"]) <= 1.0
 
 
 def test_unsound_claims_are_exceeded():
     """By a slope of GELU that is too small, and by a norm from below."""
-    gelu = audit(lambda: Subject("GELU", nn.GELU(), (3,), lambda: 1.12))
+    gelu = audit(lambda: Subject("GELU", nn.GELU(), (13,), lambda: 1.12))
     assert 1.0075 < ratio(gelu["initial"]) < 1.0080
     below = audit(lambda: linear(lambda weight: weight.norm(dim=0).max().item()))
     assert ratio(below["initial"]) > 1.2
