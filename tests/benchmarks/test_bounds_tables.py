@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks.bounds import MODELS, NETWORKS, SEEDS, tables
+from benchmarks.local_certificates import table
 from tests.conftest import ROOT
 
 RESULTS = json.loads((ROOT / "benchmarks/results/bounds.json").read_text())
@@ -22,3 +23,10 @@ def test_the_results_cover_every_model_and_seed():
     assert RESULTS["seeds"] == list(SEEDS)
     for graph in RESULTS["graphs"].values():
         assert list(graph["bounds"]) == list(NETWORKS)
+
+
+def test_the_table_of_local_certificates_is_that_of_the_results():
+    results = sorted((ROOT / "benchmarks/results/local_certificates").glob("*.json"))
+    records = [json.loads(path.read_text()) for path in results]
+    assert table(records) in (ROOT / "docs/local_certificates.md").read_text()
+    assert all(row["local"] < row["attacked"] for record in records for row in record["rows"])
