@@ -39,6 +39,16 @@ class Segment:
         prefix: Bound of the Jacobian from the anchor to their output, [B]; inf if only a product is
             known.
         anchor: Whether their input is the anchor from here on; the first anchor is the image.
+
+    Example:
+        >>> import timm
+        >>> import torch
+        >>> from lipsformer.analysis.local_certificates import segments
+        >>> options = {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2)}
+        >>> model = timm.create_model("lipsformer_swin_nano", **options).double().eval()
+        >>> images = torch.zeros(1, 3, 16, 16, dtype=torch.float64)
+        >>> [len(segment.layers) for segment in segments(model, images, failure=0.0)]
+        [1, 4, 1, 4, 1]
     """
 
     layers: list[Layer]

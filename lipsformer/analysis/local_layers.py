@@ -35,6 +35,14 @@ class Layer:
         drift: Bounds, for inputs within a radius [B], how far the mean of the Jacobian over the way
             from the image is from the Jacobian at the image, [B].
         widest: Bound of its Jacobian anywhere, [B].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.local_layers import linear_layer
+        >>> x, matrix = torch.ones(1, 2, dtype=torch.float64), torch.diag(torch.tensor([3.0, 2.0]))
+        >>> layer = linear_layer(lambda x: x @ matrix.double(), x, matrix.double())
+        >>> f"{layer.norm.item():.3f}"
+        '3.000'
     """
 
     function: Callable[[Tensor], Tensor]
@@ -188,7 +196,14 @@ def block_layers(block: LipsFormerBlock, x: Tensor) -> list[Layer]:
 
 
 class Pooling(nn.Module):
-    """The last norm, and the average over all tokens."""
+    """The last norm, and the average over all tokens.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.local_layers import Pooling
+        >>> Pooling(torch.nn.Identity())(torch.ones(1, 2, 3, 5)).shape
+        torch.Size([1, 5])
+    """
 
     def __init__(self, norm: nn.Module) -> None:
         """Keep the norm."""
