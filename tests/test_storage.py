@@ -2,7 +2,7 @@
 
 import errno
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,23 +33,31 @@ def lines_of(capsys: pytest.CaptureFixture) -> list[str]:
     return [s for s in capsys.readouterr().err.splitlines() if s.startswith("error: ")]
 
 
+def before_second_save(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
+    """Do something just before a run writes its second checkpoint."""
+    saved = CheckpointFolder.save
+
+    def save(self, step: int, **content) -> Path:
+        if step == 2:
+            action()
+        return saved(self, step, **content)
+
+    monkeypatch.setattr(CheckpointFolder, "save", save)
+
+
 def test_disk_full_to_the_last_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     output = tmp_path / "out"
     arguments = ["--config", str(write_config(tmp_path, SETTINGS, output))]
-    saved = CheckpointFolder.save
     save_file = "lipsformer.engine.checkpoint.save_file"
 
-    def second_fails(self, step: int, **content) -> Path:
-        if step == 2:  # neither the checkpoint nor the curves find a free byte
-            monkeypatch.setattr(save_file, full)
-            monkeypatch.setattr(plots, "_plot", full)
-        return saved(self, step, **content)
+    def fill() -> None:  # neither the checkpoint nor the curves find a free byte
+        monkeypatch.setattr(save_file, full)
+        monkeypatch.setattr(plots, "_plot", full)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "save", second_fails)
-        assert train.main(arguments) == 4
+    before_second_save(monkeypatch, fill)
+    assert train.main(arguments) == 4
     (line,) = lines_of(capsys)
     assert "cannot write checkpoint" in line
     assert "No space left on device" in line
@@ -92,19 +100,13 @@ def test_a_disk_that_becomes_read_only(
 ) -> None:
     arguments = ["--config", str(write_config(tmp_path, SETTINGS, disk / "out"))]
     arguments.append("run.trackers=[]")  # a file that is open for writing keeps the disk writable
-    saved = CheckpointFolder.save
 
     def remount(how: str) -> None:
         subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
-    def second_fails(self, step: int, **content) -> Path:
-        if step == 2:
-            remount("ro")
-        return saved(self, step, **content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "save", second_fails)
-        assert train.main(arguments) == 4
+    before_second_save(monkeypatch, lambda: remount("ro"))
+    assert train.main(arguments) == 4
+    monkeypatch.undo()
     (line,) = lines_of(capsys)
     assert "cannot write checkpoint" in line
     assert "Read-only file system" in line

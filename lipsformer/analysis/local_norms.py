@@ -45,7 +45,8 @@ def large_norm_above(matrix: Tensor) -> Tensor:
     r"""Bound the 2-norm of one large matrix from above, by at most 3 percent in practice.
 
     Power iteration proposes a bound b, and :math:`b^2 I - M M^T` must then have a Cholesky
-    decomposition. A proposal without one is increased.
+    decomposition. A proposal without one is increased. A matrix that is not finite has none, and
+    the result is not finite either.
 
     Args:
         matrix: [m, n], float64.
@@ -60,7 +61,7 @@ def large_norm_above(matrix: Tensor) -> Tensor:
         x = gram @ (x / x.norm().clamp_min(torch.finfo(x.dtype).tiny))
     square = x.norm() * STEP + torch.finfo(x.dtype).tiny
     eye = torch.eye(len(gram), dtype=gram.dtype)
-    while torch.linalg.cholesky_ex(square * eye - gram).info > 0:
+    while square.isfinite() and torch.linalg.cholesky_ex(square * eye - gram).info > 0:
         square = square * STEP
     return square.sqrt()
 
@@ -93,7 +94,7 @@ def probed_norm(function: Function, x: Tensor, failure: float) -> Tensor:
 
     Args:
         function: Map that treats the items independently.
-        x: [B, ...], float64.
+        x: [B, ...], of the data type of the probes.
         failure: Probability that the bound of an item is wrong, in (0, 1).
     """
     _, backward, *_ = torch.func.vjp(function, x)

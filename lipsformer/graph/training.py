@@ -51,8 +51,8 @@ class NodeBatch:
     def compressed(self) -> "NodeBatch":
         """Store the features as a sparse CSR matrix where that makes the first linear map cheaper.
 
-        Cora's features are 1.3 % dense. The product and its gradient are then 4 times as fast on a
-        CPU. They are sums of the same terms in another order.
+        Cora's features are 1.3 % dense. The product and its gradient are sums of the same terms in
+        another order.
         """
         if self.x.device.type != "cpu" or self.x.count_nonzero() > 0.1 * self.x.numel():
             return self

@@ -16,14 +16,14 @@ from lipsformer.jsonl import read_jsonl
 from tests.conftest import ROOT
 from tests.runs import DIGITS, write_config
 
-STUDIES = sorted((ROOT / "benchmarks/studies").glob("*.yaml"))
+RESULTS = sorted((ROOT / "benchmarks/results/studies").glob("*.jsonl"))
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_the_table_of_a_study_stands_on_its_page(path):
-    study = read_config(Study, path)
-    if (ROOT / study.results).exists():
-        assert table(study) in (ROOT / "docs/results.md").read_text()
+    study = read_config(Study, ROOT / f"benchmarks/studies/{path.stem}.yaml")
+    assert ROOT / study.results == path
+    assert table(study) in (ROOT / "docs/results.md").read_text()
 
 
 def line(row: str, seed: int, *accuracies: float) -> dict:
