@@ -80,24 +80,26 @@ def forward(
     negative_slope: float,
     keep_scale: float,
     keep: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-normalizer of the softmax for the backward pass."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, and the shift and the log of the sum of the softmax for `backward`.
+
+    The shift is the largest score, or 0 where no score needs one. The two are not added: a large
+    score would swallow the logarithm.
+    """
     count = _heads_per_pass(csr, value.size(1))
     csr = csr.copies(count)
     query, key, value = (_by_pass(x, count) for x in (query, key, value))
     masks = _keep_by_pass(keep, csr, len(value))
     out = value.new_empty(len(value), csr.num_targets, value.size(-1))
-    log_sum = value.new_empty(len(value), csr.num_targets)
+    shift, log_sum = value.new_zeros(2, len(value), csr.num_targets)
     for i in range(len(value)):
         weight = F.leaky_relu_(_edge_dot(csr, query[i], key[i]), negative_slope)
         least, largest = weight.aminmax()
-        if -30 < least and largest < 30:  # neither exponentials nor their sums can overflow
-            shift = None
-        else:
-            shift = torch.segment_reduce(weight, "max", offsets=csr.ptr.long())
-            weight -= shift.index_select(0, csr.row)
+        if not (-30 < least and largest < 30):  # exponentials or their sums could overflow
+            shift[i] = torch.segment_reduce(weight, "max", offsets=csr.ptr.long())
+            weight -= shift[i].index_select(0, csr.row)
         total = _edge_sum(csr, weight.exp_())
-        log_sum[i] = total.log() if shift is None else total.log() + shift
+        torch.log(total, out=log_sum[i])
         mask = masks[i]
         if mask is not None:
             weight *= mask
@@ -105,7 +107,7 @@ def forward(
         scale = keep_scale / total.clamp_min_(torch.finfo(total.dtype).tiny)
         sums = _weighted_sum(weight, value[i], csr.col, csr.ptr)
         torch.mul(sums, scale.unsqueeze(1), out=out[i])
-    return _from_passes(out, count), log_sum
+    return _from_passes(out, count), shift, log_sum
 
 
 def backward(
@@ -117,6 +119,7 @@ def backward(
     negative_slope: float,
     keep_scale: float,
     keep: Tensor | None,
+    shift: Tensor,
     log_sum: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value."""
@@ -128,6 +131,8 @@ def backward(
     for i, (q, k, v, g) in enumerate(zip(query, key, value, grad, strict=True)):
         score = _edge_dot(csr, q, k)
         attn = F.leaky_relu(score, negative_slope)
+        if shift[i].any():
+            attn -= shift[i].index_select(0, csr.row)
         attn = attn.sub_(log_sum[i].index_select(0, csr.row)).exp_()
         grad_attn = _edge_dot(csr, g, v)
         dropped, mask = attn, masks[i]

@@ -8,7 +8,7 @@ per head, where m is the dropout mask. A dot-product score has slope 1. The addi
 :math:`c_i\,\mathrm{LeakyReLU}(s_j + t_i)` with c_i > 0, has the query :math:`q_i = (c_i, c_i t_i)`
 and the key :math:`k_j = (s_j, 1)`. No tensor of E x channels is ever stored, and the only tensor of
 E x heads that is kept is the mask: the backward pass computes the weights again from the
-log-normalizer of the softmax.
+largest score and the log of the sum of the softmax.
 
 Shapes: S sources, T targets, E edges, H heads, D channels of queries and keys, C of values.
 """
