@@ -31,9 +31,8 @@ from data.sources import digits
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
-from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_USER_ERROR
-from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
 from scripts._demo_model import DemoModel
 from scripts.reporting.pictures import InlineImage, overlaid
 

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.run_folder import (
     TIMM_CONFIG,
     WHICH,
     WHICH_HELP,
+    CheckpointError,
     find_weights,
     load_model,
     load_weights,

@@ -32,9 +32,14 @@ from lipsformer.analysis.bounds import (
 )
 from lipsformer.analysis.estimate import adversarial_lipschitz, estimate_submodules
 from lipsformer.analysis.plots import plot_bounds
-from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.distributed import EXIT_USER_ERROR
-from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights, load_model
+from lipsformer.engine.run_folder import (
+    WHICH,
+    WHICH_HELP,
+    CheckpointError,
+    find_weights,
+    load_model,
+)
 from scripts._assemble import data_config
 
 

@@ -24,9 +24,8 @@ from data.loader import TrainBatches, Update
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError
 from lipsformer.engine import distributed
-from lipsformer.engine.checkpoint import CheckpointError, read_state
 from lipsformer.engine.parts import Parts
-from lipsformer.engine.run_folder import CHECKPOINTS, REPLAY, RunFolder
+from lipsformer.engine.run_folder import CHECKPOINTS, REPLAY, CheckpointError, RunFolder, read_state
 from lipsformer.engine.steps import apply_gradient, backward
 from scripts._assemble import assemble
 
