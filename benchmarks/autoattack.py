@@ -125,7 +125,7 @@ def measure(run: str, output: Path, distances: Sequence[str]) -> dict[str, Any]:
     done = {(at["within"], at["attack"], at["images"][0]) for at in record["attacks"]}
     for within in (*distances, OWN):
         chosen = attacked(record, within)
-        for first, name in itertools.product(range(0, len(chosen), BATCH), ATTACKS):
+        for name, first in itertools.product(ATTACKS, range(0, len(chosen), BATCH)):
             of = chosen[first : first + BATCH]
             if (within, name, of[0]) in done:
                 continue
