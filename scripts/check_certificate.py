@@ -25,7 +25,7 @@ import numpy as np
 U, U32, UP = 2.0**-53, 2.0**-24, 1.0 + 2.0**-44  # float64, float32, rounding up
 GELU = UP * (0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi))
 GELU_ERROR, EXP_ERROR, FFT_ERROR, TINY = 2.0**-20, 2.0**-18, 2.0**-43, 2.0**-90
-MAX_DENSE_TOKENS, MAX_LOGIT_SCALE, EPS = 64, 100.0, 1e-2
+MAX_DENSE_TOKENS, MAX_LOGIT_SCALE, EPS, MAX_NORM = 64, 100.0, 1e-2, 2.0**50
 # Arguments of a model that are read here, follow from the weights, or matter in training only.
 ARGUMENTS = {
     *("num_classes", "in_chans", "img_size", "patch_size", "embed_dim", "depths", "num_heads"),
@@ -36,12 +36,12 @@ ARGUMENTS = {
 
 # The digest of the sentences that say what is claimed, and what the file, a set and a share hold.
 SAYS = "e562708fb4ba56417f3903a15cf8ddfa5b06f0aa6e22647e7c9ff8269cc2f607"
-FILE = {
-    *("format", "says", "weights", "model", "preprocessing", "domain", "layers"),
-    *("logit_rounding", "sets"),
-}
+FILE = {"format", "says", "weights", "model", "preprocessing", "domain", "layers", "sets"}
+FILE |= {"logit_rounding"}
 SET = {"premises", "premises_sha256", "own_pixel_factors", "real", "executed", "shares"}
 SHARE = {"distance", "real", "executed"}
+ROW = {"name", "class", "proof", "log10"}
+PREMISES = {"outputs", "sizes", "size_of", "labels", "logits"}
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -64,7 +64,8 @@ class Map(NamedTuple):
 
     @property
     def rms(self) -> float:
-        return UP * (self.norm + self.error) / math.sqrt(math.prod(self.size))
+        total = self.norm + self.error
+        return UP * total / math.sqrt(math.prod(self.size)) if total <= MAX_NORM else math.inf
 
 
 def gamma(steps: int) -> float:
@@ -248,10 +249,9 @@ class Model:
         self.noting = False
         part = self.apply(branch, f"{path}.branch", x, alpha)
         self.noting = True
-        added = part if np.abs(alpha).max() > 0.0 else Map((), 0.0, 0.0)
-        rounding = gamma(3) * (x.rms + added.rms)
-        error = carried(1.0, x.error, rounding, math.prod(x.size)) + added.error
-        return Map(x.size, UP * (x.norm + added.norm), UP * error, UP * (1.0 + part.value))
+        rounding = gamma(3) * (x.rms + part.rms)
+        error = carried(1.0, x.error, rounding, math.prod(x.size)) + part.error
+        return Map(x.size, UP * (x.norm + part.norm), UP * error, UP * (1.0 + part.value))
 
     def windows(self, path: str, x: Map, scale: np.ndarray | None) -> Map:
         table = self.of(f"{path}.relative_position_bias_table")
@@ -284,7 +284,8 @@ class Model:
                 gram += (total * factor / size if size > 0.0 else 0.0) * (matrix.T @ matrix)
         constant, longest = UP * math.sqrt(eigenvalue(gram, len(qkv))), math.sqrt(nu**2 * heads)
         slope = float((spread * tau * steep * np.maximum(key_factor, 1.0) + value_factor).max())
-        projected = product_rounding(qkv, sigma(qkv), self.bias(f"{path}.qkv"), x.rms)
+        length = x.rms if self.linear(f"{path}.qkv", x, None).rms < math.inf else math.inf
+        projected = product_rounding(qkv, sigma(qkv), self.bias(f"{path}.qkv"), length)
         dim, steepest, most = query.shape[1], float(tau.max()), float(np.abs(bias).max())
         score = steepest * (gamma(3 * dim + 24) + EXP_ERROR) + gamma(2) * (steepest + most)
         exponential = (2 + n // 32) * (gamma(2) * 2.0 * (steepest + most) + EXP_ERROR)
@@ -362,10 +363,11 @@ def check(claims: dict[str, Any], path: Path) -> str:
     stated = {row["name"]: row["log10"] for row in claims["layers"]}
     require(set(stated) == set(model.nodes), f"other layers: {set(stated) ^ set(model.nodes)}")
     require(len(stated) == len(claims["layers"]), "a layer appears twice")
+    require(all(set(row) == ROW for row in claims["layers"]), "a layer has other claims")
     for name, value in model.nodes.items():
         derived = math.log10(UP * value) if value > 0.0 else -400.0
         require(stated[name] >= derived, f"{name!r}: {stated[name]} is below {derived}")
-    error = whole.error
+    error = whole.error if whole.norm <= MAX_NORM else math.inf
     require(claims["logit_rounding"] >= error, f"the rounding of the logits is {error}")
     allowance = {"real": UP * 2.0**-28 * error, "executed": UP**2 * (1.0 + 2.0**-28) * error}
     rows, last = model.of("head.fc.weight"), model.nodes["head.fc"]
@@ -373,13 +375,14 @@ def check(claims: dict[str, Any], path: Path) -> str:
     between *= whole.value / last if last > 0.0 else 0.0  # constants of the differences of logits
     for name, content in claims["sets"].items():
         only = set(content) == SET and all(set(share) == SHARE for share in content["shares"])
-        require(only, f"{name}: there are other claims")
         given = content["premises"]
+        require(only and set(given) == PREMISES, f"{name}: there are other claims")
         require(content["premises_sha256"] == digest(given), f"{name}: other premises")
         for size, factor in zip(given["sizes"], content["own_pixel_factors"], strict=True):
             derived = own_factor(size, data)
             require(factor >= derived, f"{name}: {factor} for {size} is below {derived}")
-        logits, chosen = np.array(given["logits"]), given["outputs"] or range(len(rows))
+        logits, every = np.array(given["logits"]), range(len(rows))
+        chosen = [every[i] for i in given["outputs"] or every]  # -1 and True name rows, too
         usable = np.isfinite(logits).all() and len(set(chosen)) == logits.shape[1]
         require(usable, f"{name}: the logits are not finite, or not one for every output")
         best, every = logits.argmax(1), np.arange(len(logits))
