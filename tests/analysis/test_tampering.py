@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 from torch_geometric.nn import GCNConv
 
-from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
+from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.bounds.attention import max_abs_score
 from lipsformer.analysis.bounds.graph import graph_domain
 from lipsformer.graph import (
@@ -287,7 +287,6 @@ def positions_of_two_images():
 
 
 def second_head_of_one_logit():
-    """The mean of the two heads repeats it."""
     return replaced(small_vit(VisionTransformerDistilled), head_dist=nn.Linear(4, 1))
 
 
@@ -375,12 +374,18 @@ class Tripled(torch.Tensor):
 
 
 def test_weights_that_are_no_real_tensors_are_refused():
-    """The rules read their numbers, and a call computes something else with them."""
     own = nn.Linear(3, 3)
     own.weight = nn.Parameter(torch.eye(3).as_subclass(Tripled), requires_grad=False)
     for layer in (own, nn.Linear(3, 3, dtype=torch.complex64), nn.Linear(3, 3, device="meta")):
         with pytest.raises(UnknownModuleError, match="no ordinary tensor of real numbers"):
             lipschitz_bound(layer, TOKENS)
+
+
+def test_a_layer_for_channels_last_on_images_is_refused():
+    """It would average channels and rows, not rows and columns."""
+    pool = SelectAdaptivePool2d(1, "fast", False, "NHWC")
+    with pytest.raises(UnknownModuleError, match="3 channels first"):
+        lipschitz_bound(pool, image_domain((8, 8), [0.5] * 3, [0.5] * 3))
 
 
 def test_a_fixed_logit_scale_is_not_rounded_down():

@@ -204,7 +204,7 @@ def max_abs(scale: Tensor | None) -> float:
 
 
 def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> Domain:
-    """Return the domain of normalized images whose pixel values lie in [0, 1].
+    """Return the domain of normalized images [B, channels, H, W] with pixels in [0, 1].
 
     The error is that of the normalization (255 x - 255 mean) / (255 std) in float32.
 
@@ -221,6 +221,8 @@ def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[flo
         radius=radius,
         norm=outward(math.sqrt(tokens) * radius),
         error=carried_error(0.0, 0.0, rounding, tokens),
+        channels=len(mean),
+        channels_first=True,
     )
 
 
