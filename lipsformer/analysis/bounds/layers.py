@@ -186,7 +186,7 @@ def gelu_bound(domain: Domain, largest: float = 1.0) -> Bound:
     Radius and norm follow from |GELU(x)| <= |x|.
     """
     radius, rounding = largest * domain.radius, GELU_ERROR * largest * domain.rms
-    bound = simple_bound(GELU_BOUND * largest, domain, radius=radius, rounding=rounding)
+    bound = simple_bound(GELU_BOUND * largest, domain, radius=radius, shift=0.0, rounding=rounding)
     return replace(bound, output=replace(bound.output, norm=outward(largest * domain.norm)))
 
 
