@@ -17,6 +17,7 @@ from lipsformer.layers import (
     DepthwiseConv2d,
     Linear,
     ScaledCosineAttention,
+    WeightedResidual,
     partition_heads,
 )
 from lipsformer.layers.spectral import depthwise_operator
@@ -212,6 +213,8 @@ def attention_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
 
 def block_layers(block: LipsFormerBlock, x: Tensor) -> list[Layer]:
     """Return the four layers of a block."""
+    for residual in (block.conv1, block.conv2, block.attn, block.mlp):
+        unchanged(residual, WeightedResidual)
     first = conv_layer(block.conv1, x)
     second = conv_layer(block.conv2, first.output)
     third = attention_layer(block.attn, block.norm1, second.output)

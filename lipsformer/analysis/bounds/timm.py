@@ -223,7 +223,7 @@ def _tokens(module: Any, patches: Domain, prefix: list[Tensor]) -> Bound:
 
     All of them are constants, so the step is an isometry followed by a shift.
     """
-    tokens = [row for token in prefix for row in token.detach()[0]]
+    tokens = [row for token in prefix for row in token.detach().flatten(0, 1)]
     if len(tokens) != module.num_prefix_tokens:
         raise UnknownModuleError(
             f"no Lipschitz bound is known for {len(tokens)} class and register tokens with "
