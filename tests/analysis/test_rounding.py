@@ -146,6 +146,7 @@ def test_scalars_are_rounded_up():
     for value in (1e-300, 0.1, 1.0, 3.7, 1e200):
         assert arb(rounding.log10_of(value)) >= arb(value).log() / arb(10).log()
         assert arb(rounding.power_of_ten(rounding.log10_of(value))) >= arb(value)
+    assert rounding.power_of_ten(-400.0) > rounding.power_of_ten(-math.inf) == 0.0
     for log10 in (-400.0, -17.0, -0.3, 0.0, 0.7, 40.0):
         exact = (1 + arb(10) ** arb(log10)).log() / arb(10).log()
         assert arb(rounding.log10_one_plus(log10)) >= exact
