@@ -5,12 +5,12 @@
 Writes benchmarks/results/graph/gradients_<depth>.json and docs/images/graph_gradients_<depth>.png.
 """
 
-import json
 import math
 from pathlib import Path
 
 import torch
 
+from benchmarks.records import write_record
 from data.graphs import graph_root, load_graph
 from lipsformer._commands import documented_parser
 from lipsformer.graph import create_model
@@ -23,7 +23,8 @@ NETWORKS = {
     "residual GCN, weight norm": ("residual_gcn", {}),
     "residual GAT": ("residual_gat", {"weight_norm": "none"}),
     "residual GAT, weight norm": ("residual_gat", {}),
-    "LipsGAT": ("lips_gat", {"heads": 8, "value_scale": None}),
+    "LipsGAT": ("lips_gat", {"heads": 8}),
+    "LipsGAT, raw values": ("lips_gat", {"heads": 8, "value_scale": None}),
 }
 
 
@@ -44,7 +45,6 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[64, 256])
     args = parser.parse_args()
     data = load_graph("cora", graph_root(args.root))
-    args.results.mkdir(parents=True, exist_ok=True)
     for depth in args.depths:
         profiles = {}
         for name, (model, kwargs) in NETWORKS.items():
@@ -58,7 +58,7 @@ def main() -> None:
             name: {key: [_rounded(value) for value in profile[key]] for key in KEYS}
             for name, profile in profiles.items()
         }
-        (args.results / f"gradients_{depth}.json").write_text(json.dumps(rounded) + "\n")
+        write_record(args.results / f"gradients_{depth}.json", rounded)
         plot_layers(
             profiles,
             KEYS[:2],

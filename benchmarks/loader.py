@@ -12,7 +12,6 @@ index gives for the originals (JPEG quality 90), and the untouched originals amo
 """
 
 import csv
-import json
 import os
 import platform
 import random
@@ -34,6 +33,7 @@ from timm.data import ImageDataset, auto_augment, create_loader
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import v2
 
+from benchmarks.records import as_json, write_record
 from data import TrainBatches, build_datasets, eval_loader
 from data.build import train_transform
 from data.images import EncodedPicture, read_picture
@@ -274,9 +274,8 @@ def main() -> None:
             result |= {"crops_ms_per_image": crops(folder)}
             record["sets"][name] = result
             shown = {key: value for key, value in result.items() if key != "seconds_per_image"}
-            print(name, json.dumps(shown, indent=2))
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+            print(name, as_json(shown))
+    write_record(arguments.output, record)
 
 
 if __name__ == "__main__":

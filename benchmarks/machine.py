@@ -2,6 +2,7 @@
 
 import datetime
 import platform
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,13 @@ def machine(device: torch.device) -> dict[str, Any]:
         "lipsformer": lipsformer.__version__,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def commit(checkout: Path = Path(__file__).parents[1]) -> str:
+    """Return the commit of a checkout, by default of this code, and whether files differ."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
+    result = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=False)
+    return result.stdout.strip()
 
 
 def limits(device: torch.device, precision: str) -> dict[str, float]:

@@ -9,14 +9,13 @@ steps of one default interval. Every singular value of every record is compared 
 `torch.linalg.svdvals` of the weight in float64.
 """
 
+import argparse
 import inspect
-import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -26,6 +25,7 @@ from timm.task import ClassificationTask
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
+from benchmarks.records import run
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.bounds import image_domain
@@ -67,9 +67,11 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--updates", type=int, default=51)
     parser.add_argument("--every", type=int, default=5, help="steps from one record to the next")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    run(parser, measure)
 
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train; return the figures."""
     torch.manual_seed(0)
     half = (0.5, 0.5, 0.5)
     data = DataConfig(source="digits", img_size=options.img_size, mean=half, std=half)
@@ -127,7 +129,7 @@ def main() -> None:
     bounds = [s for s, bound in zip(spent, with_bound, strict=True) if bound][1:]
     mean_record = plain + (statistics.median(bounds) - plain) / monitor.bound_every
     interval = INTERVAL * statistics.median(updates)
-    result = {
+    return {
         "model": options.model,
         "img_size": options.img_size,
         "batch_size": options.batch_size,
@@ -144,10 +146,6 @@ def main() -> None:
         "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import torch
 
 import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.machine import machine
+from benchmarks.records import markdown
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.analysis.cost import part_costs
@@ -36,6 +37,10 @@ from lipsformer.engine.run_folder import RunFolder
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
 ROOT = Path(__file__).parents[1]
+COLUMNS = (
+    *("row", "settings", "last epoch, %", "seeds", "M parameters"),
+    *("MMACs", "PFLOP", "images/s", "hours"),
+)
 # glibc keeps freed memory: a step of a nano model takes 8,000 page faults otherwise.
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"
 
@@ -172,11 +177,7 @@ def last_evaluation(line: dict[str, Any]) -> dict[str, Any] | None:
 def table(study: Study) -> str:
     """Return a markdown table of means over seeds, and the runs that are missing."""
     results = list(read_jsonl(ROOT / study.results))
-    lines = [
-        "| row | settings | last epoch, % | seeds | M parameters | MMACs | PFLOP | images/s "
-        "| hours |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row, settings in study.rows.items():
         own = [line for line in results if line["row"] == row]
         finished = [line for line in own if line["exit_code"] == 0]
@@ -184,7 +185,7 @@ def table(study: Study) -> str:
             continue
         if not finished:
             codes = ", ".join(str(line["exit_code"]) for line in own)
-            lines.append(f"| {row} | `{settings}` | exit code {codes} | {len(own)} | | | | | |")
+            lines.append((row, f"`{settings}`", f"exit code {codes}", len(own), *5 * ("",)))
             continue
         last = [last_evaluation(line) for line in finished]
         first = finished[0]
@@ -199,11 +200,12 @@ def table(study: Study) -> str:
             f"{statistics.median(line['images_per_s'] for line in finished):.0f}",
             f"{sum(line['wall_seconds'] for line in finished) / 3600:.2f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
+    text = markdown(COLUMNS, lines)
     done = {(line["row"], line["seed"]) for line in results}
     if missing := [f"{row} seed {seed}" for row, seed in study.runs() if (row, seed) not in done]:
-        lines += ["", f"Not run: {', '.join(missing)}."]
-    return "\n".join(lines)
+        text += f"\n\nNot run: {', '.join(missing)}."
+    return text
 
 
 def spread(values: Sequence[float]) -> str:

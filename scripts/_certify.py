@@ -1,9 +1,11 @@
 """Certified and attacked accuracy, for `eval.py --certify`."""
 
 import copy
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data import Normalize
-from lipsformer._configfile import ConfigError
+from data.evalsets import EvalSet
+from lipsformer._configfile import ConfigError, require_writable
 from lipsformer.analysis.bounds import Bound, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius, executed_error, real_error
 from lipsformer.analysis.robustness import robust_mask
 from lipsformer.config import DataConfig
 from lipsformer.engine.steps import SizedBatches
+from scripts._certificate import FILE, certificate
 
 DEFAULT = "36/255"
 
@@ -65,6 +69,49 @@ def model_bound(accelerator: Accelerator, model: nn.Module, data: DataConfig) ->
         return lipschitz_bound(model, domain)
     except UnknownModuleError as error:
         raise ConfigError(f"--certify: {error}") from None
+
+
+class Certification:
+    """Certifies the images of one set after the other, and writes the certificate of all.
+
+    Args:
+        accelerator: Accelerate's, for the device.
+        model: The model on this device, in float32.
+        data: The preprocessing.
+        weights: The file of weights; the certificate lies beside it.
+        distances: 2-norms of the change of an image, for pixel values in [0, 1].
+
+    Raises:
+        ConfigError: If the certificate cannot be written, or the model has no proved bound here.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        data: DataConfig,
+        weights: Path,
+        distances: Sequence[float],
+    ) -> None:
+        self.data, self.weights, self.distances = data, weights, distances
+        self.file = weights.parent / FILE
+        require_writable("--certify", self.file)
+        self.bound = model_bound(accelerator, model, data)
+        self.images: dict[str, tuple[EvalSet, list[dict[str, Any]]]] = {}
+
+    def certify(
+        self, eval_set: EvalSet, classifier: nn.Module, batches: SizedBatches
+    ) -> dict[str, Any]:
+        """Return certified and attacked accuracy of a set."""
+        settings = (self.data, self.distances, eval_set.outputs)
+        figures = certify(self.bound, classifier, batches, *settings)
+        self.images[eval_set.name] = eval_set, figures.pop("certificates")
+        return figures
+
+    def write(self, description: Mapping[str, Any]) -> None:
+        """Write the certificate of all sets so far; `description` is timm's, of the model."""
+        parts = (self.weights, description, self.data, self.images, self.distances)
+        self.file.write_text(json.dumps(certificate(self.bound, *parts), indent=1) + "\n")
 
 
 def certify(

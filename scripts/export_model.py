@@ -23,13 +23,13 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.run_folder import (
     TIMM_CONFIG,
     WHICH,
     WHICH_HELP,
+    CheckpointError,
     find_weights,
     load_model,
     load_weights,
@@ -173,6 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(ExportError, CheckpointError, ConfigError)
 def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     parser = parser or make_parser()
@@ -183,18 +184,14 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
         parser.error("--checkpoint has no effect on a run, whose weights are used: leave it out")
     if args.checkpoint is not None and not args.checkpoint.is_file():
         parser.error(f"--checkpoint {args.checkpoint}: no such file")
-    try:
-        differences = export_model(
-            args.name,
-            args.out,
-            args.formats,
-            checkpoint=args.checkpoint,
-            img_size=args.img_size,
-            which=args.weights,
-        )
-    except (ExportError, CheckpointError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    differences = export_model(
+        args.name,
+        args.out,
+        args.formats,
+        checkpoint=args.checkpoint,
+        img_size=args.img_size,
+        which=args.weights,
+    )
     for key, difference in differences.items():
         print(f"{args.out}: {key} exported, logits differ by at most {difference:.2g}")
     return 0

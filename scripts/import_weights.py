@@ -29,7 +29,7 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer.models import lipsformer_cswin, lipsformer_swin
 from lipsformer.models._timm import unwrap
 
@@ -267,14 +267,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(CheckpointError)
 def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
-    try:
-        print(import_weights(args.source, args.out, args.num_heads, args.split_sizes))
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(import_weights(args.source, args.out, args.num_heads, args.split_sizes))
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lipsformer._configfile import ConfigError, dump_config
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import CheckpointFolder, find_fault, write_atomically
+from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
 from lipsformer.engine.run_folder import (
     CONFIG,
     ENVIRONMENT,
@@ -23,6 +23,7 @@ from lipsformer.engine.run_folder import (
     SKIPPED,
     RunFolder,
     better_kind,
+    find_fault,
 )
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class Claim:
     Example:
         >>> import tempfile
         >>> run = RunFolder(tempfile.mkdtemp())
-        >>> Claim(run, run.checkpoints(), 0, 0, None).is_elsewhere(None)
+        >>> checkpoints = CheckpointFolder(run.path / "checkpoints")
+        >>> Claim(run, checkpoints, 0, 0, None).is_elsewhere(None)
         False
     """
 

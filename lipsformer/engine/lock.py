@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.checkpoint import CheckpointError
+from lipsformer.engine.run_folder import CheckpointError
 
 logger = logging.getLogger(__name__)
 

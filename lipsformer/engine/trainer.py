@@ -13,7 +13,7 @@ from typing import Any
 
 from lipsformer._configfile import dump_config
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import STATE, read_state, write_atomically
+from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
 from lipsformer.engine.claim import Claim
 from lipsformer.engine.distributed import environment, memory_gib, on_main
 from lipsformer.engine.lock import FolderLock
@@ -22,14 +22,17 @@ from lipsformer.engine.parts import Parts
 from lipsformer.engine.plots import plot_run
 from lipsformer.engine.resume import FORMAT, require_same_data, require_same_world
 from lipsformer.engine.run_folder import (
+    CHECKPOINTS,
     CONFIG,
     PLOTS,
     REPLAY,
+    STATE,
     SUMMARY,
     TENSORBOARD,
     TIMM_CONFIG,
     RunFolder,
     better_kind,
+    read_state,
 )
 from lipsformer.engine.signals import StopRequest
 from lipsformer.engine.steps import Stopwatch, evaluate, train_epoch
@@ -74,7 +77,7 @@ class Trainer:
         self.state = parts.state
         self.accelerator = parts.state.accelerator
         self.folder = RunFolder(config.run.output_dir)
-        self.checkpoints = self.folder.checkpoints(keep=config.run.keep)
+        self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, keep=config.run.keep)
         self.steps_per_epoch = parts.train_batches.updates_per_epoch
         self.total_steps = config.train.epochs * self.steps_per_epoch
         self.stop = StopRequest()

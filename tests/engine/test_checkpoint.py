@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lipsformer.engine.checkpoint import (
+from lipsformer.engine.checkpoint import CheckpointFolder
+from lipsformer.engine.run_folder import (
     MODEL,
     CheckpointError,
-    CheckpointFolder,
     find_fault,
+    find_weights,
     read_weights,
     strip_wrappers,
 )
-from lipsformer.engine.run_folder import find_weights
 
 STATE = {"updates_per_epoch": 5, "history": [], "best": None}
 
