@@ -59,6 +59,11 @@ def model_bound(accelerator: Accelerator, model: nn.Module, data: DataConfig) ->
             "--certify needs products in full float32: leave torch.set_float32_matmul_precision at "
             "'highest', and fp32_precision of torch.backends and its parts at 'none' or 'ieee'"
         )
+    if not backends.mkldnn.enabled:
+        raise ConfigError(
+            "--certify needs torch.backends.mkldnn.enabled=True: without it, NNPACK's convolutions "
+            "round more than the certificate allows for"
+        )
     try:
         domain = image_domain((data.img_size, data.img_size), data.mean, data.std)
         return lipschitz_bound(model, domain)
@@ -141,7 +146,7 @@ def certify(
     for images, labels in batches:
         pixels = images / 255.0
         with torch.no_grad():
-            precise = exact((pixels.double() - mean) / std)
+            precise = exact((images.double() / 255.0 - mean) / std)
         # Normalization stretches distances by at most 1 / min(std).
         real, executed = (
             certified_radius(precise, bound, error, outputs) * (min(data.std) * (1.0 - 2.0**-44))

@@ -94,6 +94,22 @@ def test_second_derivative_equals_that_of_a_loop():
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("frozen", range(3))
+def test_second_derivative_with_a_frozen_input(frozen):
+    """A layer whose queries, keys or values have no derivative."""
+    edge_index, inputs = random_edges(), random_inputs()
+    inputs[frozen].requires_grad_(False)
+    needed = [x for x in inputs if x.requires_grad]
+    results = []
+    for out in (
+        edge_attention(SortedEdges(edge_index, SOURCES, TARGETS).csr, *inputs),
+        looped_attention(edge_index, *inputs, 1.0),
+    ):
+        grads = torch.autograd.grad(out.square().sum(), needed, create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), needed))
+    torch.testing.assert_close(*results)
+
+
 def test_neighbor_max_equals_segment_max_with_equal_maxima():
     edge_index = random_edges()
     values = torch.randint(3, (SOURCES, HEADS)).double().requires_grad_()

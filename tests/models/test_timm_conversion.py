@@ -61,6 +61,7 @@ def test_swin_attention_keeps_bias_and_shift_mask():
         embed_dim=14,
         depths=(2,),
         num_heads=(2,),
+        head_dim=5,  # not embed_dim / num_heads
     )
     block = randomised(lipsformer.convert(model)).layers[0].blocks[1]
     attn, mask = block.attn, block.attn_mask

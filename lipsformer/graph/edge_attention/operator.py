@@ -129,9 +129,11 @@ class _EdgeAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             # One input may be computed from another. The gradients end at views of them, so that
             # none includes what flows through another input.
-            inputs = query, key, value = [x.view_as(x) for x in inputs]
-            out = _reference(ctx.csr, query, key, value, *ctx.settings, keep=keep)
-            own = torch.autograd.grad(out, inputs, *grads, create_graph=True)
+            views = [x.view_as(x) for x in inputs]
+            out = _reference(ctx.csr, *views, *ctx.settings, keep=keep)
+            needed = [x for x in views if x.requires_grad]
+            found = iter(torch.autograd.grad(out, needed, *grads, create_graph=True))
+            own = tuple(next(found) if x.requires_grad else None for x in views)
         else:
             own = _backend(value).backward(ctx.csr, *inputs, *grads, *settings, *residuals)
         return *own, None, *(None for _ in settings)
