@@ -60,6 +60,19 @@ def test_value_and_gradient_equal_a_loop(monkeypatch, edges_per_pass, size, slop
     torch.testing.assert_close(grads, torch.autograd.grad(expected, inputs, weight))
 
 
+def test_weights_of_large_equal_scores_are_shared_in_the_gradient_too():
+    """At 2e10, the spacing of float32 is 2048: a sum with the log of the degree loses the log."""
+    edge_index, value = random_edges(), random_inputs(dtype=torch.float)[2]
+    query, key = torch.full((TARGETS, HEADS, 2), 1e5), torch.full((SOURCES, HEADS, 2), 1e5)
+    out = edge_attention(SortedEdges(edge_index, SOURCES, TARGETS).csr, query, key, value)
+    exact = value.detach().double().requires_grad_()
+    expected = looped_attention(edge_index, query.double(), key.double(), exact, 1.0)
+    weight = torch.randn_like(out)
+    (grad,) = torch.autograd.grad(out, value, weight)
+    (expected_grad,) = torch.autograd.grad(expected, exact, weight.double())
+    torch.testing.assert_close((out, grad), (expected, expected_grad), check_dtype=False)
+
+
 def test_more_edges_than_pairs_of_nodes():
     edge_index = torch.randint(3, (2, 41))
     conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS, add_self_loops=False)
@@ -329,7 +342,7 @@ def test_triton_kernels_equal_a_loop_in_the_interpreter():
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_triton_kernels_compile_for_a_gpu_that_is_not_there(monkeypatch, tmp_path):

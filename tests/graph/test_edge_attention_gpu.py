@@ -62,6 +62,21 @@ def test_value_and_gradient_equal_a_loop(dtype, size, slope, dropout):
     )
 
 
+def test_weights_of_large_equal_scores_are_shared_in_the_gradient_too():
+    edge_index, value = random_edges(), random_inputs(dtype=torch.float)[2]
+    query, key = torch.full((TARGETS, HEADS, 2), 1e5), torch.full((SOURCES, HEADS, 2), 1e5)
+    exact = value.detach().double().requires_grad_()
+    expected = looped_attention(edge_index, query.double(), key.double(), exact, 1.0)
+    weight = torch.randn_like(expected).float()
+    (expected_grad,) = torch.autograd.grad(expected, exact, weight.double())
+    graph = SortedEdges(edge_index.to(DEVICE), SOURCES, TARGETS).csr
+    arguments = [graph, *(x.detach().to(DEVICE) for x in (query, key, value))]
+    out, *residuals = kernels.forward(*arguments, 1.0, 1.0, None)
+    grad = kernels.backward(*arguments, weight.to(DEVICE), 1.0, 1.0, None, *residuals)[2]
+    found = (out.cpu(), grad.cpu())
+    torch.testing.assert_close(found, (expected, expected_grad), check_dtype=False)
+
+
 def test_single_precision_scores_of_half_precision_values():
     query, key, value = (x.detach() for x in random_inputs(1.0, torch.float, DEVICE))
     value = value.bfloat16()

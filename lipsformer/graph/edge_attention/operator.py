@@ -8,7 +8,7 @@ per head, where m is the dropout mask. A dot-product score has slope 1. The addi
 :math:`c_i\,\mathrm{LeakyReLU}(s_j + t_i)` with c_i > 0, has the query :math:`q_i = (c_i, c_i t_i)`
 and the key :math:`k_j = (s_j, 1)`. No tensor of E x channels is ever stored, and the only tensor of
 E x heads that is kept is the mask: the backward pass computes the weights again from the
-log-normalizer of the softmax.
+largest score and the log of the sum of the softmax.
 
 On the CPU, PyTorch's own sparse kernels compute a few heads per pass. Sums over the edges of a
 node are embedding bags. The dot products of the two ends of every edge are a sampled matrix
@@ -224,24 +224,26 @@ def _forward(
     negative_slope: float,
     keep_scale: float,
     keep: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-normalizer of the softmax for the backward pass."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, and the shift and the log of the sum of the softmax for `backward`.
+
+    The shift is the largest score, or 0 where no score needs one. The two are not added: a large
+    score would swallow the logarithm.
+    """
     count = _heads_per_pass(csr, value.size(1))
     csr = csr.copies(count)
     query, key, value = (_by_pass(x, count) for x in (query, key, value))
     masks = _keep_by_pass(keep, csr, len(value))
     out = value.new_empty(len(value), csr.num_targets, value.size(-1))
-    log_sum = value.new_empty(len(value), csr.num_targets)
+    shift, log_sum = value.new_zeros(2, len(value), csr.num_targets)
     for i in range(len(value)):
         weight = F.leaky_relu_(_edge_dot(csr, query[i], key[i]), negative_slope)
         least, largest = weight.aminmax()
-        if -30 < least and largest < 30:  # neither exponentials nor their sums can overflow
-            shift = None
-        else:
-            shift = torch.segment_reduce(weight, "max", offsets=csr.ptr.long())
-            weight -= shift.index_select(0, csr.row)
+        if not (-30 < least and largest < 30):  # exponentials or their sums could overflow
+            shift[i] = torch.segment_reduce(weight, "max", offsets=csr.ptr.long())
+            weight -= shift[i].index_select(0, csr.row)
         total = _edge_sum(csr, weight.exp_())
-        log_sum[i] = total.log() if shift is None else total.log() + shift
+        torch.log(total, out=log_sum[i])
         mask = masks[i]
         if mask is not None:
             weight *= mask
@@ -249,7 +251,7 @@ def _forward(
         scale = keep_scale / total.clamp_min_(torch.finfo(total.dtype).tiny)
         sums = _weighted_sum(weight, value[i], csr.col, csr.ptr)
         torch.mul(sums, scale.unsqueeze(1), out=out[i])
-    return _from_passes(out, count), log_sum
+    return _from_passes(out, count), shift, log_sum
 
 
 def _backward(
@@ -261,6 +263,7 @@ def _backward(
     negative_slope: float,
     keep_scale: float,
     keep: Tensor | None,
+    shift: Tensor,
     log_sum: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value."""
@@ -272,6 +275,8 @@ def _backward(
     for i, (q, k, v, g) in enumerate(zip(query, key, value, grad, strict=True)):
         score = _edge_dot(csr, q, k)
         attn = F.leaky_relu(score, negative_slope)
+        if shift[i].any():
+            attn -= shift[i].index_select(0, csr.row)
         attn = attn.sub_(log_sum[i].index_select(0, csr.row)).exp_()
         grad_attn = _edge_dot(csr, g, v)
         dropped, mask = attn, masks[i]

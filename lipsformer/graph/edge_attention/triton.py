@@ -38,6 +38,7 @@ def _forward(
     value,
     keep,
     out,
+    shift,
     log_sum,
     num_edges,
     H: tl.constexpr,
@@ -79,7 +80,9 @@ def _forward(
     total = tl.where(total == 0, 1.0, total)  # a target without edges
     sums *= KEEP_SCALE / total
     tl.store(out + row * C + c, sums, mask=c < C)
-    tl.store(log_sum + row, largest + tl.log(total))
+    # not added: a large score would swallow the logarithm
+    tl.store(shift + row, largest)
+    tl.store(log_sum + row, tl.log(total))
 
 
 @triton.jit
@@ -91,6 +94,7 @@ def _backward_by_target(
     value,
     keep,
     out,
+    shift,
     log_sum,
     grad,
     grad_query,
@@ -114,7 +118,7 @@ def _backward_by_target(
     g = tl.load(grad + row * C + c, mask=c < C, other=0.0).to(ACC)
     o = tl.load(out + row * C + c, mask=c < C, other=0.0).to(ACC)
     own_delta = tl.sum(g * o, 0)  # weighted mean of the gradients of the attention weights
-    own_log_sum = tl.load(log_sum + row)
+    own_shift, own_log_sum = tl.load(shift + row), tl.load(log_sum + row)
     sums = tl.zeros((BLOCK_D,), ACC)
     stop = tl.load(ptr + target + 1)
     for start in range(tl.load(ptr + target), stop, BLOCK_E):
@@ -124,7 +128,7 @@ def _backward_by_target(
         k = _rows(key, source, head, H, D, d, valid, ACC)
         score = tl.sum(k * q[None, :], 1)
         slopes = tl.where(score > 0, tl.full((BLOCK_E,), 1.0, ACC), tl.full((BLOCK_E,), SLOPE, ACC))
-        attn = tl.where(valid, tl.exp(score * slopes - own_log_sum), 0.0)
+        attn = tl.where(valid, tl.exp(score * slopes - own_shift - own_log_sum), 0.0)
         v = _rows(value, source, head, H, C, c, valid, ACC)
         grad_attn = tl.sum(v * g[None, :], 1)
         if HAS_KEEP:
@@ -145,6 +149,7 @@ def _backward_by_source(
     key,
     value,
     keep,
+    shift,
     log_sum,
     delta,
     grad,
@@ -179,8 +184,9 @@ def _backward_by_source(
         at = target * H + head
         score = tl.sum(q * k[None, :], 1)
         slopes = tl.where(score > 0, tl.full((BLOCK_E,), 1.0, ACC), tl.full((BLOCK_E,), SLOPE, ACC))
+        shifts = tl.load(shift + at, mask=valid, other=0.0)
         log_sums = tl.load(log_sum + at, mask=valid, other=0.0)
-        attn = tl.where(valid, tl.exp(score * slopes - log_sums), 0.0)
+        attn = tl.where(valid, tl.exp(score * slopes - shifts - log_sums), 0.0)
         grad_attn = tl.sum(g * v[None, :], 1)
         weight = attn
         if HAS_KEEP:
@@ -292,12 +298,15 @@ def forward(
     negative_slope: float,
     keep_scale: float,
     keep: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the unrounded output, then the same output and the log-normalizer for `backward`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the unrounded output, then for `backward` the same output and the softmax's terms.
+
+    These are the largest score of every target and head, and the log of the sum over its edges.
+    """
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     dtype = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
     out = value.new_empty(csr.num_targets, *value.shape[1:], dtype=dtype)
-    log_sum = out.new_empty(out.shape[:2])
+    shift, log_sum = out.new_empty(2, *out.shape[:2])
     with torch.cuda.device_of(value):
         _forward[(log_sum.numel(),)](
             csr.ptr,
@@ -307,13 +316,14 @@ def forward(
             value,
             keep,
             out,
+            shift,
             log_sum,
             csr.num_edges,
             SLOPE=negative_slope,
             KEEP_SCALE=keep_scale,
             **_settings(query, value, keep),
         )
-    return out, out, log_sum
+    return out, out, shift, log_sum
 
 
 def backward(
@@ -326,6 +336,7 @@ def backward(
     keep_scale: float,
     keep: Tensor | None,
     out: Tensor,
+    shift: Tensor,
     log_sum: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
@@ -343,6 +354,7 @@ def backward(
             value,
             keep,
             out,
+            shift,
             log_sum,
             grad,
             grad_query,
@@ -360,6 +372,7 @@ def backward(
             key,
             value,
             keep,
+            shift,
             log_sum,
             delta,
             grad,
