@@ -75,10 +75,10 @@ def limits(device: torch.device, precision: str) -> dict[str, float]:
     }
 
 
-def best_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 10) -> float:
-    """Shortest duration of some work, after one call that warms up."""
+def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Shortest of ten durations of some work, after one call that warms up."""
     durations = []
-    for _ in range(repeats + 1):
+    for _ in range(11):
         synchronize(device)
         start = time.perf_counter()
         work()

@@ -12,9 +12,7 @@ The command writes the chosen formats to the folder OUT, which must not exist:
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import timm
@@ -35,6 +33,7 @@ from lipsformer.engine.run_folder import (
     load_weights,
 )
 from scripts._hub_card import model_card
+from scripts._new_folder import new_folder
 
 TOLERANCE = 1e-4
 
@@ -148,17 +147,10 @@ def export_model(
             model.set_input_size(img_size=img_size)
     model.eval()
     images = torch.randn(3, channels, height, width)  # exported with two, checked with three
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-    try:
-        scratch.chmod(0o755)
-        differences = {key: EXPORTS[key](model, images, scratch) for key in formats}
+    with new_folder(out) as folder:
+        differences = {key: EXPORTS[key](model, images, folder) for key in formats}
         if card is not None and "hf" in formats:
-            (scratch / "README.md").write_text(card)
-        scratch.rename(out)
-    except BaseException:
-        shutil.rmtree(scratch)
-        raise
+            (folder / "README.md").write_text(card)
     return differences
 
 

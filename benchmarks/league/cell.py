@@ -163,9 +163,9 @@ def _signals(model: nn.Module, probe: Tensor, update: int) -> dict[str, Any]:
     }
 
 
-def _thin(losses: list[float], width: int = 10) -> list[float | None]:
+def _thin(losses: list[float]) -> list[float | None]:
     """Return means over ten updates; None where one is not finite."""
-    parts = [losses[i : i + width] for i in range(0, len(losses), width)]
+    parts = [losses[i : i + 10] for i in range(0, len(losses), 10)]
     means = [sum(part) / len(part) for part in parts]
     return [round(mean, 4) if math.isfinite(mean) else None for mean in means]
 

@@ -17,7 +17,7 @@ from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
 from lipsformer.engine.claim import Claim
 from lipsformer.engine.distributed import environment, memory_gib, on_main
 from lipsformer.engine.lock import FolderLock
-from lipsformer.engine.metrics import NonFiniteError, StepMetrics, summarize
+from lipsformer.engine.metrics import NonFiniteError, StepMetrics, duration, summarize
 from lipsformer.engine.parts import Parts
 from lipsformer.engine.plots import plot_run
 from lipsformer.engine.resume import FORMAT, require_same_data, require_same_world
@@ -283,7 +283,7 @@ class Trainer:
             f"grad {mean.get('grad_norm', math.nan):.3g}  {rates['images_per_s']:.0f} img/s  "
             f"data {100 * rates['data_wait']:.0f} %  "
             f"mem {memory_gib(self.accelerator.device):.2f} GiB  "
-            f"eta {_duration(seconds_per_step * (self.total_steps - self.step))}",
+            f"eta {duration(seconds_per_step * (self.total_steps - self.step))}",
         )
         self.metrics.clear()
 
@@ -417,9 +417,3 @@ class Trainer:
         )
         if "tensorboard" in self.config.run.trackers:
             logger.info("tensorboard %s", path / TENSORBOARD)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
