@@ -106,13 +106,6 @@ class CheckpointFolder:
         self._prune(step, best_step)
         return final
 
-    def copy(self, checkpoint: Path, step: int) -> None:
-        """Add a checkpoint of another folder, which must be intact, under the number `step`."""
-        temporary = self.path / f".{self.path_of(step).name}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(checkpoint, temporary)
-        temporary.rename(self.path_of(step))
-
     def path_of(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step` steps."""
         return self.path / f"{PREFIX}{step:09d}"

@@ -34,12 +34,6 @@ EXIT_STOPPED = 75
 
 def start(config: Config) -> Accelerator:
     """Join the other processes, if any, and set device, precision and determinism."""
-    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        # Accelerate 1.15 starts only one process for `--cpu --num_processes 2` without mpirun.
-        logger.warning(
-            "this process trains alone: `accelerate launch --cpu` starts one process whatever "
-            "--num_processes says; for more use `torchrun --nproc_per_node`"
-        )
     # The launcher sets this variable to true. Accelerate 1.15 then sends the weights of rank 0 to
     # all others, which fails if a buffer is not sharded. Here every rank builds the same weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -72,6 +66,14 @@ def start(config: Config) -> Accelerator:
             project_dir=str(output_dir), logging_dir=str(output_dir / TENSORBOARD)
         ),
     )
+    # For `--cpu --num_processes 2` Accelerate 1.15 starts one process, without a WORLD_SIZE, but
+    # with the address at which two would meet.
+    launched = {"MASTER_ADDR", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
+    if launched and "WORLD_SIZE" not in os.environ and accelerator.num_processes == 1:
+        raise ConfigError(
+            "`accelerate launch --num_processes N` started one process instead of N, as it does on "
+            "CPUs: use `torchrun --nproc_per_node N`, or --num_processes 1 to train on one"
+        )
     if _asked_for("FSDP") and not accelerator.is_fsdp2:
         raise ConfigError(
             f"FSDP was asked for, but Accelerate set up {accelerator.distributed_type.value}: it "
