@@ -125,9 +125,31 @@ def _code_of_last_attempt() -> int:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not path or not path.exists():
         return 0
     code = json.loads(path.read_text())["code"]
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"not started again, because it ended with exit code {code}", file=sys.stderr)  # noqa: T201
+    message = f"not started again, because it ended with exit code {code}"
+    if _is_first_here(message):
+        print(message, file=sys.stderr, flush=True)  # noqa: T201
     return code
+
+
+def _is_first_here(message: str) -> bool:
+    """Return whether this process shall print a message for all processes of its machine.
+
+    It is the first one with this message, because torchrun ends the others once one has ended.
+    Without torchrun it is local rank 0.
+    """
+    path = _exit_of_torchrun()
+    if path is None:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        path.with_name(f"printed-{attempt}-{_digest(message)}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _digest(message: str) -> str:
+    return hashlib.sha256(message.encode()).hexdigest()
 
 
 def _store() -> dist.Store | None:
@@ -148,7 +170,7 @@ def _end(code: int, message: str | None) -> None:
     store = _store()
     if store is None:
         # Before the ranks have met, each of them reads the same config.
-        if message is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        if message is not None and _is_first_here(message):
             print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
         return
     rank, first = dist.get_rank(), True
@@ -156,8 +178,7 @@ def _end(code: int, message: str | None) -> None:
         time.sleep(0.2)  # rank 0 comes first, so that it prints an error that all ranks meet
     try:
         if message is not None:
-            name = hashlib.sha256(message.encode()).hexdigest()
-            first = store.add(f"lipsformer/printed/{name}", 1) == 1
+            first = store.add(f"lipsformer/printed/{_digest(message)}", 1) == 1
         store.set(_CODE, str(code))
         store.add(_ENDED, 1)
     except RuntimeError:  # rank 0, which may hold the store, has ended

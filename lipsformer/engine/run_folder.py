@@ -184,10 +184,10 @@ def find_weights(path: str | Path, which: str = "best") -> Weights:
         CheckpointError: If there are no weights, or they are damaged.
     """
     path = Path(path)
-    if (path / CHECKPOINTS).is_dir():
-        return RunFolder(path).weights(which)
     if not os.path.exists(path):  # unlike Path.exists also for names that are too long
         raise CheckpointError(f"{path}: there is no such file or folder")
+    if (path / CHECKPOINTS).is_dir():
+        return RunFolder(path).weights(which)
     file = path / MODEL if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{path} is neither a run, nor a checkpoint, nor a file of weights")
