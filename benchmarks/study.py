@@ -32,7 +32,7 @@ from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.analysis.cost import part_costs
 from lipsformer.config import Config
-from lipsformer.engine.distributed import EXIT_STOPPED
+from lipsformer.engine.distributed import EXIT_STOPPED, EXIT_USER_ERROR
 from lipsformer.engine.run_folder import RunFolder
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
@@ -84,7 +84,10 @@ class Study:
 
 
 def train(study: Study, name: str, row: str, seed: int, runs: Path) -> dict[str, Any] | None:
-    """Train one run to its end in a process of its own; None if a signal stopped it."""
+    """Train one run to its end in a process of its own; None if it was stopped or could not start.
+
+    The last attempt may still save when the queue is started again; its lock refuses the new one.
+    """
     folder = runs / name / f"{row}-seed{seed}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     settings = [*study.settings(row, seed), f"run.output_dir={folder}", "run.report=false"]
@@ -95,7 +98,7 @@ def train(study: Study, name: str, row: str, seed: int, runs: Path) -> dict[str,
         code = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False
         ).returncode
-    if code in (EXIT_STOPPED, -2, -9, -15):
+    if code in (EXIT_STOPPED, EXIT_USER_ERROR, -2, -9, -15):
         return None
     return record(study, row, seed, folder, code, time.time() - started)
 
@@ -150,7 +153,8 @@ def run(study: Study, name: str, runs: Path, workers: int, only: Sequence[str]) 
     def work(job: tuple[str, int]) -> None:
         line = train(study, name, *job, runs)
         if line is None:
-            print(f"{job[0]} seed {job[1]} was stopped; the same command continues it", flush=True)
+            log = runs / name / f"{job[0]}-seed{job[1]}.log"
+            print(f"{job[0]} seed {job[1]} has not ended ({log}); repeat the command", flush=True)
             return
         with lock:
             append_jsonl(path, line)

@@ -98,13 +98,6 @@ class CheckpointFolder(Checkpoints):
         self._prune(step, best_step)
         return final
 
-    def copy(self, checkpoint: Path, step: int) -> None:
-        """Add a checkpoint of another folder, which must be intact, under the number `step`."""
-        temporary = self.path / f".{self.path_of(step).name}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(checkpoint, temporary)
-        temporary.rename(self.path_of(step))
-
     def _prune(self, step: int, best_step: int | None) -> None:
         """Remove unfinished checkpoints, and all others but the newest `keep` and the best one."""
         numbered = self.numbered()

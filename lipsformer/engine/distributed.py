@@ -51,12 +51,6 @@ _PATIENCE = 2.0  # seconds for which rank 0 keeps the store open, where the othe
 
 def start(config: Config) -> Accelerator:
     """Join the other processes, if any, and set device, precision and determinism."""
-    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        # Accelerate 1.15 starts only one process for `--cpu --num_processes 2` without mpirun.
-        logger.warning(
-            "this process trains alone: `accelerate launch --cpu` starts one process whatever "
-            "--num_processes says; for more use `torchrun --nproc_per_node`"
-        )
     # The launcher sets this variable to true. Accelerate 1.15 then sends the weights of rank 0 to
     # all others, which fails if a buffer is not sharded. Here every rank builds the same weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -89,6 +83,14 @@ def start(config: Config) -> Accelerator:
             project_dir=str(output_dir), logging_dir=str(output_dir / TENSORBOARD)
         ),
     )
+    # For `--cpu --num_processes 2` Accelerate 1.15 starts one process, without a WORLD_SIZE, but
+    # with the address at which two would meet.
+    launched = {"MASTER_ADDR", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
+    if launched and "WORLD_SIZE" not in os.environ and accelerator.num_processes == 1:
+        raise ConfigError(
+            "`accelerate launch --num_processes N` started one process instead of N, as it does on "
+            "CPUs: use `torchrun --nproc_per_node N`, or --num_processes 1 to train on one"
+        )
     if _asked_for("FSDP") and not accelerator.is_fsdp2:
         raise ConfigError(
             f"FSDP was asked for, but Accelerate set up {accelerator.distributed_type.value}: it "
@@ -330,9 +332,31 @@ def _code_of_last_attempt() -> int:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not path or not path.exists():
         return 0
     code = json.loads(path.read_text())["code"]
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"not started again, because it ended with exit code {code}", file=sys.stderr)  # noqa: T201
+    message = f"not started again, because it ended with exit code {code}"
+    if _is_first_here(message):
+        print(message, file=sys.stderr, flush=True)  # noqa: T201
     return code
+
+
+def _is_first_here(message: str) -> bool:
+    """Return whether this process shall print a message for all processes of its machine.
+
+    It is the first one with this message, because torchrun ends the others once one has ended.
+    Without torchrun it is local rank 0.
+    """
+    path = _exit_of_torchrun()
+    if path is None:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        path.with_name(f"printed-{attempt}-{_digest(message)}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _digest(message: str) -> str:
+    return hashlib.sha256(message.encode()).hexdigest()
 
 
 def _store() -> dist.Store | None:
@@ -353,7 +377,7 @@ def _end(code: int, message: str | None) -> None:
     store = _store()
     if store is None:
         # Before the ranks have met, each of them reads the same config.
-        if message is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        if message is not None and _is_first_here(message):
             print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
         return
     rank, first = dist.get_rank(), True
@@ -361,8 +385,7 @@ def _end(code: int, message: str | None) -> None:
         time.sleep(0.2)  # rank 0 comes first, so that it prints an error that all ranks meet
     try:
         if message is not None:
-            name = hashlib.sha256(message.encode()).hexdigest()
-            first = store.add(f"lipsformer/printed/{name}", 1) == 1
+            first = store.add(f"lipsformer/printed/{_digest(message)}", 1) == 1
         store.set(_CODE, str(code))
         store.add(_ENDED, 1)
     except RuntimeError:  # rank 0, which may hold the store, has ended

@@ -13,6 +13,7 @@ A step of the optimizer is called an update in files, in config keys and in what
 import hashlib
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -229,10 +230,10 @@ def find_weights(path: str | Path, which: str = "best") -> Weights:
         CheckpointError: If there are no weights, or they are damaged.
     """
     path = Path(path)
+    if not os.path.exists(path):  # unlike Path.exists also for names that are too long
+        raise CheckpointError(f"{path}: there is no such file or folder")
     if (path / CHECKPOINTS).is_dir():
         return RunFolder(path).weights(which)
-    if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or folder")
     file = path / MODEL if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{path} is neither a run, nor a checkpoint, nor a file of weights")
@@ -288,7 +289,7 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
     if isinstance(source, str) and timm.is_model(source):
         return timm.create_model(source)
     if not isinstance(source, Weights):
-        if not Path(source).exists():
+        if not os.path.exists(source):
             raise ConfigError(f"{str(source)!r} is neither a timm model nor a file or folder")
         source = find_weights(source, which)
     if source.timm_config() is None:

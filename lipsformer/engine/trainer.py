@@ -80,7 +80,6 @@ class Trainer:
         self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, keep=config.run.keep)
         self.steps_per_epoch = parts.train_batches.updates_per_epoch
         self.total_steps = config.train.epochs * self.steps_per_epoch
-        self.stop = StopRequest()
         self.stopped = 0  # number of the signal that stops the run; 0 as long as there is none
         self.stopwatch = Stopwatch(self.accelerator)
         self.metrics = StepMetrics(
@@ -95,25 +94,13 @@ class Trainer:
         # Figures of the instruments for the next evaluation, by kind of weights.
         self.eval_figures: dict[str, dict[str, float]] = {}
         self.run_id = on_main(self.accelerator, lambda: uuid.uuid4().hex[:12])
-        on_main(self.accelerator, self.lock.acquire)
+        self.stop = StopRequest()
         try:
-            metrics_bytes = 0 if start is None else self._load(start)
-            metrics_bytes, self.best = on_main(
-                self.accelerator, lambda: self._claim_folder(start, metrics_bytes)
-            )
+            on_main(self.accelerator, self.lock.acquire)
+            self.tracking = self._begin(start)
         except Exception:
             self._leave()
             raise
-        pending = self.metrics.stats
-        self.tracking = Tracking(
-            self.accelerator,
-            self.folder,
-            run_id=self.run_id,
-            step=self.step,
-            next_record=(pending[0].step if pending else self.step) + 1,
-            total_steps=self.total_steps,
-            metrics_bytes=metrics_bytes,
-        )
         self.first_step = self.step
         self.started = time.perf_counter()
 
@@ -351,6 +338,23 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.lock.release()
 
+    def _begin(self, start: Path | None) -> Tracking:
+        """Load the checkpoint, claim the output folder, and open the records."""
+        metrics_bytes = 0 if start is None else self._load(start)
+        metrics_bytes, self.best = on_main(
+            self.accelerator, lambda: self._claim_folder(start, metrics_bytes)
+        )
+        pending = self.metrics.stats
+        return Tracking(
+            self.accelerator,
+            self.folder,
+            run_id=self.run_id,
+            step=self.step,
+            next_record=(pending[0].step if pending else self.step) + 1,
+            total_steps=self.total_steps,
+            metrics_bytes=metrics_bytes,
+        )
+
     def _claim_folder(self, start: Path | None, metrics_bytes: int) -> tuple[int, Any]:
         """Write the first files of this start, on the main process.
 
@@ -360,9 +364,9 @@ class Trainer:
         """
         claim = Claim(self.folder, self.checkpoints, self.step, metrics_bytes, self.best)
         claim.check(start)
-        if claim.is_elsewhere(start):
-            assert start is not None
-            claim.bring(start, self.history)
+        copied = start if claim.is_elsewhere(start) else None
+        if copied is not None:
+            claim.bring(copied, self.history)
         entry = {
             "from": str(start) if start else None,
             "update": self.step,
@@ -370,6 +374,8 @@ class Trainer:
             "batch": self._batch_text(),
         }
         claim.write(self.config, entry)
+        if copied is not None:
+            claim.complete()
         return claim.metrics_bytes, claim.best
 
     def _batch_text(self) -> str:

@@ -202,6 +202,8 @@ def test_weights_of_run_checkpoint_and_file(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     with pytest.raises(CheckpointError, match="neither a run"):
         find_weights(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        find_weights(300 * "x")  # longer than a file name may be
     save(folder, 5)
     newest = save(folder, 10)
     for path in (tmp_path, newest, newest / MODEL):
