@@ -49,7 +49,9 @@ def test_gmacs_of_all_models_are_the_published_ones(name):
         assert round(sum(part.macs for part in costs) / 1e9, 3) == PUBLISHED[name][1]
 
 
-@pytest.mark.parametrize("name", ["lipsformer_swin_nano", "lipsformer_swin_tiny"])
+@pytest.mark.parametrize(
+    "name", ["lipsformer_swin_nano", pytest.param("lipsformer_swin_tiny", marks=pytest.mark.slow)]
+)
 def test_swin_stages_follow_the_closed_form(name):
     """A block has 13C^2 + 118C + table * h parameters and 13C^2 + 196C MACs per token (w = 7)."""
     model, images = model_and_images(name)
