@@ -292,6 +292,16 @@ def test_a_key_that_appears_twice_is_refused(folder, tmp_path):
     assert check_certificate.main([str(forged), str(folder)]) == 1
 
 
+def test_nothing_bounds_the_error_where_float32_overflows(folder):
+    weights = check_certificate.read_safetensors(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    images = check_certificate.Map((12, 12), 100.0, 1e-3)
+    assert check_certificate.Model(weights, config).bound(images).error < math.inf
+    weights["stages.0.blocks.0.mlp.branch.fc1.weight"] *= 1e38
+    weights["stages.0.blocks.0.mlp.branch.fc2.weight"] *= 1e-38
+    assert check_certificate.Model(weights, config).bound(images).error == math.inf
+
+
 def test_windows_that_are_not_square_are_refused(claims):
     """The table of windows of 1 x 5 tokens is as long as that of 2 x 2."""
     weights = {"path.relative_position_bias_table": np.zeros((9, 1))}

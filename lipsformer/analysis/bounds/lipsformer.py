@@ -151,8 +151,8 @@ def residual_bound(
     plain = chain(branch, domain, moves_channels=False)
     if domain.channels is None:  # only inputs with the channels of the branch are added to it
         domain = replace(domain, channels=plain.output.channels)
-    weighted = chain(branch, domain, alpha, moves_channels=False)
     same_shape(domain, plain.output)
+    weighted = chain(branch, domain, alpha, moves_channels=False)
     largest_weight = max_abs(alpha)
     # The radius of a branch may be infinite, and 0 * inf is nan: in the program, too.
     rounded = 0.0 if plain.output.error < math.inf else math.inf
