@@ -5,12 +5,12 @@
 Writes benchmarks/results/graph/gradients_<depth>.json and docs/images/graph_gradients_<depth>.png.
 """
 
+import json
 import math
 from pathlib import Path
 
 import torch
 
-from benchmarks.records import write_record
 from data.graphs import graph_root, load_graph
 from lipsformer._commands import documented_parser
 from lipsformer.graph import create_model
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[64, 256])
     args = parser.parse_args()
     data = load_graph("cora", graph_root(args.root))
+    args.results.mkdir(parents=True, exist_ok=True)
     for depth in args.depths:
         profiles = {}
         for name, (model, kwargs) in NETWORKS.items():
@@ -58,7 +59,7 @@ def main() -> None:
             name: {key: [_rounded(value) for value in profile[key]] for key in KEYS}
             for name, profile in profiles.items()
         }
-        write_record(args.results / f"gradients_{depth}.json", rounded)
+        (args.results / f"gradients_{depth}.json").write_text(json.dumps(rounded) + "\n")
         plot_layers(
             profiles,
             KEYS[:2],
