@@ -4,18 +4,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
+import threading
 import time
 
 import pytest
+import torch
 
+import train
 from benchmarks.study import Study, main, table
 from lipsformer._configfile import read_config
 from lipsformer.engine.lock import LOCK
 from lipsformer.engine.run_folder import RunFolder
 from lipsformer.jsonl import read_jsonl
 from tests.conftest import ROOT
-from tests.launch import launch
 from tests.runs import DIGITS, write_config
 
 RESULTS = sorted((ROOT / "benchmarks/results/studies").glob("*.jsonl"))
@@ -61,17 +62,14 @@ def test_a_queue_that_is_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
     command = [str(tmp_path / "s.yaml"), "--runs", str(tmp_path / "runs")]
     run = tmp_path / "runs" / "s" / "a-seed0"
 
-    queue = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.study", *command], cwd=ROOT, start_new_session=True
-    )
-    while not list(run.glob("checkpoints/update-*")):
-        assert queue.poll() is None, run.with_suffix(".log").read_text()
-        time.sleep(0.05)
-    os.killpg(queue.pid, signal.SIGTERM)
-    queue.wait()
-    while (run / LOCK).exists():
-        time.sleep(0.05)
-    assert len(list(read_jsonl(results))) == 1
+    def stop() -> None:
+        while not list(run.glob("checkpoints/update-*")):
+            time.sleep(0.05)
+        os.kill(json.loads((run / LOCK).read_text())["pid"], signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert main(command) == 0
+    assert len(list(read_jsonl(results))) == 1, "a run that was stopped is no result"
 
     with monkeypatch.context() as patch:  # the lock of a run that still saves
         patch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2))
@@ -81,6 +79,9 @@ def test_a_queue_that_is_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
     assert main(command) == 0
     b, a = read_jsonl(results)
     assert (b["row"], a["row"], a["exit_code"], a["starts"]) == ("b", "a", 0, 2)
-    assert launch(["--config", str(config), "train.seed=0"], tmp_path / "log") == [0]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert train.main(["--config", str(config), "train.seed=0"]) == 0
+    torch.set_num_threads(threads)
     records = [r for r in RunFolder(tmp_path / "whole").metrics() if r["kind"] in ("raw", "ema")]
     assert a["evaluations"] == [{key: r[key] for key in a["evaluations"][0]} for r in records]
