@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="names of timm models")
     parser.add_argument("--batch-size", type=int, default=128, help="images per step")
     parser.add_argument("--triton", action="store_true", help="compile the Triton kernels")
-    parser.add_argument("--extend", type=int, metavar="STAGE", help="see predict; for deep stages")
+    parser.add_argument(
+        "--extend", type=int, metavar="STAGE", help="extend the figures of a deep stage"
+    )
+    parser.add_argument("--eager", action="store_true", help="leave out the compiled step")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--table", action="store_true", help="print the tables of all results")
     options = parser.parse_args(argv)
@@ -46,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"timm has no model {unknown[0]!r}; timm.list_models() shows all")
     for name in options.models:
-        record = {**versions(), **predict(name, options.batch_size, options.extend)}
+        record = {**versions(), **predict(name, options.batch_size)}
+        if not options.eager:
+            record["compiled"] = predict_compiled(name, options.batch_size, options.extend)
         _write(options.results / f"{name}.json", record)
     if options.triton:
         record = {**versions(), "kernels": all_resources()}
@@ -61,37 +66,40 @@ def _write(path: Path, record: dict[str, Any]) -> None:
     print(path, flush=True)
 
 
-def predict(name: str, batch: int, extend: int | None = None) -> dict[str, Any]:
-    """Return everything that can be said about a training step of a model without a GPU.
-
-    Args:
-        name: Name of a timm model.
-        batch: Number of images.
-        extend: A stage of equal blocks. The compiler sees this stage with two and with three
-            blocks, and every figure goes on in a straight line to the depth of the stage.
-    """
-    model = build(name)
+def predict(name: str, batch: int) -> dict[str, Any]:
+    """Return the setting of a training step and what it costs without compilation."""
+    model: Any = build(name)
     shape = (batch, *model.default_cfg["input_size"])
-    if extend is None:
-        compiled = compile_step(model, shape)
-    else:
-        depths = [len(stage.blocks) for stage in model.stages]
-        short, longer = (
-            compile_step(build(name, depths=(*depths[:extend], n, *depths[extend + 1 :])), shape)
-            for n in (2, 3)
-        )
-        compiled = extended(short, longer, depths[extend] - 2)
-    with cuda_step(build(name), shape) as traced:
+    with cuda_step(model, shape) as traced:
         return {
             "model": name,
             "batch_size": batch,
             "image_size": shape[-1],
             "precision": "bf16 autocast",
             "parameters": traced.parameters,
-            "extended_stage": extend,
             "eager": eager(traced),
-            "compiled": compiled,
         }
+
+
+def predict_compiled(name: str, batch: int, extend: int | None) -> dict[str, Any]:
+    """Return what a training step costs after compilation.
+
+    Args:
+        name: Name of a timm model.
+        batch: Number of images.
+        extend: A stage of equal blocks. The compiler sees this stage with one and with two blocks,
+            and every figure goes on in a straight line to the depth of the stage.
+    """
+    model: Any = build(name)
+    shape = (batch, *model.default_cfg["input_size"])
+    if extend is None:
+        return {"extended_stage": None, **compile_step(model, shape)}
+    depths = [len(stage.blocks) for stage in model.stages]
+    one, two = (
+        compile_step(build(name, depths=(*depths[:extend], n, *depths[extend + 1 :])), shape)
+        for n in (1, 2)
+    )
+    return {"extended_stage": extend, **extended(one, two, depths[extend] - 1)}
 
 
 def compile_step(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
@@ -117,11 +125,11 @@ def compile_step(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def extended(short: Any, longer: Any, times: int) -> Any:
-    """Return short + times * (longer - short) for all numbers of two records."""
-    if isinstance(short, dict):
-        return {key: extended(short[key], longer[key], times) for key in short}
-    return short + times * (longer - short)
+def extended(one: Any, two: Any, times: int) -> Any:
+    """Return one + times * (two - one) for all numbers of two records."""
+    if isinstance(one, dict):
+        return {key: extended(one[key], two[key], times) for key in one}
+    return one + times * (two - one)
 
 
 def _sums(kernels: Sequence[Kernel], figure: Callable[[Kernel], int]) -> dict[str, int]:

@@ -4,6 +4,8 @@ Inductor asks the device for its properties only, so a stub in place of the devi
 compiler is stopped when it has fused the operators and would write the source of the kernels.
 """
 
+# pyright: reportAttributeAccessIssue=false
+
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import torch
 import triton
 from torch import Tensor, fx
 from torch._dynamo.device_interface import CudaInterface
+from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
@@ -22,6 +25,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torch._inductor.utils import OrderedSet
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
+from triton.backends.compiler import GPUTarget
 
 from benchmarks.counting import product_flops
 
@@ -84,7 +88,7 @@ def schedule(graph: fx.GraphModule, backward: bool) -> Scheduled:
     graph.recompile()
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     try:
-        with absent_gpu(), mode, torch._guards.tracing(torch._guards.TracingContext(mode)):
+        with absent_gpu(), mode, tracing(TracingContext(mode)):
             compile_fx_inner(graph, inputs, is_backward=backward)
     except Exception as error:
         cause: BaseException | None = error
@@ -113,7 +117,7 @@ def absent_gpu() -> Iterator[None]:
         "get_device_properties": lambda device=None: H100,
         "is_bf16_supported": lambda including_emulation=False: True,
     }
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    target = GPUTarget("cuda", 90, 32)
     driver = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
     # without a device PyTorch would choose convolutions that ignore channels last
     cudnn = lambda *args, **kwargs: torch._C._ConvBackend.Cudnn  # noqa: E731
@@ -156,7 +160,8 @@ def _kernels(node: BaseSchedulerNode) -> list[Kernel]:
         return []
     if not isinstance(node, ExternKernelSchedulerNode):
         return [Kernel("fused", size)]
-    origins = [n for n in node.node.get_origins() if n.op == "call_function"]
+    operation: Any = node.node
+    origins = [n for n in operation.get_origins() if n.op == "call_function"]
     for origin in origins:
         args, kwargs = tree_map(
             lambda value: value.meta["val"] if isinstance(value, fx.Node) else value,
@@ -166,7 +171,7 @@ def _kernels(node: BaseSchedulerNode) -> list[Kernel]:
         if products is not None:
             name = str(origin.target)
             return [Kernel(name, size, products, "convolution" in name and _groups(name, args) > 1)]
-    return [Kernel(str(getattr(node.node, "op_overload", type(node.node).__name__)), size)]
+    return [Kernel(str(getattr(operation, "op_overload", type(operation).__name__)), size)]
 
 
 def _groups(name: str, args: Any) -> int:

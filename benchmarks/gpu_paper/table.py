@@ -100,11 +100,19 @@ def _table(title: str, rows: Sequence[Record], reference: Record | None) -> str:
         "|---" * (len(columns) + 1) + "|",
     ]
     for row in rows:
-        cells = []
-        for _, value, form in columns:
-            cell = format(value(row), form)
-            if reference is not None and row["image_size"] == reference["image_size"]:
-                cell += f" ({value(row) / value(reference):.2f}x)"
-            cells.append(cell)
+        cells = [_cell(row, reference, value, form) for _, value, form in columns]
         lines.append(f"| `{row['model']}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(
+    row: Record, reference: Record | None, value: Callable[[Record], float], form: str
+) -> str:
+    """Return a figure and its ratio to Swin-Tiny; nothing if the model was not compiled."""
+    try:
+        cell = format(value(row), form)
+        if reference is not None and row["image_size"] == reference["image_size"]:
+            cell += f" ({value(row) / value(reference):.2f}x)"
+    except KeyError:
+        return ""
+    return cell

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import timm
 import torch
 import torch.nn.functional as F
+from timm.layers import DropPath
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -106,9 +107,16 @@ class Traced(NamedTuple):
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """Build a timm model without values. Not all of them can be built of fake tensors."""
+    """Build a timm model without values and without drop path, which Swin has by default.
+
+    Not all of timm's models can be built of fake tensors, so they start on the meta device.
+    """
     with torch.device("meta"):
-        return timm.create_model(name, **options)
+        model = timm.create_model(name, **options)
+    for module in model.modules():
+        if isinstance(module, DropPath):
+            module.drop_prob = 0.0
+    return model
 
 
 @contextmanager
@@ -187,11 +195,13 @@ def graphs(traced: Traced) -> Graphs:
         found.append(Graphs(*min_cut_rematerialization_partition(joint, inputs, **options)))
         return found[0]
 
+    step: Any = traced.step
+    keep: Any = lambda graph, _: graph.forward  # noqa: E731
     aot_module_simplified(
-        traced.step,
+        step,
         (traced.images, traced.labels),
-        fw_compiler=lambda graph, _: graph.forward,
-        bw_compiler=lambda graph, _: graph.forward,
+        fw_compiler=keep,
+        bw_compiler=keep,
         partition_fn=partition,
         decompositions=select_decomp_table(),
     )

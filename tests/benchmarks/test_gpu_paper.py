@@ -94,6 +94,17 @@ def test_operators_bytes_and_products_of_a_linear_layer():
     assert found["saved_bytes"] == 2 * B * C + 4 * B * D + 8 * B + 4
 
 
+def test_bytes_of_center_norm():
+    sizes = []
+    for norm in (nn.Identity(), CenterNorm(C, device="meta")):
+        model = nn.Sequential(nn.Flatten(), norm, nn.Linear(C, D, device="meta"))
+        with cuda_step(model, (B, 3, 7, 7)) as traced:
+            sizes.append(eager(traced)["bytes"]["forward"])
+    mean, centered = 4 * (B * C + B), 4 * (2 * B * C + B)
+    gain, affine = 4 * 2 * C, 4 * (2 * B * C + 2 * C)
+    assert sizes[1] - sizes[0] == mean + centered + gain + affine
+
+
 def test_products_are_those_of_fvcore():
     with cuda_step(build(NANO, **SMALL), (B, 3, 32, 32)) as traced:
         found = eager(traced)
@@ -137,14 +148,32 @@ def test_least_time_is_the_longest_of_traffic_products_and_launch():
     assert seconds(Kernel("fused", 1), h100) == LAUNCH_SECONDS
 
 
+class Tokens(nn.Module):
+    """CenterNorm and a linear layer over the channels of a map, averaged over the map."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = CenterNorm(C), nn.Linear(C, D)
+
+    def forward(self, x):
+        return self.linear(self.norm(x.permute(0, 2, 3, 1))).mean((1, 2))
+
+
 @pytest.mark.slow
-def test_center_norm_becomes_one_kernel_that_moves_the_least():
+def test_compiled_center_norm_and_linear_layer_move_the_least():
+    rows = 31 * 7 * 5
     with torch.device("meta"):
-        model = nn.Sequential(nn.Flatten(), CenterNorm(C))
-    with cuda_step(model, (B, 3, 7, 7)) as traced:
+        model = Tokens()
+    with cuda_step(model, (31, C, 7, 5)) as traced:
         found = graphs(traced)
-    kernels = schedule(found.forward, backward=False).kernels
-    assert kernels[0].bytes == 2 * 4 * B * C + 2 * 4 * C
+    forward = schedule(found.forward, backward=False).kernels
+    norm = 4 * rows * C + 4 * 2 * C + 2 * rows * C
+    assert norm <= forward[0].bytes <= norm + 4 * rows  # it may keep the means
+    product = 2 * (rows * C + C * D + D + rows * D)
+    assert Kernel("aten.addmm.default", product, 2 * rows * C * D) in forward
+    backward = schedule(found.backward, backward=True).kernels
+    gradient = Kernel("aten.mm.default", product - 2 * D, 2 * rows * C * D)
+    assert backward.count(gradient) == 2  # of the input and of the weight
 
 
 @pytest.mark.slow
