@@ -23,34 +23,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data import DataError, build_eval_dataset, build_eval_sets
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from data import DataError, Normalize, build_eval_dataset, build_eval_sets, eval_loader
 from data.evalsets import STANDARD, EvalSet, corruption_summary
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, read_config, require_writable
 from lipsformer.config import Config, DataConfig
-from lipsformer.engine import exits
+from lipsformer.engine import distributed
 from lipsformer.engine.build import build_model, timm_config
-from lipsformer.engine.checkpoint import CheckpointError
-from lipsformer.engine.distributed import EXIT_NONFINITE, EXIT_USER_ERROR, make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run_folder import (
     WHICH,
     WHICH_HELP,
+    CheckpointError,
     Weights,
     find_weights,
     load_model,
     load_weights,
 )
+from lipsformer.engine.steps import evaluate
 from scripts._assemble import data_config
-from scripts._certificate import FILE, certificate
-from scripts._certify import DEFAULT, model_bound, parse_distance
-from scripts._evaluate import evaluate_set, table
+from scripts._certify import DEFAULT, Certification, parse_distance
 
 EXIT_CODES = {
-    ConfigError: EXIT_USER_ERROR,
-    DataError: EXIT_USER_ERROR,
-    CheckpointError: EXIT_USER_ERROR,
-    NonFiniteError: EXIT_NONFINITE,
+    ConfigError: distributed.EXIT_USER_ERROR,
+    DataError: distributed.EXIT_USER_ERROR,
+    CheckpointError: distributed.EXIT_USER_ERROR,
+    NonFiniteError: distributed.EXIT_NONFINITE,
 }
 
 
@@ -72,35 +73,20 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     data = _data(options, weights, config)
     sets = _sets(options, weights, data)
-    if weights.timm_config() is not None:
-        model = load_model(weights)
-    else:
-        assert config is not None
-        model = build_model(config, STANDARD if options.set else sets[0].dataset.classes)
-        load_weights(model, weights.file)
+    classes = STANDARD if options.set else sets[0].dataset.classes
+    model = _model(weights, config, classes)
 
-    certificate_file = weights.folder / FILE
-    if distances:
-        require_writable("--certify", certificate_file)
-    accelerator = make_accelerator(
+    accelerator = distributed.make_accelerator(
         options.precision or (config.train.precision if config else "fp32")
     )
     if accelerator.is_main_process:
         print(weights, file=sys.stderr if options.json == "-" else sys.stdout)
     model.to(accelerator.device)
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
-    bound = model_bound(accelerator, model, data) if distances else None
-    figures = {
-        eval_set.name: evaluate_set(
-            accelerator, model, eval_set, data, batch_size, distances, bound
-        )
-        for eval_set in sets
-    }
-    if bound is not None:
-        images = {s.name: (s, figures[s.name].pop("certificates")) for s in sets}
-        description = json.loads(timm_config(model, sets[0].dataset.classes))
-        record = certificate(bound, weights.file, description, data, images, distances)
-        certificate_file.write_text(json.dumps(record, indent=1) + "\n")
+    proof = Certification(accelerator, model, data, weights.file, distances) if distances else None
+    figures = {s.name: _figures(accelerator, model, s, data, batch_size, proof) for s in sets}
+    if proof is not None:
+        proof.write(json.loads(timm_config(model, classes)))
     rows = [{"set": name, **result} for name, result in figures.items()]
     shared = {
         "checkpoint": options.checkpoint,
@@ -140,6 +126,78 @@ def _sets(options: argparse.Namespace, weights: Weights, data: DataConfig) -> li
     return build_eval_sets(options.set, data, classes, num_classes)
 
 
+def _model(weights: Weights, config: Config | None, classes: Sequence[str]) -> nn.Module:
+    """Return the model that config.json describes, or else the config, with its weights."""
+    if weights.timm_config() is not None:
+        return load_model(weights)
+    assert config is not None
+    model = build_model(config, classes)
+    load_weights(model, weights.file)
+    return model
+
+
+def _figures(
+    accelerator: Accelerator,
+    model: nn.Module,
+    eval_set: EvalSet,
+    data: DataConfig,
+    batch_size: int,
+    proof: Certification | None,
+) -> dict[str, Any]:
+    """Return the figures of one data set; with a proof also the certified shares of its images."""
+    batches = eval_loader(
+        eval_set.dataset,
+        batch_size=batch_size,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        num_workers=data.num_workers,
+    )
+    classifier = model if eval_set.outputs is None else Outputs(model, eval_set.outputs)
+    figures = evaluate(
+        accelerator,
+        classifier,
+        batches,
+        normalize=Normalize(data.mean, data.std),
+        num_images=len(eval_set.dataset),
+    )
+    assert figures is not None
+    return figures if proof is None else {**figures, **proof.certify(eval_set, classifier, batches)}
+
+
+class Outputs(nn.Module):
+    """The model with only some of its logits."""
+
+    def __init__(self, model: nn.Module, outputs: Sequence[int]):
+        super().__init__()
+        self.model = model
+        self.outputs = list(outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)[:, self.outputs]
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return the records as text."""
+    width = max(len(r["set"]) for r in records)
+    lines = [f"{'set':{width}} {'top-1 %':>9} {'top-5 %':>9} {'loss':>9} {'images':>8}"]
+    for r in records:
+        figures = f"{r['top1']:9.3f} {r['top5']:9.3f} {r['loss']:9.5f} {r['images']:8d}"
+        lines.append(f"{r['set']:{width}} {figures}")
+        if "mce" in r:
+            mce = "none, because some of the 15 are missing"
+            mce = mce if r["mce"] is None else f"{r['mce']:.2f} %"
+            lines.append(f"c is the mean of {r['corruptions']} corruptions; mCE: {mce}")
+    for r in records:
+        for at in r.get("robustness", ()):
+            lines.append(
+                f"{r['set']:{width}} within {at['eps']:.4f} (2-norm): certified "
+                f"{at['certified']:.3f} % (executed: the float32 program, rounding included), "
+                f"{at['certified_real']:.3f} % (real: the exact network), under PGD "
+                f"{at['pgd']:.3f} %, log10 bound {r['pixel_bound_log10']:.3f}"
+            )
+    return "\n".join(lines)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__)
     parser.add_argument(
@@ -177,7 +235,7 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     options = (parser or make_parser()).parse_intermixed_args(argv)
     if options.certify == []:
         options.certify = [DEFAULT]
-    return exits.run(lambda: _evaluate(options), EXIT_CODES)
+    return distributed.run(lambda: _evaluate(options), EXIT_CODES)
 
 
 def _evaluate(options: argparse.Namespace) -> int:

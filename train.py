@@ -37,10 +37,10 @@ from lipsformer._configfile import (
 )
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
-from lipsformer.engine import distributed, exits
-from lipsformer.engine.checkpoint import CheckpointError
+from lipsformer.engine import distributed
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.resume import find_start
+from lipsformer.engine.run_folder import CheckpointError
 from lipsformer.engine.trainer import Trainer
 from scripts._assemble import assemble
 from scripts._dry_run import describe_run
@@ -75,23 +75,22 @@ def _train(config: Config) -> int:
     start = find_start(config, accelerator)
     folder, settings = Path(config.run.output_dir), dump_config(config)
     origin = start and start.name
-    distributed.on_main(
-        accelerator, lambda: exits.refuse_to_repeat(folder, config=settings, checkpoint=origin)
-    )
+    begin = {"config": settings, "checkpoint": origin}
+    distributed.on_main(accelerator, lambda: distributed.refuse_to_repeat(folder, **begin))
     trainer = Trainer(config, assemble(config, accelerator, start), start)
     stop_signal, code, reason = 0, None, ""
     try:
         stop_signal = trainer.train()
         code = distributed.EXIT_STOPPED if stop_signal else 0
     except tuple(EXIT_CODES) as error:
-        code, reason = exits.code_of(error, EXIT_CODES), str(error)
+        code, reason = distributed.code_of(error, EXIT_CODES), str(error)
         raise
     finally:
         # Any rank may be the only one that met the error. An error without a code is one of the
         # program: it keeps its traceback and writes nothing.
         if code is not None and (reason or accelerator.is_main_process):
             latest = trainer.checkpoints.latest()
-            exits.write_exit(folder, code, reason, config=settings, checkpoint=latest)
+            distributed.write_exit(folder, code, reason, config=settings, checkpoint=latest)
     accelerator.state.destroy_process_group()
     if config.run.report and not stop_signal and accelerator.is_main_process:
         try_report(folder)
@@ -165,7 +164,7 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
             message = f"a file of the run cannot be written or read: {error}"
             raise CheckpointError(message) from error
 
-    return exits.run(work, EXIT_CODES)
+    return distributed.run(work, EXIT_CODES)
 
 
 if __name__ == "__main__":

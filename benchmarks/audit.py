@@ -16,7 +16,6 @@ of 10 calls counts. The output file keeps the results of the other codes.
 import importlib
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.machine import commit
+from benchmarks.records import markdown
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.bounds import Domain, lipschitz_bound
 from lipsformer.layers import Linear, ScaledCosineAttention
@@ -238,35 +239,21 @@ CODES: dict[str, tuple[str, Subjects]] = {
 }
 
 
-def commit_of(checkout: Path) -> str:
-    """Return the commit of a checkout, and whether its Python files differ from it."""
-    git = ["git", "-C", str(checkout)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"], check=False)
-    return head.stdout.strip() + ("-dirty" if changed.returncode else "")
-
-
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the tables of docs/audit.md: the figures, and what was run."""
-    figures = [
-        "| code | module | claimed | found | found / claimed | with moved weights |",
-        "|" + "---|" * 6,
-    ]
-    runs = ["| code | repository | commit | command |", "|" + "---|" * 4]
+    figures, runs = [], []
     for code, record in results.items():
-        runs.append(
-            f"| {code} | {record['repository']} | `{record['commit'][:12]}` "
-            f"| `{record['command']}` |"
-        )
+        shown = (f"`{record['commit'][:12]}`", f"`{record['command']}`")
+        runs.append((code, record["repository"], *shown))
         for row in record["rows"]:
             initial = row["initial"]
             low, high = (f"{initial[key]:.4g}" for key in ("smallest_claim", "largest_claim"))
             claimed = low if low == high else f"{low} to {high}"
-            figures.append(
-                f"| {code} | {row['module']} | {claimed} | {initial['found']:.5g} "
-                f"| {_ratio(initial)} | {_ratio(row['moved'])} |"
-            )
-    return {"figures": "\n".join(figures), "runs": "\n".join(runs)}
+            ratios = (_ratio(initial), _ratio(row["moved"]))
+            figures.append((code, row["module"], claimed, f"{initial['found']:.5g}", *ratios))
+    of_figures = ("code", "module", "claimed", "found", "found / claimed", "with moved weights")
+    of_runs = ("code", "repository", "commit", "command")
+    return {"figures": markdown(of_figures, figures), "runs": markdown(of_runs, runs)}
 
 
 def _ratio(entry: dict[str, float]) -> str:
@@ -292,7 +279,7 @@ def main() -> None:
     sys.path.insert(0, str(options.checkout.resolve()))
     record = {
         "repository": repository,
-        "commit": commit_of(options.checkout),
+        "commit": commit(options.checkout),
         "command": f"python -m benchmarks.audit {options.code} {options.checkout.name or '.'}",
         "torch": torch.__version__,
         "rows": [audit(make) for make in subjects()],

@@ -20,8 +20,8 @@ import torch
 from pyautoattack import AutoAttack
 from torch import Tensor
 
-from benchmarks.league.cell import commit
-from benchmarks.machine import machine
+from benchmarks.machine import commit, machine
+from benchmarks.records import markdown
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer.engine.run_folder import find_weights, load_model
@@ -125,7 +125,7 @@ def measure(run: str, output: Path, distances: Sequence[str]) -> dict[str, Any]:
     done = {(at["within"], at["attack"], at["images"][0]) for at in record["attacks"]}
     for within in (*distances, OWN):
         chosen = attacked(record, within)
-        for first, name in itertools.product(range(0, len(chosen), BATCH), ATTACKS):
+        for name, first in itertools.product(ATTACKS, range(0, len(chosen), BATCH)):
             of = chosen[first : first + BATCH]
             if (within, name, of[0]) in done:
                 continue
@@ -152,14 +152,14 @@ def attacked(record: dict[str, Any], within: str) -> list[int]:
 
 def table(record: dict[str, Any]) -> str:
     """Return the table of docs/lipschitz.md, of what has been attacked so far."""
-    lines = ["| within | attack | images tried | changed their class |", "|" + "---|" * 4]
     kept: dict[tuple[str, str], list[bool]] = {}
     for at in record["attacks"]:
         kept.setdefault((at["within"], at["attack"]), []).extend(at["kept"])
-    for (within, name), held in kept.items():
-        total = len(attacked(record, within))
-        lines.append(f"| {within} | {name} | {len(held)} of {total} | {held.count(False)} |")
-    return "\n".join(lines)
+    rows = (
+        (within, name, f"{len(held)} of {len(attacked(record, within))}", held.count(False))
+        for (within, name), held in kept.items()
+    )
+    return markdown(("within", "attack", "images tried", "changed their class"), rows)
 
 
 def main() -> None:

@@ -7,10 +7,8 @@ The tables of docs/lipschitz.md and docs/graph.md are what the second command pr
 computed for seeds 0, 1 and 2. A cell with two numbers holds the smallest and the largest.
 """
 
-import json
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -18,6 +16,7 @@ import torch
 from timm.data import resolve_data_config
 
 import lipsformer  # noqa: F401  (registers the models)
+from benchmarks.records import markdown, run
 from data import Normalize, build_eval_dataset, collate
 from data.graphs import graph_root, load_graph
 from lipsformer._commands import documented_parser
@@ -77,16 +76,11 @@ def main() -> None:
     """Run the command line."""
     parser = documented_parser(__doc__)
     parser.add_argument("--root", default="datasets")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--table", type=Path, help="print the tables of these results")
-    args = parser.parse_args()
-    if args.table is not None:
-        print("\n\n".join(tables(json.loads(args.table.read_text())).values()))
-        return
-    results = measure(args.root)
-    if args.output is not None:
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
-    print("\n\n".join(tables(results).values()))
+    run(
+        parser,
+        lambda options: measure(options.root),
+        lambda results: "\n\n".join(tables(results).values()),
+    )
 
 
 def measure(root: str) -> dict[str, Any]:
@@ -242,9 +236,7 @@ def _span(values: list[float | None]) -> str:
 
 
 def _table(head: str, columns: Iterable[str], rows: dict[str, Iterable[str]]) -> str:
-    lines = [(head, *columns), *((name, *cells) for name, cells in rows.items())]
-    first, *others = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([first, "|" + "---|" * len(lines[0]), *others])
+    return markdown((head, *columns), ((name, *cells) for name, cells in rows.items()))
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ copy (`wait`). `complete` is the time until the checkpoint is on the disk. Updat
 a save before them are timed too, because the thread that writes takes time of the CPU.
 """
 
-import json
+import argparse
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
+from benchmarks.records import run
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
@@ -85,15 +85,8 @@ def measure(config: Config, saves: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = documented_parser(__doc__)
-    parser.add_argument("--model", default="lipsformer_tiny")
-    parser.add_argument("--img-size", type=int, default=224)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--every", type=int, default=3, help="updates between two saves")
-    parser.add_argument("--saves", type=int, default=9)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+def record_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of a run in a folder that is then removed."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [
             f"model.name={options.model}",
@@ -107,12 +100,18 @@ def main() -> None:
             f"run.output_dir={folder}/run",
         ]
         config = read_config(Config, "configs/demo.yaml", settings)
-        result = {"model": options.model, "img_size": options.img_size}
-        result |= {"batch_size": options.batch_size, **measure(config, options.saves)}
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
+        sizes = {"img_size": options.img_size, "batch_size": options.batch_size}
+        return {"model": options.model, **sizes, **measure(config, options.saves)}
+
+
+def main() -> None:
+    parser = documented_parser(__doc__)
+    parser.add_argument("--model", default="lipsformer_tiny")
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--every", type=int, default=3, help="updates between two saves")
+    parser.add_argument("--saves", type=int, default=9)
+    run(parser, record_of)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ NETWORKS = {
     "residual GCN, weight norm": ("residual_gcn", {}),
     "residual GAT": ("residual_gat", {"weight_norm": "none"}),
     "residual GAT, weight norm": ("residual_gat", {}),
-    "LipsGAT": ("lips_gat", {"heads": 8, "value_scale": None}),
+    "LipsGAT": ("lips_gat", {"heads": 8}),
+    "LipsGAT, raw values": ("lips_gat", {"heads": 8, "value_scale": None}),
 }
 
 

@@ -14,12 +14,12 @@ a plain `edge_index` and sorts it in every step. "sorted edges" means that PyG's
 are sorted by target. "messages" is our layer without its fused pass.
 """  # noqa: E501
 
-import json
+import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCNConv, TransformerConv
 
 from benchmarks.machine import machine, peak_memory, synchronize
+from benchmarks.records import markdown, run
 from data.graphs import graph_root, load_graph
 from lipsformer._commands import documented_parser
 from lipsformer.graph import (
@@ -37,6 +38,10 @@ from lipsformer.graph import (
     SortedEdges,
 )
 
+COLUMNS = (
+    *("layer", "forward ms", "forward + backward ms"),
+    *("speed ratio (range)", "peak MB", "ratio"),
+)
 FEATURES, CHANNELS, HEADS = 64, 8, 8
 GRAPHS = {"medium": (100_000, 1_000_000), "large": (1_000_000, 10_000_000)}
 
@@ -160,21 +165,35 @@ def edges(graph: str, root: str) -> tuple[int, Tensor]:
 def table(record: dict[str, Any]) -> str:
     """Return the figures of one record as a Markdown table."""
     host, graph = record["machine"], record["graph"]
-    lines = [
+    intro = (
         f"{graph['num_nodes']:,} nodes, {graph['num_edges']:,} edges, {host['device']} "
         f"({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
-        f"PyG {host['torch_geometric']}, {record['options']['rounds']} rounds, {host['date']}",
-        "",
-        "| layer | forward ms | forward + backward ms | speed ratio (range) | peak MB | ratio |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, own in record["layers"].items():
-        lines.append(
-            f"| {name} | {own['forward_ms']:.1f} | {own['step_ms']:.1f} | {own['speed_ratio']:.2f} "
-            f"({own['speed_ratio_min']:.2f} to {own['speed_ratio_max']:.2f}) | "
-            f"{own['peak_mb']:.0f} | {own['memory_ratio']:.2f} |"
-        )
-    return "\n".join(lines)
+        f"PyG {host['torch_geometric']}, {record['options']['rounds']} rounds, {host['date']}"
+    )
+    speed = "{speed_ratio:.2f} ({speed_ratio_min:.2f} to {speed_ratio_max:.2f})"
+    cells = ("{forward_ms:.1f}", "{step_ms:.1f}", speed, "{peak_mb:.0f}", "{memory_ratio:.2f}")
+    rows = (
+        (name, *(cell.format(**own) for cell in cells)) for name, own in record["layers"].items()
+    )
+    return f"{intro}\n\n{markdown(COLUMNS, rows)}"
+
+
+def record_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of the layers on one graph."""
+    if unknown := set(options.layers) - set(LAYERS):
+        sys.exit(f"error: layers {sorted(unknown)} are not known; choose from {list(LAYERS)}")
+    torch.manual_seed(0)
+    random.seed(0)
+    num_nodes, edge_index = edges(options.graph, options.root)
+    edge_index = edge_index.to(options.device)
+    x = torch.randn(num_nodes, FEATURES, device=options.device, requires_grad=True)
+    candidates = {name: Candidate(name, x, edge_index) for name in options.layers}
+    return {
+        "machine": machine(x.device) | {"torch_geometric": torch_geometric.__version__},
+        "graph": {"name": options.graph, "num_nodes": num_nodes, "num_edges": edge_index.size(1)},
+        "options": {"rounds": options.rounds, "warmup": options.warmup},
+        "layers": measure(candidates, options.rounds, options.warmup),
+    }
 
 
 def main() -> None:
@@ -186,30 +205,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of JSON files")
-    options = parser.parse_args()
-    if options.table:
-        print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
-        return
-    if unknown := set(options.layers) - set(LAYERS):
-        parser.error(f"layers {sorted(unknown)} are not known; choose from {list(LAYERS)}")
-    torch.manual_seed(0)
-    random.seed(0)
-    num_nodes, edge_index = edges(options.graph, options.root)
-    edge_index = edge_index.to(options.device)
-    x = torch.randn(num_nodes, FEATURES, device=options.device, requires_grad=True)
-    candidates = {name: Candidate(name, x, edge_index) for name in options.layers}
-    record = {
-        "machine": machine(x.device) | {"torch_geometric": torch_geometric.__version__},
-        "graph": {"name": options.graph, "num_nodes": num_nodes, "num_edges": edge_index.size(1)},
-        "options": {"rounds": options.rounds, "warmup": options.warmup},
-        "layers": measure(candidates, options.rounds, options.warmup),
-    }
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(table(record))
+    run(parser, record_of, table)
 
 
 if __name__ == "__main__":

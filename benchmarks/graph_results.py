@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.records import markdown, write_record
 from lipsformer._commands import documented_parser
 from lipsformer.jsonl import read_jsonl
 
@@ -57,13 +58,12 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table of rows that `gather` returned."""
-    lines = ["| study | setting | seeds | test | highest train |", "|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         test = " / ".join(_mean(row[key]) for key in _PERCENT[:2])
         train = _mean(row[_PERCENT[2]]) if _PERCENT[2] in row else ""
-        values = [row["study"], " ".join(row["overrides"]), str(len(row["seed"])), test, train]
-        lines.append("| " + " | ".join(values) + " |")
-    return "\n".join(lines)
+        lines.append((row["study"], " ".join(row["overrides"]), len(row["seed"]), test, train))
+    return markdown(("study", "setting", "seeds", "test", "highest train"), lines)
 
 
 def _mean(values: list[float]) -> str:
@@ -79,7 +79,7 @@ def main() -> None:
     args = parser.parse_args()
     folders = sorted(path.parent for path in args.root.glob("*/results.jsonl"))
     rows = [row for folder in folders for row in gather(folder)]
-    args.output.write_text(json.dumps(rows, indent=1) + "\n")
+    write_record(args.output, rows)
     print(table(rows))
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.league.cell import commit
-from benchmarks.machine import machine
+from benchmarks.machine import commit, machine
+from benchmarks.records import markdown
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
@@ -108,23 +108,19 @@ def measure(run: str, failure: float, count: int | None, output: Path) -> dict[s
 
 def table(records: list[dict[str, Any]]) -> str:
     """Return the medians in markdown."""
-    lines = [
-        "| model | data | images | global | local | attacked | attacked / local | fell "
-        "| CPU s an image |",
-        "|---" * 9 + "|",
-    ]
+    header = ("model", "data", "images", "global", "local", "attacked", "attacked / local")
+    lines = []
     for record in records:
         rows = [row for row in record["rows"] if math.isfinite(row["attacked"])]
         medians = [statistics.median(r[key] for r in rows) for key in ("global", "local")]
         attacked = statistics.median(row["attacked"] for row in rows)
         gap = statistics.median(row["attacked"] / row["local"] for row in rows)
         logs = [f"10^{math.log10(value):.1f}" for value in (*medians, attacked, gap)]
-        lines.append(
-            f"| `{record['model']}` | {record['data']} | {len(record['rows'])} "
-            f"| {' | '.join(logs)} | {sum(r['local'] >= r['attacked'] for r in record['rows'])} "
-            f"| {statistics.median(r['cpu_seconds'] for r in rows):.1f} |"
-        )
-    return "\n".join(lines)
+        fell = sum(r["local"] >= r["attacked"] for r in record["rows"])
+        seconds = f"{statistics.median(r['cpu_seconds'] for r in rows):.1f}"
+        name, images = f"`{record['model']}`", len(record["rows"])
+        lines.append((name, record["data"], images, *logs, fell, seconds))
+    return markdown((*header, "fell", "CPU s an image"), lines)
 
 
 def main() -> None:

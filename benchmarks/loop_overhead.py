@@ -13,7 +13,6 @@ counts, so that a busy machine slows none of the loops.
 """
 
 import itertools
-import json
 import os
 import socket
 import statistics
@@ -31,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from benchmarks.machine import machine
+from benchmarks.records import as_json, write_record
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
@@ -186,11 +186,10 @@ def work(rank: int, port: int, options: Namespace, folder: Path) -> None:
         os.environ |= dict(zip(names, map(str, ranks), strict=True))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    text = json.dumps(measure(options, folder), indent=1)
+    record = measure(options, folder)
     if rank == 0:
-        print(text)
-        if options.output is not None:
-            options.output.write_text(text + "\n")
+        print(as_json(record))
+        write_record(options.output, record)
 
 
 def main() -> None:

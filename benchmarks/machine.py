@@ -2,6 +2,7 @@
 
 import datetime
 import platform
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,13 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
+def commit(checkout: Path = Path(__file__).parents[1]) -> str:
+    """Return the commit of a checkout, by default of this code, and whether files differ."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
+    result = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=False)
+    return result.stdout.strip()
+
+
 def limits(device: torch.device, precision: str) -> dict[str, float]:
     """FLOP/s of a large matrix product in this precision, and bytes/s of a large copy.
 
@@ -67,10 +75,10 @@ def limits(device: torch.device, precision: str) -> dict[str, float]:
     }
 
 
-def best_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 10) -> float:
-    """Shortest duration of some work, after one call that warms up."""
+def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Shortest of ten durations of some work, after one call that warms up."""
     durations = []
-    for _ in range(repeats + 1):
+    for _ in range(11):
         synchronize(device)
         start = time.perf_counter()
         work()

@@ -22,10 +22,8 @@ the bytes that the eager operators read and write against a large copy.
 import argparse
 import importlib
 import itertools
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -36,6 +34,7 @@ from torch.nn.functional import cross_entropy
 import lipsformer
 from benchmarks.counting import OperatorCounter
 from benchmarks.machine import PRECISIONS, limits, machine, peak_memory, synchronize
+from benchmarks.records import markdown, run, write_record
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.cost import count_parameters, part_costs
 from lipsformer.models import LipsFormerCSwin, LipsFormerSwin, LipsFormerViT
@@ -43,6 +42,10 @@ from lipsformer.models import LipsFormerCSwin, LipsFormerSwin, LipsFormerViT
 MODELS = ("swin_tiny_patch4_window7_224", "lipsformer_swin_tiny", "lipsformer_tiny")
 MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # of torch.compile
 LIPSFORMERS = (LipsFormerCSwin, LipsFormerSwin, LipsFormerViT)
+COLUMNS = (
+    *("GMACs", "px", "batch", "mode", "images/s", "ratio (range)"),
+    *("of FLOP/s", "GB/image", "of bandwidth", "peak MB", "ratio"),
+)
 PASSES = {"train": 3, "infer": 1}  # a backward pass multiplies as much as two forward passes
 
 
@@ -172,43 +175,35 @@ def run_setting(
             own["flops_share"] = flops / record["limits"]["flops_per_s"]
             models[name].setdefault(task, {})[mode] = own
         torch.compiler.reset()
-        if options.output:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(options.output, record)
 
 
 def table(record: dict[str, Any]) -> str:
     """The figures of one record as Markdown."""
     options, host, rates = record["options"], record["machine"], record["limits"]
-    lines = [
+    parts = [
         f"{host['device']} ({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
         f"{options['precision']}, {options['rounds']} rounds, {host['date']}; measured limits "
         f"{rates['flops_per_s'] / 1e9:.0f} GFLOP/s, {rates['bytes_per_s'] / 1e9:.1f} GB/s",
     ]
     for task in options["tasks"]:
-        lines += [
-            "",
-            f"| {'training' if task == 'train' else 'inference'} | GMACs | px | batch | mode "
-            "| images/s | ratio (range) | of FLOP/s | GB/image | of bandwidth | peak MB | ratio |",
-            "|" + 12 * "---|",
-        ]
+        header = ("training" if task == "train" else "inference", *COLUMNS)
+        rows = []
         for setting in record["settings"]:
             for name, model in setting["models"].items():
                 shown = name if setting["depths"] is None else f"{name} {setting['depths']}"
-                lines += [
-                    f"| {shown} | {model['gmacs']:.2f} | {setting['img_size']} | "
-                    f"{setting['batch_size']} | {mode} | {figures(own)} |"
-                    for mode, own in model.get(task, {}).items()
-                ]
-    return "\n".join(lines)
+                cells = (shown, f"{model['gmacs']:.2f}", setting["img_size"], setting["batch_size"])
+                rows += [(*cells, mode, *figures(own)) for mode, own in model.get(task, {}).items()]
+        parts.append(markdown(header, rows))
+    return "\n\n".join(parts)
 
 
-def figures(own: dict[str, float]) -> str:
+def figures(own: dict[str, float]) -> list[str]:
     """The measured cells of a row."""
     moved = ["", ""]
     if "gb_per_image" in own:
         moved = [f"{own['gb_per_image']:.2f}", f"{own['bandwidth_share']:.0%}"]
-    cells = [
+    return [
         f"{own['images_per_s']:.2f}",
         f"{own['speed_ratio']:.2f} ({own['speed_ratio_min']:.2f} to {own['speed_ratio_max']:.2f})",
         f"{own['flops_share']:.0%}",
@@ -216,7 +211,21 @@ def figures(own: dict[str, float]) -> str:
         f"{own['peak_mb']:.0f}",
         f"{own['memory_ratio']:.2f}",
     ]
-    return " | ".join(cells)
+
+
+def record_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of all settings, written after each of them."""
+    device = torch.device(options.device)
+    kept = ("precision", "rounds", "warmup", "tasks")
+    record: dict[str, Any] = {
+        "machine": machine(device),
+        "limits": limits(device, options.precision),
+        "options": {name: getattr(options, name) for name in kept},
+        "settings": [],
+    }
+    for setting in itertools.product(options.depths, options.img_size, options.batch_size):
+        run_setting(options, record, *setting)
+    return record
 
 
 def main() -> None:
@@ -239,23 +248,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of JSON files")
-    options = parser.parse_args()
-    if options.table:
-        print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
-        return
-    device = torch.device(options.device)
-    kept = ("precision", "rounds", "warmup", "tasks")
-    record: dict[str, Any] = {
-        "machine": machine(device),
-        "limits": limits(device, options.precision),
-        "options": {name: getattr(options, name) for name in kept},
-        "settings": [],
-    }
-    for setting in itertools.product(options.depths, options.img_size, options.batch_size):
-        run_setting(options, record, *setting)
-    print(table(record))
+    run(parser, record_of, table)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ steps of one default interval. Every singular value of every record is compared 
 `torch.linalg.svdvals` of the weight in float64.
 """
 
+import argparse
 import inspect
-import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -26,6 +25,7 @@ from timm.task import ClassificationTask
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
+from benchmarks.records import run
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.bounds import image_domain
@@ -67,39 +67,75 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--updates", type=int, default=51)
     parser.add_argument("--every", type=int, default=5, help="steps from one record to the next")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    run(parser, measure)
 
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train; return the figures."""
     torch.manual_seed(0)
-    half = (0.5, 0.5, 0.5)
-    data = DataConfig(source="digits", img_size=options.img_size, mean=half, std=half)
+    size, half = options.img_size, (0.5, 0.5, 0.5)
+    data = DataConfig(source="digits", img_size=size, mean=half, std=half)
     dataset = build_eval_dataset(data, classes=None)
     pixels, labels = collate([dataset[i] for i in range(len(dataset))])
     images = Normalize(data.mean, data.std)(pixels)
     targets = torch.nn.functional.one_hot(labels, 10).float()
 
-    model = timm.create_model(options.model, num_classes=10, img_size=options.img_size).train()
+    model = timm.create_model(options.model, num_classes=10, img_size=size).train()
     weights = {op.name: op.weight for op in operators(model) if op.is_matrix}
-    errors: list[float] = []
-
-    def compare(_: int, record: Mapping[str, float]) -> None:
-        for name, weight in weights.items():
-            exact = torch.linalg.svdvals(weight.detach().double().flatten(1))[0].item()
-            errors.append(abs(record[f"sigma/{name}"] / exact - 1.0))
-
-    records: list[tuple[int, Mapping[str, float]]] = []
-    domain = image_domain((options.img_size, options.img_size), half, half)
+    records: list[Mapping[str, float]] = []
     monitor = TimedMonitor(
         model,
-        lambda update, record: records.append((update, record)),
+        lambda update, record: records.append(record),
         every=options.every,
         probe=images[:PROBE],
-        domain=domain,
+        domain=image_domain((size, size), half, half),
     )
+    state = train_state(model, monitor, options)
+    updates: list[float] = []
+    errors: list[float] = []
+    for update in range(options.updates):
+        picked = torch.randint(len(images), (options.batch_size,))
+        batch = (images[picked], targets[picked])
+        started = time.process_time()
+        train_step(state, [batch], options.batch_size, update, lambda x, y, **_: (x, y))
+        updates.append(time.process_time() - started - monitor.step_seconds[-1])
+        if update % options.every == 0:
+            for name, weight in weights.items():
+                exact = torch.linalg.svdvals(weight.detach().double().flatten(1))[0].item()
+                errors.append(abs(records[-1][f"sigma/{name}"] / exact - 1.0))
+
+    spent = monitor.step_seconds[:: options.every]
+    timed = [("bound_log10" in r, s) for r, s in zip(records, spent, strict=True)]
+    plain = statistics.median(s for bound, s in timed if not bound)
+    # The first record also computes the first singular vectors, so it is reported separately.
+    with_bound = statistics.median([s for bound, s in timed if bound][1:])
+    mean_record = plain + (with_bound - plain) / monitor.bound_every
+    per_update = statistics.median(updates)
+    return {
+        "model": options.model,
+        "img_size": size,
+        "batch_size": options.batch_size,
+        "cpu_ms_per_update": 1000 * per_update,
+        "cpu_ms_per_record": 1000 * plain,
+        "cpu_ms_with_bound": 1000 * with_bound,
+        "cpu_ms_first_record": 1000 * spent[0],
+        "interval": INTERVAL,
+        "share_percent": 100 * mean_record / (INTERVAL * per_update),
+        "records": len(records),
+        "matrices": len(weights),
+        "largest_relative_error": max(errors),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def train_state(model: nn.Module, monitor: Monitor, options: argparse.Namespace) -> TrainState:
+    """Return what the engine's step needs on one CPU."""
     accelerator = Accelerator(cpu=True)
     optim = OptimConfig(lr=options.lr, clip_grad=5.0)
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, optim))
-    state = TrainState(
+    return TrainState(
         accelerator=accelerator,
         model=prepared,
         module=model,
@@ -110,44 +146,6 @@ def main() -> None:
         seed=0,
         instruments=[monitor],
     )
-    updates = []
-    for update in range(options.updates):
-        picked = torch.randint(len(images), (options.batch_size,))
-        batch = (images[picked], targets[picked])
-        started = time.process_time()
-        train_step(state, [batch], options.batch_size, update, lambda x, y, **_: (x, y))
-        updates.append(time.process_time() - started - monitor.step_seconds[-1])
-        if update % options.every == 0:
-            compare(*records[-1])
-
-    spent = monitor.step_seconds[:: options.every]
-    with_bound = ["bound_log10" in record for _, record in records]
-    plain = statistics.median(s for s, bound in zip(spent, with_bound, strict=True) if not bound)
-    # The first record also computes the first singular vectors, so it is reported separately.
-    bounds = [s for s, bound in zip(spent, with_bound, strict=True) if bound][1:]
-    mean_record = plain + (statistics.median(bounds) - plain) / monitor.bound_every
-    interval = INTERVAL * statistics.median(updates)
-    result = {
-        "model": options.model,
-        "img_size": options.img_size,
-        "batch_size": options.batch_size,
-        "cpu_ms_per_update": 1000 * statistics.median(updates),
-        "cpu_ms_per_record": 1000 * plain,
-        "cpu_ms_with_bound": 1000 * statistics.median(bounds),
-        "cpu_ms_first_record": 1000 * spent[0],
-        "interval": INTERVAL,
-        "share_percent": 100 * mean_record / interval,
-        "records": len(records),
-        "matrices": len(weights),
-        "largest_relative_error": max(errors),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ FLOP/s and its traffic over the measured bandwidth. "moved" is what the operator
 read and write, over that traffic: what fusing them could save.
 """
 
-import json
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -30,11 +30,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.counting import OperatorCounter
 from benchmarks.machine import PRECISIONS, limits, machine, synchronize
+from benchmarks.records import markdown, run
 from lipsformer._commands import documented_parser
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 from lipsformer.models.lipsformer_cswin import StripeAttention
 from lipsformer.models.lipsformer_swin import WindowAttention
 
+COLUMNS = (
+    *("operator", "calls", "ms alone", "GFLOP", "MB", "FLOP/byte"),
+    *("limit", "roof ms", "share of roof", "moved"),
+)
 KINDS: dict[type[nn.Module], str] = {
     nn.Linear: "linear",
     nn.Conv2d: "patch convolution",
@@ -232,28 +237,26 @@ def step_seconds(model: nn.Module, images: Tensor, precision: str, repeats: int)
 def table(record: dict[str, Any]) -> str:
     """The figures of one record as Markdown."""
     host, rates, options = record["machine"], record["limits"], record["options"]
-    lines = [
+    intro = (
         f"{options['model']}, {options['precision']}, batch {options['batch_size']}, "
         f"{options['img_size']} px, {host['device']} ({host['cpu']}, {host['threads']} threads), "
         f"{host['date']}: forward and backward {1e3 * record['step_seconds']:.0f} ms; limits "
-        f"{rates['flops_per_s'] / 1e9:.0f} GFLOP/s, {rates['bytes_per_s'] / 1e9:.1f} GB/s",
-        "",
-        "| operator | calls | ms alone | GFLOP | MB | FLOP/byte | limit | roof ms | share of roof "
-        "| moved |",
-        "|" + 10 * "---|",
-    ]
+        f"{rates['flops_per_s'] / 1e9:.0f} GFLOP/s, {rates['bytes_per_s'] / 1e9:.1f} GB/s"
+    )
     kinds = record["operators"]
     total = {name: sum(own[name] for own in kinds.values()) for name in next(iter(kinds.values()))}
+    rows = []
     for kind, own in [*kinds.items(), ("all", total)]:
         limit = "FLOP/s" if own["compute_seconds"] > own["memory_seconds"] else "bandwidth"
-        lines.append(
-            f"| {kind} | {own['calls']} | {1e3 * own['seconds']:.0f} | {own['flops'] / 1e9:.1f} | "
-            f"{own['bytes'] / 1e6:.0f} | {own['flops'] / own['bytes']:.1f} | "
-            f"{'' if kind == 'all' else limit} | {1e3 * own['roof_seconds']:.0f} | "
-            f"{own['roof_seconds'] / own['seconds']:.0%} | "
-            f"{own['bytes_of_operators'] / own['bytes']:.1f} |"
+        cells = (
+            *(f"{own['calls']}", f"{1e3 * own['seconds']:.0f}", f"{own['flops'] / 1e9:.1f}"),
+            *(f"{own['bytes'] / 1e6:.0f}", f"{own['flops'] / own['bytes']:.1f}"),
+            *("" if kind == "all" else limit, f"{1e3 * own['roof_seconds']:.0f}"),
+            f"{own['roof_seconds'] / own['seconds']:.0%}",
+            f"{own['bytes_of_operators'] / own['bytes']:.1f}",
         )
-    return "\n".join(lines)
+        rows.append((kind, *cells))
+    return f"{intro}\n\n{markdown(COLUMNS, rows)}"
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
@@ -276,22 +279,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = documented_parser(__doc__)
-    parser.add_argument("model", nargs="?", default="lipsformer_swin_tiny")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--img-size", type=int, default=224)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, help="PNG file to write")
-    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of JSON files")
-    options = parser.parse_args()
-    if options.table:
-        print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
-        return
+def record_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of one model, and draw them if that is asked."""
     torch.manual_seed(0)
     device = torch.device(options.device)
     # no drop path: it would change the shapes from one step to the next
@@ -306,12 +295,22 @@ def main() -> None:
         "step_seconds": step_seconds(model, images, options.precision, options.repeats),
         "operators": measure(model, images, options.precision, rates, options.repeats),
     }
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
     if options.plot:
         plot(record, options.plot)
-    print(table(record))
+    return record
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = documented_parser(__doc__)
+    parser.add_argument("model", nargs="?", default="lipsformer_swin_tiny")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--plot", type=Path, help="PNG file to write")
+    run(parser, record_of, table)
 
 
 if __name__ == "__main__":

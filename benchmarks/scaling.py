@@ -34,6 +34,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.machine import PRECISIONS, machine, synchronize
+from benchmarks.records import run, write_record
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.cost import count_parameters
 
@@ -58,9 +59,9 @@ def work(rank: int, options: argparse.Namespace, threads: int, store: str, path:
     dtype = PRECISIONS[options.precision]
     gradients = torch.zeros(count_parameters(model), device=device)
 
-    def step(run: Callable[[Tensor], Tensor], finish: Callable[[], None] = lambda: None) -> None:
+    def step(net: Callable[[Tensor], Tensor], finish: Callable[[], None] = lambda: None) -> None:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = cross_entropy(run(images), labels)
+            loss = cross_entropy(net(images), labels)
         loss.backward()
         finish()
         optimizer.step()
@@ -96,7 +97,7 @@ def work(rank: int, options: argparse.Namespace, threads: int, store: str, path:
             "parameters": count_parameters(model),
             "seconds": {name: statistics.median(own) for name, own in seconds.items()},
         }
-        path.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(path, record)
     dist.destroy_process_group()
 
 
@@ -121,6 +122,16 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Start the processes; return the record of the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        threads = max(1, torch.get_num_threads() // options.processes)
+        arguments = (options, threads, f"file://{folder}/store", path)
+        torch.multiprocessing.spawn(work, arguments, options.processes)
+        return json.loads(path.read_text())
+
+
 def main() -> None:
     """Run the command line."""
     parser = documented_parser(__doc__)
@@ -132,22 +143,7 @@ def main() -> None:
     parser.add_argument("--img-size", type=int, default=224)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of JSON files")
-    options = parser.parse_args()
-    if options.table:
-        print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "record.json"
-        threads = max(1, torch.get_num_threads() // options.processes)
-        arguments = (options, threads, f"file://{folder}/store", path)
-        torch.multiprocessing.spawn(work, arguments, options.processes)
-        record = json.loads(path.read_text())
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(table(record))
+    run(parser, measure, table)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,20 @@ import torch
 
 import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.machine import machine
+from benchmarks.records import markdown
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.analysis.cost import part_costs
 from lipsformer.config import Config
-from lipsformer.engine.distributed import EXIT_STOPPED
+from lipsformer.engine.distributed import EXIT_STOPPED, EXIT_USER_ERROR
 from lipsformer.engine.run_folder import RunFolder
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
 ROOT = Path(__file__).parents[1]
+COLUMNS = (
+    *("row", "settings", "last epoch, %", "seeds", "M parameters"),
+    *("MMACs", "PFLOP", "images/s", "hours"),
+)
 # glibc keeps freed memory: a step of a nano model takes 8,000 page faults otherwise.
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"
 
@@ -79,7 +84,10 @@ class Study:
 
 
 def train(study: Study, name: str, row: str, seed: int, runs: Path) -> dict[str, Any] | None:
-    """Train one run to its end in a process of its own; None if a signal stopped it."""
+    """Train one run to its end in a process of its own; None if it was stopped or could not start.
+
+    The last attempt may still save when the queue is started again; its lock refuses the new one.
+    """
     folder = runs / name / f"{row}-seed{seed}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     settings = [*study.settings(row, seed), f"run.output_dir={folder}", "run.report=false"]
@@ -90,7 +98,7 @@ def train(study: Study, name: str, row: str, seed: int, runs: Path) -> dict[str,
         code = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False
         ).returncode
-    if code in (EXIT_STOPPED, -2, -9, -15):
+    if code in (EXIT_STOPPED, EXIT_USER_ERROR, -2, -9, -15):
         return None
     return record(study, row, seed, folder, code, time.time() - started)
 
@@ -145,7 +153,8 @@ def run(study: Study, name: str, runs: Path, workers: int, only: Sequence[str]) 
     def work(job: tuple[str, int]) -> None:
         line = train(study, name, *job, runs)
         if line is None:
-            print(f"{job[0]} seed {job[1]} was stopped; the same command continues it", flush=True)
+            log = runs / name / f"{job[0]}-seed{job[1]}.log"
+            print(f"{job[0]} seed {job[1]} has not ended ({log}); repeat the command", flush=True)
             return
         with lock:
             append_jsonl(path, line)
@@ -172,11 +181,7 @@ def last_evaluation(line: dict[str, Any]) -> dict[str, Any] | None:
 def table(study: Study) -> str:
     """Return a markdown table of means over seeds, and the runs that are missing."""
     results = list(read_jsonl(ROOT / study.results))
-    lines = [
-        "| row | settings | last epoch, % | seeds | M parameters | MMACs | PFLOP | images/s "
-        "| hours |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row, settings in study.rows.items():
         own = [line for line in results if line["row"] == row]
         finished = [line for line in own if line["exit_code"] == 0]
@@ -184,7 +189,7 @@ def table(study: Study) -> str:
             continue
         if not finished:
             codes = ", ".join(str(line["exit_code"]) for line in own)
-            lines.append(f"| {row} | `{settings}` | exit code {codes} | {len(own)} | | | | | |")
+            lines.append((row, f"`{settings}`", f"exit code {codes}", len(own), *5 * ("",)))
             continue
         last = [last_evaluation(line) for line in finished]
         first = finished[0]
@@ -199,11 +204,12 @@ def table(study: Study) -> str:
             f"{statistics.median(line['images_per_s'] for line in finished):.0f}",
             f"{sum(line['wall_seconds'] for line in finished) / 3600:.2f}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
+    text = markdown(COLUMNS, lines)
     done = {(line["row"], line["seed"]) for line in results}
     if missing := [f"{row} seed {seed}" for row, seed in study.runs() if (row, seed) not in done]:
-        lines += ["", f"Not run: {', '.join(missing)}."]
-    return "\n".join(lines)
+        text += f"\n\nNot run: {', '.join(missing)}."
+    return text
 
 
 def spread(values: Sequence[float]) -> str:

@@ -1,7 +1,10 @@
 """The table of commands of the console program `lipsformer`, and how their parsers are built."""
 
 import argparse
+import functools
 import importlib
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -49,6 +52,26 @@ def documented_parser(text: str | None, **options: Any) -> argparse.ArgumentPars
     """
     style = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=text, formatter_class=style, **options)
+
+
+def user_errors(*kinds: type[Exception]) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return a decorator for the `main` of a command, which prints errors of these kinds.
+
+    The command then prints one line and returns 2. Other errors keep their traceback.
+    """
+
+    def decorate(main: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def run(*arguments: Any, **options: Any) -> int:
+            try:
+                return main(*arguments, **options)
+            except kinds as error:
+                sys.stderr.write(f"error: {error}\n")
+                return 2
+
+        return run
+
+    return decorate
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:

@@ -20,6 +20,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 Schema = TypeVar("Schema")
 
+# Type of the items of a list: what YAML gives for it, and its name in messages.
+_ITEMS = {int: (int, "whole numbers"), float: (int | float, "numbers"), str: (str, "words")}
+
 # Keys of the previous release: old dotted path -> new dotted path.
 RENAMED_KEYS: dict[str, str] = {}
 
@@ -247,6 +250,10 @@ def _check_container(path: str, value: Any, hint: Any) -> None:
     kinds = {typing.get_origin(option) or option for option in options}
     if dict in kinds:
         require(isinstance(value, dict), path, value, "must be a mapping")
+        assert isinstance(value, dict)
+        _, inner = next(typing.get_args(o) for o in options if typing.get_origin(o) is dict)
+        for name, item in value.items() if inner is not Any else ():
+            _check_container(f"{path}.{name}", item, inner)
     elif tuple in kinds:
         require(isinstance(value, (list, tuple)), path, value, "must be a list of values")
         assert isinstance(value, (list, tuple))
@@ -255,6 +262,10 @@ def _check_container(path: str, value: Any, hint: Any) -> None:
         nested = any(isinstance(item, list | dict) for item in value)
         require(not nested, path, value, "must be a list of single values")
         require(fits, path, value, f"must have length {len(values)}, not length {len(value)}")
+        # OmegaConf's message about a wrong item names neither the key nor the value.
+        accepted, called = _ITEMS[values[0]]
+        fits = all(isinstance(item, accepted) and not isinstance(item, bool) for item in value)
+        require(fits, path, value, f"must be a list of {called}")
     elif bool in kinds:
         require(isinstance(value, bool), path, value, "must be true or false")
     else:

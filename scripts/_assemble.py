@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from timm.utils.model_ema import ModelEmaV3
+from torch import nn
 
 from data import (
     DataError,
@@ -83,32 +84,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     model = model.to(accelerator.device)
     description = timm_config(model, classes)
     domain = bound_domain(config, model)
-    decay = config.train.ema_decay
-    ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
-    if config.train.compile:
-        model.compile()
-    prepared, optimizer = accelerator.prepare(model, make_optimizer(model, config.optim))
-    if ema is not None:
-        shard_ema(ema, accelerator)
-    task = make_task(config, prepared, accelerator, teacher=teacher, num_classes=len(classes))
-    per_epoch = train_batches.updates_per_epoch
-    state = TrainState(
-        accelerator=accelerator,
-        model=prepared,
-        module=accelerator.unwrap_model(prepared),
-        task=task,
-        optimizer=optimizer,
-        schedule=CosineSchedule(
-            peak=config.optim.lr,
-            final=config.schedule.min_lr,
-            total_steps=config.train.epochs * per_epoch,
-            warmup_steps=round(config.schedule.warmup_epochs * per_epoch),
-        ),
-        clip_grad=config.optim.clip_grad,
-        seed=config.train.seed,
-        ema=ema,
-        teacher=None if teacher is None else fingerprint(teacher),
-    )
+    state = _train_state(config, accelerator, model, teacher, len(classes), train_batches)
     probe = None
     if config.lipschitz.monitor_every is not None:
         images, _ = collate([val_set[i * len(val_set) // PROBES] for i in range(PROBES)])
@@ -138,6 +114,42 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         timm_config=description,
         micro_batch=(samples, steps),
         monitored=monitored,
+    )
+
+
+def _train_state(
+    config: Config,
+    accelerator: Accelerator,
+    model: nn.Module,
+    teacher: nn.Module | None,
+    num_classes: int,
+    train_batches: TrainBatches,
+) -> TrainState:
+    """Prepare a model with its initial weights, and build what trains it, without instruments."""
+    decay = config.train.ema_decay
+    ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
+    if config.train.compile:
+        model.compile()
+    prepared, optimizer = accelerator.prepare(model, make_optimizer(model, config.optim))
+    if ema is not None:
+        shard_ema(ema, accelerator)
+    per_epoch = train_batches.updates_per_epoch
+    return TrainState(
+        accelerator=accelerator,
+        model=prepared,
+        module=accelerator.unwrap_model(prepared),
+        task=make_task(config, prepared, accelerator, teacher=teacher, num_classes=num_classes),
+        optimizer=optimizer,
+        schedule=CosineSchedule(
+            peak=config.optim.lr,
+            final=config.schedule.min_lr,
+            total_steps=config.train.epochs * per_epoch,
+            warmup_steps=round(config.schedule.warmup_epochs * per_epoch),
+        ),
+        clip_grad=config.optim.clip_grad,
+        seed=config.train.seed,
+        ema=ema,
+        teacher=None if teacher is None else fingerprint(teacher),
     )
 
 

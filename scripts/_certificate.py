@@ -38,7 +38,7 @@ SAYS = {
     "from the weights.",
 }
 
-# The theorem of docs/lipschitz.md behind the constant of a class. Others are chains (theorem 23).
+# The theorem of docs/lipschitz.md behind the constant of a class. Others are chains (theorem 24).
 PROOFS = {
     **dict.fromkeys(("Linear", "NonDynamicallyQuantizableLinear"), "theorem 1: linear layers"),
     "CenterNorm": "theorem 2: CenterNorm",
@@ -53,7 +53,7 @@ PROOFS = {
         "theorem 11: heads, projections, windows",
     ),
 }
-CHAIN = "theorem 23: chains and weighted residuals"
+CHAIN = "theorem 24: chains and weighted residuals"
 
 
 def certificate(

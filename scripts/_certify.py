@@ -1,9 +1,11 @@
 """Certified and attacked accuracy, for `eval.py --certify`."""
 
 import copy
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data import Normalize
-from lipsformer._configfile import ConfigError
+from data.evalsets import EvalSet
+from lipsformer._configfile import ConfigError, require_writable
 from lipsformer.analysis.bounds import Bound, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius, executed_error, real_error
 from lipsformer.analysis.robustness import robust_mask
 from lipsformer.config import DataConfig
 from lipsformer.engine.steps import SizedBatches
+from scripts._certificate import FILE, certificate
 
 DEFAULT = "36/255"
 
@@ -55,11 +59,59 @@ def model_bound(accelerator: Accelerator, model: nn.Module, data: DataConfig) ->
             "--certify needs products in full float32: leave torch.set_float32_matmul_precision at "
             "'highest', and fp32_precision of torch.backends and its parts at 'none' or 'ieee'"
         )
+    if not backends.mkldnn.enabled:
+        raise ConfigError(
+            "--certify needs torch.backends.mkldnn.enabled=True: without it, NNPACK's convolutions "
+            "round more than the certificate allows for"
+        )
     try:
         domain = image_domain((data.img_size, data.img_size), data.mean, data.std)
         return lipschitz_bound(model, domain)
     except UnknownModuleError as error:
         raise ConfigError(f"--certify: {error}") from None
+
+
+class Certification:
+    """Certifies the images of one set after the other, and writes the certificate of all.
+
+    Args:
+        accelerator: Accelerate's, for the device.
+        model: The model on this device, in float32.
+        data: The preprocessing.
+        weights: The file of weights; the certificate lies beside it.
+        distances: 2-norms of the change of an image, for pixel values in [0, 1].
+
+    Raises:
+        ConfigError: If the certificate cannot be written, or the model has no proved bound here.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        data: DataConfig,
+        weights: Path,
+        distances: Sequence[float],
+    ) -> None:
+        self.data, self.weights, self.distances = data, weights, distances
+        self.file = weights.parent / FILE
+        require_writable("--certify", self.file)
+        self.bound = model_bound(accelerator, model, data)
+        self.images: dict[str, tuple[EvalSet, list[dict[str, Any]]]] = {}
+
+    def certify(
+        self, eval_set: EvalSet, classifier: nn.Module, batches: SizedBatches
+    ) -> dict[str, Any]:
+        """Return certified and attacked accuracy of a set."""
+        settings = (self.data, self.distances, eval_set.outputs)
+        figures = certify(self.bound, classifier, batches, *settings)
+        self.images[eval_set.name] = eval_set, figures.pop("certificates")
+        return figures
+
+    def write(self, description: Mapping[str, Any]) -> None:
+        """Write the certificate of all sets so far; `description` is timm's, of the model."""
+        parts = (self.weights, description, self.data, self.images, self.distances)
+        self.file.write_text(json.dumps(certificate(self.bound, *parts), indent=1) + "\n")
 
 
 def certify(
@@ -94,7 +146,7 @@ def certify(
     for images, labels in batches:
         pixels = images / 255.0
         with torch.no_grad():
-            precise = exact((pixels.double() - mean) / std)
+            precise = exact((images.double() / 255.0 - mean) / std)
         # Normalization stretches distances by at most 1 / min(std).
         real, executed = (
             certified_radius(precise, bound, error, outputs) * (min(data.std) * (1.0 - 2.0**-44))

@@ -12,11 +12,12 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the run, at which the learning rate i
 
 def describe_run(config: Config, parts: Parts) -> str:
     """Return sections of text; the model runs forward on two images of noise."""
+    device = parts.state.accelerator.device.type.upper()
     sections = {
         "config": dump_config(config).rstrip(),
         "model": _model(config, parts),
         "data and schedule": _schedule(config, parts),
-        "memory per device, estimated": _memory(config, parts),
+        f"memory of one process on a {device}, estimated": _memory(config, parts),
     }
     return "\n\n".join(f"# {name}\n{text}" for name, text in sections.items())
 
@@ -67,4 +68,9 @@ def _memory(config: Config, parts: Parts) -> str:
         f"{sum(found.values()) / 2**30:8.3f} GiB  together; peaks measured on a CPU were 1.2 times "
         "this at 224 px and 1.7 times at 32 px, libraries come on top"
     )
+    if device.type == "cpu":
+        lines.append(
+            "A GPU keeps more for the backward pass, because it lacks the kernels for CPUs: "
+            "--dry-run --world-size N shows the memory without them."
+        )
     return "\n".join(lines)

@@ -117,9 +117,9 @@ def model_card(model: Any, weights: Weights) -> str:
         std=tuple(cfg["std"]),
         training=(
             f"{config.train.epochs} epochs of {data} with a global batch of "
-            f"{config.train.global_batch_size}, AdamW at a learning rate of {config.optim.lr:g} "
-            f"after {config.schedule.warmup_epochs:g} epochs of warmup, precision "
-            f"{config.train.precision}, seed {config.train.seed}; code at commit "
+            f"{config.train.global_batch_size}, {config.optim.name} at a learning rate of "
+            f"{config.optim.lr:g} after {config.schedule.warmup_epochs:g} epochs of warmup, "
+            f"precision {config.train.precision}, seed {config.train.seed}; code at commit "
             f"{start['git_commit']}{' with changes' if start['git_changed'] else ''}. {packages}."
         ),
     )

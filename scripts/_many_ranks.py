@@ -342,7 +342,7 @@ def table(found: dict[str, Any]) -> str:
         f"{found['micro_batches']}; {found['steps_per_epoch']} updates per epoch, "
         f"{found['steps']} in all",
         "",
-        "memory of one rank, without libraries",
+        "memory of one rank without the kernels for CPUs, as on a GPU; libraries come on top",
         *(f"{size / 2**20:12,.1f} MiB  {name}" for name, size in found["memory"].items()),
         "",
         "sent by one rank in each update",

@@ -3,8 +3,7 @@
 WEIGHTS is a file of weights, its folder or a run, with timm's config.json. All claims are derived
 again from the weights, in NumPy and the standard library alone, and a stronger one is refused.
 Logits, labels, source and sizes of the data's images are taken from the certificate. It covers
-`lipsformer_swin_*` with cosine attention and normalized values. The proofs are in
-docs/lipschitz.md. Exit code 0 if all claims follow, 1 if not.
+`lipsformer_swin_*` with cosine attention and normalized values. Proofs: docs/lipschitz.md.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import numpy as np
 U, U32, UP = 2.0**-53, 2.0**-24, 1.0 + 2.0**-44  # float64, float32, rounding up
 GELU = UP * (0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi))
 GELU_ERROR, EXP_ERROR, FFT_ERROR, TINY = 2.0**-20, 2.0**-18, 2.0**-43, 2.0**-90
-MAX_DENSE_TOKENS, MAX_LOGIT_SCALE, EPS = 64, 100.0, 1e-2
+MAX_DENSE_TOKENS, MAX_LOGIT_SCALE, EPS, MAX_NORM = 64, 100.0, 1e-2, 2.0**50
 # Arguments of a model that are read here, follow from the weights, or matter in training only.
 ARGUMENTS = (
     "num_classes in_chans img_size patch_size embed_dim depths num_heads mlp_ratio window_size "
@@ -34,6 +33,7 @@ SAYS = "e562708fb4ba56417f3903a15cf8ddfa5b06f0aa6e22647e7c9ff8269cc2f607"
 FILE = "format says weights model preprocessing domain layers logit_rounding sets"
 SET = {"premises", "premises_sha256", "own_pixel_factors", "real", "executed", "shares"}
 SHARE = {"distance", "real", "executed"}
+ROW, PREMISES = "name class proof log10", "outputs sizes size_of labels logits"
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -56,7 +56,8 @@ class Map(NamedTuple):
 
     @property
     def rms(self) -> float:
-        return UP * (self.norm + self.error) / math.sqrt(math.prod(self.size))
+        total = self.norm + self.error
+        return UP * total / math.sqrt(math.prod(self.size)) if total <= MAX_NORM else math.inf
 
 
 def gamma(steps: int) -> float:
@@ -233,10 +234,9 @@ class Model:
         self.noting = False
         part = self.apply(branch, f"{path}.branch", x, alpha)
         self.noting = True
-        added = part if np.abs(alpha).max() > 0.0 else Map((), 0.0, 0.0)
-        rounding = gamma(3) * (x.rms + added.rms)
-        error = carried(1.0, x.error, rounding, math.prod(x.size)) + added.error
-        return Map(x.size, UP * (x.norm + added.norm), UP * error, UP * (1.0 + part.value))
+        rounding = gamma(3) * (x.rms + part.rms)
+        error = carried(1.0, x.error, rounding, math.prod(x.size)) + part.error
+        return Map(x.size, UP * (x.norm + part.norm), UP * error, UP * (1.0 + part.value))
 
     def windows(self, path: str, x: Map, scale: Any) -> Map:
         table = self.of(f"{path}.relative_position_bias_table")
@@ -269,7 +269,8 @@ class Model:
                 gram += (total * factor / size if size > 0.0 else 0.0) * (matrix.T @ matrix)
         constant, longest = UP * math.sqrt(eigenvalue(gram, len(qkv))), math.sqrt(nu**2 * heads)
         slope = float((spread * tau * steep * np.maximum(key_factor, 1.0) + value_factor).max())
-        projected = product_rounding(qkv, sigma(qkv), self.bias(f"{path}.qkv"), x.rms)
+        length = x.rms if self.linear(f"{path}.qkv", x, 1.0).rms < math.inf else math.inf
+        projected = product_rounding(qkv, sigma(qkv), self.bias(f"{path}.qkv"), length)
         dim, steepest, most = query.shape[1], float(tau.max()), float(np.abs(bias).max())
         score = steepest * (gamma(3 * dim + 24) + EXP_ERROR) + gamma(2) * (steepest + most)
         exponential = (2 + n // 32) * (gamma(2) * 2.0 * (steepest + most) + EXP_ERROR)
@@ -301,8 +302,7 @@ def resize_norm(old: int, new: int, interpolation: str) -> float:
     t = np.abs(np.arange(old) + 0.5 - centers) / max(old / new, 1.0)
     cubic = np.where(t < 1, (1.5 * t - 2.5) * t**2 + 1, ((2.5 - 0.5 * t) * t - 4) * t + 2)
     weights = np.where(t < 2, cubic, 0) if interpolation == "bicubic" else np.maximum(1 - t, 0)
-    operator = weights / weights.sum(1, keepdims=True)
-    return 1.0 if old == new else float(np.linalg.svd(operator, compute_uv=False)[0])
+    return 1.0 if old == new else float(np.linalg.norm(weights / weights.sum(1, keepdims=True), 2))
 
 
 def own_factor(size: list[int], settings: dict[str, Any]) -> float:
@@ -343,13 +343,13 @@ def check(claims: dict[str, Any], path: Path) -> str:
     require(claims["domain"] == domain, f"the domain is not {domain}")
     model = Model(read_safetensors(file), config)
     whole = model.bound(x)
-    stated = {row["name"]: row["log10"] for row in claims["layers"]}
+    require(all(set(row) == set(ROW.split()) for row in claims["layers"]), "a layer claims more")
+    stated = unique([(row["name"], row["log10"]) for row in claims["layers"]])
     require(set(stated) == set(model.nodes), f"other layers: {set(stated) ^ set(model.nodes)}")
-    require(len(stated) == len(claims["layers"]), "a layer appears twice")
     for name, value in model.nodes.items():
         derived = math.log10(UP * value) if value > 0.0 else -400.0
         require(stated[name] >= derived, f"{name!r}: {stated[name]} is below {derived}")
-    error = whole.error
+    error = whole.error if whole.norm <= MAX_NORM else math.inf
     require(claims["logit_rounding"] >= error, f"the rounding of the logits is {error}")
     allowance = {"real": UP * 2.0**-28 * error, "executed": UP**2 * (1.0 + 2.0**-28) * error}
     rows, last = model.of("head.fc.weight"), model.nodes["head.fc"]
@@ -357,14 +357,14 @@ def check(claims: dict[str, Any], path: Path) -> str:
     between *= whole.value / last if last > 0.0 else 0.0  # constants of the differences of logits
     for name, content in claims["sets"].items():
         only = set(content) == SET and all(set(share) == SHARE for share in content["shares"])
-        require(only, f"{name}: there are other claims")
-        given = content["premises"]
+        given, every = content["premises"], range(len(rows))
+        require(only and set(given) == set(PREMISES.split()), f"{name}: there are other claims")
         require(content["premises_sha256"] == digest(given), f"{name}: other premises")
         for size, factor in zip(given["sizes"], content["own_pixel_factors"], strict=True):
             require(factor >= own_factor(size, data), f"{name}: {factor} for {size} is too small")
-        logits, chosen = np.array(given["logits"]), given["outputs"] or range(len(rows))
-        usable = np.isfinite(logits).all() and len(set(chosen)) == logits.shape[1]
-        require(usable, f"{name}: the logits are not finite, or not one for every output")
+        logits, chosen = np.array(given["logits"]), [every[i] for i in given["outputs"] or every]
+        require(np.isfinite(logits).all(), f"{name}: the logits are not finite")
+        require(len(set(chosen)) == logits.shape[1], f"{name}: not one logit for every output")
         best, every = logits.argmax(1), np.arange(len(logits))
         for key, error in allowance.items():
             margins = logits[every, best][:, None] - logits - UP * math.sqrt(2.0) * error
@@ -377,7 +377,7 @@ def check(claims: dict[str, Any], path: Path) -> str:
             for share in content["shares"]:
                 held = 100.0 * float((right & (claimed > share["distance"])).mean())
                 require(share[key] <= held, f"{name}: the {key} share {share[key]} exceeds {held}")
-    taken = "logits, labels, source and sizes of the data's images are taken from the certificate"
+    taken = "logits, labels, source and sizes of the images are taken from the certificate"
     return f"all claims follow: bound {whole.value:.6g}, rounding {whole.error:.3e}; {taken}"
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from data.check import Finding, check_files, check_parquet
 from data.errors import DataError
 from data.sources import image_files
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, require_writable
 
 
@@ -54,24 +54,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(ConfigError, DataError)
 def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     options = (parser or make_parser()).parse_intermixed_args(arguments)
-    try:
-        if options.workers < 1:
-            raise ConfigError(f"--workers {options.workers} must be at least 1")
-        if options.list is not None:
-            require_writable("--list", options.list)
-        if options.parquet is not None:
-            found = check_parquet(options.folder, options.parquet, options.workers)
-        else:
-            files = image_files(options.folder)
-            if not files:
-                raise DataError(f"no image files in {options.folder}")
-            found = check_files(options.folder, files, options.workers)
-        findings = list(tqdm(found, unit="image", disable=not sys.stderr.isatty()))
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.workers < 1:
+        raise ConfigError(f"--workers {options.workers} must be at least 1")
+    if options.list is not None:
+        require_writable("--list", options.list)
+    if options.parquet is not None:
+        found = check_parquet(options.folder, options.parquet, options.workers)
+    else:
+        files = image_files(options.folder)
+        if not files:
+            raise DataError(f"no image files in {options.folder}")
+        found = check_files(options.folder, files, options.workers)
+    findings = list(tqdm(found, unit="image", disable=not sys.stderr.isatty()))
     print(report(findings))
     unreadable = [finding.file for finding in findings if finding.error is not None]
     if options.list is not None:

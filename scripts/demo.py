@@ -28,12 +28,10 @@ from torch import Tensor
 from data import DataError, UnreadableImageError
 from data.images import ADVICE, ArrayPicture, EncodedPicture, Picture
 from data.sources import digits
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
-from lipsformer.engine.checkpoint import CheckpointError
-from lipsformer.engine.distributed import EXIT_USER_ERROR
-from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
 from scripts._demo_model import DemoModel
 from scripts.reporting.pictures import InlineImage, overlaid
 
@@ -351,19 +349,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(CheckpointError, ConfigError, DataError, OSError)
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
     try:
         serve(args.checkpoint, args.weights, host=args.host, port=args.port)
     except ImportError as error:
-        message = f"{error.name} is missing: pip install 'lipsformer[train,web]'"
-    except (CheckpointError, ConfigError, DataError, OSError) as error:
-        message = str(error)
-    else:
-        return 0
-    print(f"error: {message}", file=sys.stderr)
-    return EXIT_USER_ERROR
+        raise ConfigError(
+            f"{error.name} is missing: pip install 'lipsformer[train,web]'"
+        ) from error
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ The command writes the chosen formats to the folder OUT, which must not exist:
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import timm
@@ -23,18 +21,19 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.run_folder import (
     TIMM_CONFIG,
     WHICH,
     WHICH_HELP,
+    CheckpointError,
     find_weights,
     load_model,
     load_weights,
 )
 from scripts._hub_card import model_card
+from scripts._new_folder import new_folder
 
 TOLERANCE = 1e-4
 
@@ -148,17 +147,10 @@ def export_model(
             model.set_input_size(img_size=img_size)
     model.eval()
     images = torch.randn(3, channels, height, width)  # exported with two, checked with three
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-    try:
-        scratch.chmod(0o755)
-        differences = {key: EXPORTS[key](model, images, scratch) for key in formats}
+    with new_folder(out) as folder:
+        differences = {key: EXPORTS[key](model, images, folder) for key in formats}
         if card is not None and "hf" in formats:
-            (scratch / "README.md").write_text(card)
-        scratch.rename(out)
-    except BaseException:
-        shutil.rmtree(scratch)
-        raise
+            (folder / "README.md").write_text(card)
     return differences
 
 
@@ -173,6 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(ExportError, CheckpointError, ConfigError)
 def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     parser = parser or make_parser()
@@ -183,18 +176,14 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
         parser.error("--checkpoint has no effect on a run, whose weights are used: leave it out")
     if args.checkpoint is not None and not args.checkpoint.is_file():
         parser.error(f"--checkpoint {args.checkpoint}: no such file")
-    try:
-        differences = export_model(
-            args.name,
-            args.out,
-            args.formats,
-            checkpoint=args.checkpoint,
-            img_size=args.img_size,
-            which=args.weights,
-        )
-    except (ExportError, CheckpointError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    differences = export_model(
+        args.name,
+        args.out,
+        args.formats,
+        checkpoint=args.checkpoint,
+        img_size=args.img_size,
+        which=args.weights,
+    )
     for key, difference in differences.items():
         print(f"{args.out}: {key} exported, logits differ by at most {difference:.2g}")
     return 0

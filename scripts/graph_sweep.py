@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from data.errors import DataError
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig
 from lipsformer.graph.plots import plot_sweep
@@ -148,6 +148,7 @@ def _with_std(row: dict[str, Any], key: str) -> str:
     return f"{row[key]:.1f}" if std is None else f"{row[key]:.1f} ± {std:.1f}"
 
 
+@user_errors(ConfigError, DataError, ValueError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code; 2 means that the config or the data are wrong."""
     parser = documented_parser(__doc__)
@@ -158,12 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="CASE", help="train it only")
     parser.add_argument("overrides", nargs="*", help="key=value")
     args = parser.parse_intermixed_args(argv)
-    try:
-        progress = sys.stderr.isatty()
-        text = sweep(args.config, args.overrides, progress, args.only, train=not args.table)
-    except (ConfigError, DataError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    progress = sys.stderr.isatty()
+    text = sweep(args.config, args.overrides, progress, args.only, train=not args.table)
     print(text, end="")
     return 0
 

@@ -14,9 +14,7 @@ dictionary, which the conversion ignores.
 
 import argparse
 import pickle
-import shutil
 import sys
-import tempfile
 import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -29,9 +27,10 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer.models import lipsformer_cswin, lipsformer_swin
 from lipsformer.models._timm import unwrap
+from scripts._new_folder import new_folder
 
 StateDict = dict[str, Tensor]
 
@@ -240,15 +239,8 @@ def import_weights(
     if out.exists():
         raise CheckpointError(f"{out} exists already: choose another folder or remove it")
     model, registered = build_model(read_checkpoint(source), num_heads, split_sizes)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-    try:
-        scratch.chmod(0o755)
-        save_for_hf(model, str(scratch), safe_serialization=True)
-        scratch.rename(out)
-    except BaseException:
-        shutil.rmtree(scratch)
-        raise
+    with new_folder(out) as folder:
+        save_for_hf(model, str(folder), safe_serialization=True)
     what = f"it is {registered}" if registered else "no registered model has these dimensions"
     return f"{out}: {what}; load it with timm.create_model('local-dir:{out}', pretrained=True)"
 
@@ -267,14 +259,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(CheckpointError)
 def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
-    try:
-        print(import_weights(args.source, args.out, args.num_heads, args.split_sizes))
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(import_weights(args.source, args.out, args.num_heads, args.split_sizes))
     return 0
 
 

@@ -31,7 +31,7 @@ from data.shards import (
     write_shard,
 )
 from data.sources import FolderSource
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
 from lipsformer.config import DataConfig
 
@@ -106,34 +106,31 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(ConfigError, DataError)
 def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     parser = parser or make_parser()
     options = parser.parse_intermixed_args(arguments)
     if options.verify == (options.source is not None) or options.images_per_shard < 1:
         parser.error("give a source and a folder for shards, or --verify and a folder of shards")
-    try:
-        if options.verify:
-            damaged = verify(options.shards)
-            print("\n".join(f"damaged: {name}" for name in damaged) or "all shards are intact")
-            return 1 if damaged else 0
-        folder = options.source.resolve()
-        data = DataConfig(
-            source="parquet" if options.parquet else "folder",
-            root=str(folder if options.parquet else folder.parent),
-            skip_list=options.skip_list,
-        )
-        source = build_source(data, options.parquet or folder.name)
-        assert isinstance(source, FolderSource | ParquetSource)
-        make(
-            source,
-            options.shards,
-            described=f"{folder} {options.parquet or ''}".strip(),
-            images_per_shard=options.images_per_shard,
-            seed=options.seed,
-        )
-    except (ConfigError, DataError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    if options.verify:
+        damaged = verify(options.shards)
+        print("\n".join(f"damaged: {name}" for name in damaged) or "all shards are intact")
+        return 1 if damaged else 0
+    folder = options.source.resolve()
+    data = DataConfig(
+        source="parquet" if options.parquet else "folder",
+        root=str(folder if options.parquet else folder.parent),
+        skip_list=options.skip_list,
+    )
+    source = build_source(data, options.parquet or folder.name)
+    assert isinstance(source, FolderSource | ParquetSource)
+    make(
+        source,
+        options.shards,
+        described=f"{folder} {options.parquet or ''}".strip(),
+        images_per_shard=options.images_per_shard,
+        seed=options.seed,
+    )
     return 0
 
 

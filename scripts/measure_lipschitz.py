@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from data import DataError, Normalize, build_eval_dataset, collate
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.bounds import (
     UnknownModuleError,
@@ -32,9 +32,13 @@ from lipsformer.analysis.bounds import (
 )
 from lipsformer.analysis.estimate import adversarial_lipschitz, estimate_submodules
 from lipsformer.analysis.plots import plot_bounds
-from lipsformer.engine.checkpoint import CheckpointError
-from lipsformer.engine.distributed import EXIT_USER_ERROR
-from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights, load_model
+from lipsformer.engine.run_folder import (
+    WHICH,
+    WHICH_HELP,
+    CheckpointError,
+    find_weights,
+    load_model,
+)
 from scripts._assemble import data_config
 
 
@@ -136,29 +140,26 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(ConfigError, DataError, CheckpointError, UnknownModuleError)
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     options = (parser or make_parser()).parse_intermixed_args(argv)
     out = sys.stderr if options.json == "-" else sys.stdout
-    try:
-        if options.images < 1 or options.iters < 1:
-            raise ConfigError("--images and --iters must be at least 1")
-        source, line = options.model, f"weights     initial weights of {options.model}"
-        if not timm.is_model(source) and Path(source).exists():
-            source = line = find_weights(source, options.weights)
-        model = load_model(source)
-        print(line, file=out)
-        record = measure(
-            options.model,
-            model,
-            options.data,
-            images=options.images,
-            iters=options.iters,
-            ascent=options.ascent,
-        )
-    except (ConfigError, DataError, CheckpointError, UnknownModuleError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    if options.images < 1 or options.iters < 1:
+        raise ConfigError("--images and --iters must be at least 1")
+    source, line = options.model, f"weights     initial weights of {options.model}"
+    if not timm.is_model(source) and Path(source).exists():
+        source = line = find_weights(source, options.weights)
+    model = load_model(source)
+    print(line, file=out)
+    record = measure(
+        options.model,
+        model,
+        options.data,
+        images=options.images,
+        iters=options.iters,
+        ascent=options.ascent,
+    )
     print(table(record, options.depth), file=out)
     if options.json == "-":
         print(json.dumps(record))

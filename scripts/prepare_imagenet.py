@@ -21,7 +21,7 @@ from torchvision.datasets import imagenet
 
 from data.errors import DataError
 from data.sources import FolderSource
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 
 IMAGES = {"train": 1_281_167, "val": 50_000}
 
@@ -82,16 +82,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(DataError)
 def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     folder = (parser or make_parser()).parse_intermixed_args(arguments).folder
-    try:
-        for split in ("val", "train"):
-            if not (folder / split).exists():
-                unpack(folder, split)
-            print(check(folder, split))
-    except DataError as error:
-        print(error, file=sys.stderr)
-        return 2
+    for split in ("val", "train"):
+        if not (folder / split).exists():
+            unpack(folder, split)
+        print(check(folder, split))
     return 0
 
 

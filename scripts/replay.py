@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from data.loader import TrainBatches, Update
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
 from lipsformer.engine import distributed
-from lipsformer.engine.checkpoint import CheckpointError, read_state
 from lipsformer.engine.parts import Parts
-from lipsformer.engine.run_folder import CHECKPOINTS, REPLAY, RunFolder
+from lipsformer.engine.run_folder import CHECKPOINTS, REPLAY, CheckpointError, RunFolder, read_state
 from lipsformer.engine.steps import apply_gradient, backward
 from scripts._assemble import assemble
 
@@ -152,14 +151,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(ConfigError, CheckpointError)
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     options = (parser or make_parser()).parse_args(argv)
-    try:
-        print(json.dumps(replay(options.run), indent=1))
-    except (ConfigError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return distributed.EXIT_USER_ERROR
+    print(json.dumps(replay(options.run), indent=1))
     return 0
 
 

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.distributed import EXIT_USER_ERROR
 from lipsformer.engine.run_folder import REPORT, WHICH, WHICH_HELP
 from scripts.reporting.write import IMAGES, write_report
 
@@ -34,6 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(ConfigError)
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = parser or make_parser()
@@ -43,17 +43,13 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     out = options.out or options.runs[0] / REPORT
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("lipsformer").setLevel(logging.INFO)
-    try:
-        written = write_report(
-            options.runs,
-            out,
-            markdown=options.markdown,
-            images=options.images,
-            weights=options.weights,
-        )
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    written = write_report(
+        options.runs,
+        out,
+        markdown=options.markdown,
+        images=options.images,
+        weights=options.weights,
+    )
     print(written)
     return 0
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.graph.config import GraphConfig
 from lipsformer.graph.plots import plot_training
@@ -61,15 +61,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@user_errors(ConfigError, DataError, ValueError)
 def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command and return its exit code; 2 means that the config or the data are wrong."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
-    try:
-        config = read_config(GraphConfig, args.config, args.overrides)
-        summary = run(config, progress=sys.stderr.isatty())
-    except (ConfigError, DataError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    config = read_config(GraphConfig, args.config, args.overrides)
+    summary = run(config, progress=sys.stderr.isatty())
     print(json.dumps(summary))
     return 0
 

@@ -180,4 +180,5 @@ def test_dry_run_shows_what_training_would_do_and_writes_nothing(
     weights += 2 * (4 * 24 + 24 * 72 + 72 + 24 * 24 + 24 + 8 * 24 * 24 + 96 + 24) + 2 * 24 + 250
     assert f"{weights:,}" in text
     assert f"{4 * weights / 2**30:8.3f} GiB  weights" in text
+    assert "# memory of one process on a CPU, estimated" in text and "A GPU keeps more" in text
     assert "nothing was written" in text

@@ -114,6 +114,17 @@ def test_signal_to_the_launcher_saves_on_all_ranks(
     assert f"after update {state['update']}\n" in log.read_text()
 
 
+def test_a_launcher_that_leaves_one_process_alone_is_refused(tmp_path: Path) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    options = ["--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    options += ["--dynamo_backend", "no", "train.py", "--config", str(config)]
+    process = start(["-m", "accelerate.commands.launch", *options], tmp_path / "log")
+    assert process.wait() != 0
+    log = (tmp_path / "log").read_text()
+    assert log.count("error: `accelerate launch --num_processes N` started one process") == 1
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_a_mistake_is_not_tried_again(tmp_path: Path, launcher: str) -> None:
     config = write_config(tmp_path, {**DIGITS, "optim": {"lr": -1.0}}, tmp_path / "out")

@@ -1,6 +1,7 @@
 """A full disk and lost records: one line, the right exit code, and nothing lost that was saved."""
 
 import errno
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from lipsformer.engine import plots
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.lock import LOCK
 from lipsformer.engine.run_folder import METRICS, RunFolder
+from lipsformer.engine.signals import STOP_SIGNALS
 from lipsformer.engine.tracking import Tracking
 from tests.runs import DIGITS, write_config
 
@@ -81,6 +83,31 @@ def test_disk_full_to_the_last_byte(
     (output / METRICS).write_bytes(records)
     assert train.main(arguments) == 0
     assert RunFolder(output).summary() is not None
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_neither_lock_nor_handlers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    output = tmp_path / "out"
+    arguments = ["--config", str(write_config(tmp_path, SETTINGS, output))]
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+
+    def write_nothing(path: Path, text: str) -> None:
+        path.touch()
+        full()
+
+    for where, name, action in (
+        (Path, "write_text", write_nothing),  # of the lock, the first file of a run
+        (Tracking, "__init__", full),  # the last one to be opened
+    ):
+        assert not output.exists()
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, action)
+            assert train.main(arguments) == 4
+        (line,) = lines_of(capsys)
+        assert "No space left on device" in line
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
+    assert not (output / LOCK).exists()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """One cell of the league: a body trained with one optimizer, learning rate, warmup and seed."""
 
 import math
-import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.league.bodies import BODIES, build
 from benchmarks.league.images import Images, normalize
 from benchmarks.league.signals import attention_entropy, spectral_concentration
-from benchmarks.machine import machine
+from benchmarks.machine import commit, machine
 from lipsformer.config import OptimConfig
 from lipsformer.engine.optim import make_optimizer, set_lr
 from lipsformer.engine.schedule import CosineSchedule
@@ -164,9 +163,9 @@ def _signals(model: nn.Module, probe: Tensor, update: int) -> dict[str, Any]:
     }
 
 
-def _thin(losses: list[float], width: int = 10) -> list[float | None]:
+def _thin(losses: list[float]) -> list[float | None]:
     """Return means over ten updates; None where one is not finite."""
-    parts = [losses[i : i + width] for i in range(0, len(losses), width)]
+    parts = [losses[i : i + 10] for i in range(0, len(losses), 10)]
     means = [sum(part) / len(part) for part in parts]
     return [round(mean, 4) if math.isfinite(mean) else None for mean in means]
 
@@ -178,9 +177,3 @@ def _accuracy(model: nn.Module, images: Images) -> float:
     parts = images.held_out.split(250)
     predictions = torch.cat([model(normalize(part)).argmax(1) for part in parts])
     return 100.0 * (predictions == images.held_out_labels).double().mean().item()
-
-
-def commit() -> str:
-    """Return the commit of the code."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

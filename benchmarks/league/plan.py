@@ -74,9 +74,9 @@ def cells(records: Sequence[Record]) -> set[Cell]:
     return {Cell(**{name: record[name] for name in names}) for record in records}
 
 
-def first_grid(records: Sequence[Record], body: str, optimizer: str = "adamw") -> list[Record]:
+def first_grid(records: Sequence[Record], body: str) -> list[Record]:
     """Return the lines of a row from which further runs are chosen."""
-    row = {"body": body, "optimizer": optimizer, "warmup": WARMUPS[0], "seed": SEEDS[0]}
+    row = {"body": body, "optimizer": "adamw", "warmup": WARMUPS[0], "seed": SEEDS[0]}
     return select(records, **row, data="cifar10", blocks=6)
 
 

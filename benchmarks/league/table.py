@@ -18,8 +18,13 @@ from benchmarks.league.plan import (
     very_deep_cells,
 )
 from benchmarks.league.results import Summary, select, summarize
+from benchmarks.records import markdown
 
 Record = dict[str, Any]
+SUMMARY = (
+    *("body", "optimizer", "mean loss over rates", "largest stable lr", "times usual", "rank"),
+    *("LR sensitivity", "rank", "best accuracy, %", "at lr", "rank", "final loss there", "seeds"),
+)
 TITLES = {"cifar10": "CIFAR-10", "imagenette": "Imagenette at 32 px"}
 
 
@@ -50,11 +55,7 @@ def summary_table(records: Sequence[Record], data: str, warmup: float) -> str:
     """Return one line per row of the league: stability, sensitivity, accuracy and their ranks."""
     rows = {key: summarize(own) for key, own in finished_rows(records, data, warmup).items()}
     multiples = {key: multiple(summary, key[1]) for key, summary in rows.items()}
-    lines = [
-        "| body | optimizer | mean loss over rates | largest stable lr | times usual | rank "
-        "| LR sensitivity | rank | best accuracy, % | at lr | rank | final loss there | seeds |",
-        "|---" * 13 + "|",
-    ]
+    lines = []
     for (body, optimizer), summary in rows.items():
         key = (body, optimizer)
         stable = summary.largest_stable_lr
@@ -74,18 +75,18 @@ def summary_table(records: Sequence[Record], data: str, warmup: float) -> str:
             f"{summary.final_loss:.3f}",
             summary.seeds,
         ]
-        lines.append("| " + " | ".join(str(column) for column in columns) + " |")
-    return "\n".join(lines)
+        lines.append(columns)
+    return markdown(SUMMARY, lines)
 
 
 def accuracy_table(records: Sequence[Record], data: str, warmup: float) -> str:
     """Return the accuracy of every cell, a star where a seed was not stable."""
-    names = " | ".join(f"{k:g} x usual" for k in _multiples())
-    lines = [f"| body | optimizer | {names} |", "|---" * (2 + len(_multiples())) + "|"]
-    for (body, optimizer), own in finished_rows(records, data, warmup).items():
-        columns = [accuracy(select(own, lr=lr)) for lr in rates(optimizer)]
-        lines.append(f"| {body} | {optimizer} | " + " | ".join(columns) + " |")
-    return "\n".join(lines)
+    header = ("body", "optimizer", *(f"{k:g} x usual" for k in _multiples()))
+    rows = (
+        (body, optimizer, *(accuracy(select(own, lr=lr)) for lr in rates(optimizer)))
+        for (body, optimizer), own in finished_rows(records, data, warmup).items()
+    )
+    return markdown(header, rows)
 
 
 def accuracy(records: Sequence[Record]) -> str:
@@ -98,32 +99,32 @@ def accuracy(records: Sequence[Record]) -> str:
 
 def depth_table(records: Sequence[Record]) -> str:
     """Return the accuracy and the final loss of every body over its number of blocks."""
-    names = " | ".join(f"{depth} blocks, % | loss" for depth in DEPTHS)
-    lines = [f"| body | lr | {names} |", "|---" * (2 + 2 * len(DEPTHS)) + "|"]
+    header = ["body", "lr"]
+    for depth in DEPTHS:
+        header += [f"{depth} blocks, %", "loss"]
+    lines = []
     for body in BODIES:
         own = select(deep(records), body=body)
         if not own:
             continue
-        columns = [f"{own[0]['lr']:g}"]
+        columns = [body, f"{own[0]['lr']:g}"]
         for depth in DEPTHS:
             there = select(own, blocks=depth)
             final = there[0]["final_loss"] if there else None
             columns += [accuracy(there), "-" if final is None else f"{final:.3f}"]
-        lines.append(f"| {body} | " + " | ".join(columns) + " |")
-    return "\n".join(lines)
+        lines.append(columns)
+    return markdown(header, lines)
 
 
 def very_deep_table(records: Sequence[Record]) -> str:
     """Return the losses of both forms of CenterNorm at the usual learning rate."""
-    lines = [
-        "| body | blocks | loss, updates 1 to 10 | loss, last ten updates | accuracy, % |",
-        "|---" * 5 + "|",
-    ]
-    for cell in very_deep_cells():
-        for r in select(records, body=cell.body, blocks=cell.blocks, lr=cell.lr):
-            losses = f"{r['losses'][0]} | {r['losses'][-1]}"
-            lines.append(f"| {cell.body} | {cell.blocks} | {losses} | {accuracy([r])} |")
-    return "\n".join(lines)
+    header = ("body", "blocks", "loss, updates 1 to 10", "loss, last ten updates", "accuracy, %")
+    rows = (
+        (cell.body, cell.blocks, r["losses"][0], r["losses"][-1], accuracy([r]))
+        for cell in very_deep_cells()
+        for r in select(records, body=cell.body, blocks=cell.blocks, lr=cell.lr)
+    )
+    return markdown(header, rows)
 
 
 def page(records: Sequence[Record]) -> str:

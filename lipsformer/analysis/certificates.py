@@ -37,7 +37,8 @@ def difference_bounds(bound: Bound, num_logits: int) -> Tensor:
         ValueError: If the network has another number of logits.
     """
     if bound.last is None:
-        return torch.full((num_logits, num_logits), outward(math.sqrt(2.0) * bound.value)).double()
+        largest = outward(math.sqrt(2.0) * bound.value)
+        return torch.full((num_logits, num_logits), largest, dtype=torch.float64)
     log10, weight = bound.last
     if len(weight) != num_logits:
         raise ValueError(f"the bound is of {len(weight)} logits, and the inputs have {num_logits}")

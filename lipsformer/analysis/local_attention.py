@@ -178,7 +178,6 @@ class LocalAttention:
         turn_q = TURN * sigma_q[:, None] ** 2 * slope_q**2
         turn_k = TURN * sigma_k[:, None] ** 2 * slope_k**2
         turn_v = TURN * sigma_v[:, None] ** 2 * slope_v**2 / self.value.length * (not raw)
-        up = (..., None)
         steep_q = self.slope_q + radius[up] * turn_q
         steep_k = self.slope_k + radius[up] * turn_k
         steep_v = self.slope_v + radius[up] * turn_v

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers.adaptive_avgmax_pool import FastAdaptiveAvgPool
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
+from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound, unchanged
+from lipsformer.analysis.bounds.layers import PASSIVE
 from lipsformer.analysis.local_layers import Layer, Pooling, layers_of
 from lipsformer.analysis.local_norms import jacobian_norm, probed_norm
 from lipsformer.models.lipsformer import LipsFormer
@@ -200,6 +202,8 @@ def local_certificates(
         raise UnknownModuleError(f"no local bound is known for {type(model).__name__}")
     if model.head.global_pool.pool_type != "avg" or not isinstance(model.head.fc, nn.Linear):
         raise UnknownModuleError("a local bound needs average pooling and a linear classifier")
+    unchanged(model.head.global_pool.pool, FastAdaptiveAvgPool)
+    unchanged(model.head.drop, *PASSIVE)
     model = copy.deepcopy(model).cpu().double().eval()
     images = images.cpu().double()
     lipschitz_bound(model, Domain(size=tuple(images.shape[2:])))  # refuses what no rule covers

@@ -8,15 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds import UnknownModuleError
+from lipsformer.analysis.bounds import UnknownModuleError, unchanged
 from lipsformer.analysis.bounds.layers import GELU_BOUND, depthwise_channel_sigma
 from lipsformer.analysis.local_attention import LocalAttention
 from lipsformer.analysis.local_norms import norm_above
-from lipsformer.layers import CenterNorm, ScaledCosineAttention, partition_heads
+from lipsformer.layers import (
+    CenterNorm,
+    DepthwiseConv2d,
+    Linear,
+    ScaledCosineAttention,
+    WeightedResidual,
+    partition_heads,
+)
 from lipsformer.layers.spectral import depthwise_operator
-from lipsformer.models.embed import PatchEmbed
-from lipsformer.models.lipsformer import LipsFormerBlock
-from lipsformer.models.lipsformer_cswin import ConvMerging
+from lipsformer.models.embed import PatchConv2d, PatchEmbed
+from lipsformer.models.lipsformer import ConvBranch, LipsFormerBlock, Mlp
+from lipsformer.models.lipsformer_cswin import ConvMerging, StripeAttention
 from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention
 
 GELU_CURVATURE = math.sqrt(2.0 / math.pi)  # the largest |GELU''|, at 0
@@ -68,14 +75,25 @@ def gelu_slope(x: Tensor) -> Tensor:
 def norm_matrix(norm: nn.Module, dim: int, dtype: torch.dtype) -> Tensor:
     """Return the matrix of CenterNorm, [C, C]; the identity for `nn.Identity`."""
     eye = torch.eye(dim, dtype=dtype)
+    unchanged(norm, CenterNorm, nn.Identity)
     if isinstance(norm, CenterNorm):
         return norm.weight[:, None] * (eye - 1.0 / dim) * (dim / (dim - 1))
     return eye
 
 
+def patch_matrix(conv: Any) -> Tensor:
+    """Return the matrix of a convolution of patches that do not overlap."""
+    unchanged(conv, nn.Conv2d, PatchConv2d)
+    if conv.stride != conv.weight.shape[2:] or conv.padding != (0, 0) or conv.groups != 1:
+        raise UnknownModuleError(f"no local bound is known for {conv}: use patches side by side")
+    return conv.weight.flatten(1)
+
+
 def mlp_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
     """Return norm(x + alpha mlp(x)), which acts token by token."""
     mlp = residual.branch
+    unchanged(mlp, Mlp)
+    unchanged(mlp.fc1, Linear)
     first, last = mlp.fc1.weight, residual.residual_scale[:, None] * mlp.fc2.weight
     outer = norm_matrix(norm, len(last), x.dtype)
     last = outer @ last
@@ -98,6 +116,8 @@ def mlp_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
 def conv_layer(residual: Any, x: Tensor) -> Layer:
     """Return x + alpha GELU(W GELU(w * x)), or without the pointwise W."""
     branch, alpha = residual.branch, residual.residual_scale
+    unchanged(branch, ConvBranch)
+    unchanged(branch.depthwise, DepthwiseConv2d)
     kernel, size = branch.depthwise.weight, (x.shape[1], x.shape[2])
     sigma = depthwise_channel_sigma(kernel, size)
     reach = kernel.flatten(1).norm(dim=1)  # an output moves by at most this times the radius
@@ -135,6 +155,7 @@ def conv_layer(residual: Any, x: Tensor) -> Layer:
 def attention_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
     """Return norm(x + alpha attention(x))."""
     attn = residual.branch
+    unchanged(attn, WindowAttention, StripeAttention)
     batch, height, width, dim = x.shape
     if isinstance(attn, WindowAttention):
         window = attn.window(height, width)
@@ -152,6 +173,9 @@ def attention_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
     for i, (core, window, bias, lepe) in enumerate(groups):
         if not isinstance(core, ScaledCosineAttention):
             raise UnknownModuleError(f"no local bound is known for {type(core).__name__}")
+        scales = [torch.as_tensor(x) for x in (core.tau(), core.value_scale) if x is not None]
+        if any(scale.min() <= 0.0 for scale in scales):
+            raise UnknownModuleError("no local bound is known for scales that are not above 0")
         cut = partition_heads(fused[..., i, :], window, core.num_heads)
         real = partition_heads(ones, window, 1)[0, :, :, :, 0]
         heads = weights[:, i].unflatten(1, (core.num_heads, -1))  # [3, H, d, C]
@@ -164,7 +188,7 @@ def attention_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
         everywhere.append(local.widest() + values)
     outer = norm_matrix(norm, dim, x.dtype)
     alpha = residual.residual_scale[:, None]
-    behind = getattr(attn, "attn_factor", 1.0) * norm_above(outer @ (alpha * attn.proj.weight))
+    behind = abs(getattr(attn, "attn_factor", 1.0)) * norm_above(outer @ (alpha * attn.proj.weight))
     straight = norm_above(outer)
 
     def heads_together(bounds: list[Tensor]) -> Tensor:
@@ -189,6 +213,8 @@ def attention_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
 
 def block_layers(block: LipsFormerBlock, x: Tensor) -> list[Layer]:
     """Return the four layers of a block."""
+    for residual in (block.conv1, block.conv2, block.attn, block.mlp):
+        unchanged(residual, WeightedResidual)
     first = conv_layer(block.conv1, x)
     second = conv_layer(block.conv2, first.output)
     third = attention_layer(block.attn, block.norm1, second.output)
@@ -227,11 +253,12 @@ def layers_of(module: Any, x: Tensor) -> list[Layer]:
         matrix = norm_matrix(module.norm, x.shape[-1], x.dtype)
         return [linear_layer(module, x, matrix / (x.shape[1] * x.shape[2]) ** 0.5)]
     if isinstance(module, PatchMerging):
+        unchanged(module.reduction, Linear)
         weight = module.reduction.weight
         matrix = weight @ norm_matrix(module.norm, weight.shape[1], x.dtype)
         return [linear_layer(module, x, matrix)]
     if isinstance(module, (PatchEmbed, ConvMerging)):
-        weight = module.proj.weight if isinstance(module, PatchEmbed) else module.conv.weight
-        matrix = norm_matrix(module.norm, len(weight), x.dtype) @ weight.flatten(1)
+        weight = patch_matrix(module.proj if isinstance(module, PatchEmbed) else module.conv)
+        matrix = norm_matrix(module.norm, len(weight), x.dtype) @ weight
         return [linear_layer(module, x, matrix)]
     raise UnknownModuleError(f"no local bound is known for {type(module).__name__}")

@@ -30,6 +30,8 @@ def norm_above(matrices: Tensor) -> Tensor:
         [...].
     """
     wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
+    size = wide.abs().amax((-2, -1), keepdim=True)
+    wide = wide / torch.where(size > 0.0, size, 1.0)  # squares neither under- nor overflow
     gram = wide @ wide.mT
     log = torch.zeros_like(gram[..., 0, 0])
     for k in range(ITERATIONS + 1):
@@ -38,7 +40,7 @@ def norm_above(matrices: Tensor) -> Tensor:
         gram = gram / length[..., None, None]
         if k < ITERATIONS:
             gram = gram @ gram
-    return (0.5 * log).exp()
+    return (0.5 * log).exp() * size[..., 0, 0]
 
 
 def large_norm_above(matrix: Tensor) -> Tensor:

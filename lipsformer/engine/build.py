@@ -16,9 +16,8 @@ from lipsformer._configfile import ConfigError
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.instruments import BoundCheck, Monitor, SpectralCap, UpdateLimit
 from lipsformer.config import Config, LipschitzConfig
-from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.instrument import Instrument
-from lipsformer.engine.run_folder import TIMM_CONFIG, find_weights, load_weights
+from lipsformer.engine.run_folder import TIMM_CONFIG, CheckpointError, find_weights, load_weights
 from lipsformer.engine.train_state import TrainState
 from lipsformer.models import convert
 from lipsformer.models.timm_conversion import CONVERTED

@@ -1,7 +1,9 @@
 """The first thing that a process does in the folder of a run once it holds the lock.
 
 It checks that nobody else has trained there meanwhile, and writes config and environment. If the
-checkpoint to continue from lies in another folder, it first copies that run's files.
+checkpoint to continue from lies in another folder, it first copies that run's files. The copied
+checkpoints appear last and all at once: a start that was killed before can be repeated, because it
+looks like one that found no checkpoint yet.
 """
 
 import json
@@ -14,7 +16,7 @@ from typing import Any
 
 from lipsformer._configfile import ConfigError, dump_config
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import CheckpointFolder, find_fault, write_atomically
+from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
 from lipsformer.engine.run_folder import (
     CONFIG,
     ENVIRONMENT,
@@ -23,6 +25,7 @@ from lipsformer.engine.run_folder import (
     SKIPPED,
     RunFolder,
     better_kind,
+    find_fault,
 )
 
 logger = logging.getLogger(__name__)
@@ -44,7 +47,8 @@ class Claim:
     Example:
         >>> import tempfile
         >>> run = RunFolder(tempfile.mkdtemp())
-        >>> Claim(run, run.checkpoints(), 0, 0, None).is_elsewhere(None)
+        >>> checkpoints = CheckpointFolder(run.path / "checkpoints")
+        >>> Claim(run, checkpoints, 0, 0, None).is_elsewhere(None)
         False
     """
 
@@ -70,7 +74,8 @@ class Claim:
     def bring(self, start: Path, history: Sequence[dict[str, Any]]) -> None:
         """Copy a checkpoint of another folder, with the best checkpoint and the records there.
 
-        Only the checkpoint itself must exist: it may have been moved away from its run.
+        Only the checkpoint itself must exist: it may have been moved away from its run. The copies
+        stay hidden until `complete`.
 
         Args:
             start: The checkpoint.
@@ -82,29 +87,41 @@ class Claim:
         else:
             logger.warning("%s has no records of the updates before %d", start, self.step)
             self.metrics_bytes = 0
+        shutil.rmtree(self._hidden.path, ignore_errors=True)
         if self.best is not None and self.best["update"] != self.step:
             best = start.resolve().parent / self.checkpoints.path_of(self.best["update"]).name
             if fault := find_fault(best):
                 logger.warning("the best checkpoint so far, %s, is left out: %s", best, fault)
                 self.best = _evaluation_at(history, self.step)
             else:
-                self.checkpoints.copy(best, self.best["update"])
-        self.checkpoints.copy(start, self.step)
+                shutil.copytree(best, self._hidden.path_of(self.best["update"]))
+        shutil.copytree(start, self._hidden.path_of(self.step))
 
     def write(self, config: Config, entry: dict[str, Any]) -> None:
-        """Write config, environment and the list of images to leave out; remove exit.json.
+        """Write environment, config and the list of images to leave out; remove exit.json.
 
         Args:
             config: The config of the run.
             entry: The new entry of environment.json.
         """
         path = self.folder.path
-        write_atomically(path / CONFIG, dump_config(config))
         starts = [*self.folder.environment(), entry]
+        # Before the config, with which a run exists: a repeated start reads here where it began.
         write_atomically(path / ENVIRONMENT, json.dumps(starts, indent=1))
+        write_atomically(path / CONFIG, dump_config(config))
         if config.data.skip_list is not None:
             shutil.copy(config.data.skip_list, path / SKIPPED)
         (path / EXIT).unlink(missing_ok=True)
+
+    def complete(self) -> None:
+        """Let the checkpoints appear that `bring` has copied."""
+        # What is there now holds no intact checkpoint, as `check` has found.
+        shutil.rmtree(self.checkpoints.path, ignore_errors=True)
+        self._hidden.path.rename(self.checkpoints.path)
+
+    @property
+    def _hidden(self) -> CheckpointFolder:
+        return CheckpointFolder(self.checkpoints.path.with_name(f".{self.checkpoints.path.name}"))
 
 
 def _evaluation_at(history: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.checkpoint import CheckpointError
+from lipsformer.engine.run_folder import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class FolderLock:
             owner = self._read()
             if owner is not None and owner["token"] == self.token:
                 self.path.unlink(missing_ok=True)
-                self.path.parent.rmdir()
+            self.path.parent.rmdir()
 
     def _create(self) -> bool:
         """Create the lock unless there is one already; return whether it was created."""
@@ -122,7 +122,11 @@ class FolderLock:
 
     def _write(self) -> Path:
         temporary = self.path.with_name(f".{LOCK}-{self.token}")
-        temporary.write_text(json.dumps({"token": self.token, **_own_identity()}, indent=1))
+        try:
+            temporary.write_text(json.dumps({"token": self.token, **_own_identity()}, indent=1))
+        except OSError:  # a full disk
+            temporary.unlink(missing_ok=True)
+            raise
         return temporary
 
     def _read(self) -> dict[str, Any] | None:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError, require
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import CheckpointError
-from lipsformer.engine.run_folder import find_weights, load_model
+from lipsformer.engine.run_folder import CheckpointError, find_weights, load_model
 
 
 def load_teacher(config: Config, classes: Sequence[str], sizes: Sequence[int]) -> nn.Module | None:

@@ -157,3 +157,10 @@ def sum_over_ranks(accelerator: Accelerator, values: Tensor) -> Tensor:
 
 def _describe(stats: StepStats) -> str:
     return f"lr {stats.lr:.3g}, loss {stats.loss:.4g}, gradient norm {stats.grad_norm:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds, such as 1:02:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

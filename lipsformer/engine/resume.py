@@ -9,10 +9,9 @@ from accelerate import Accelerator
 
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import find_fault, read_state
 from lipsformer.engine.distributed import on_main
 from lipsformer.engine.preflight import check_folder
-from lipsformer.engine.run_folder import CONFIG, METRICS, SKIPPED, RunFolder
+from lipsformer.engine.run_folder import CONFIG, METRICS, SKIPPED, RunFolder, find_fault, read_state
 
 logger = logging.getLogger(__name__)
 

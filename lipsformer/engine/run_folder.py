@@ -1,37 +1,35 @@
-"""The folder of a run: its file names, and which weights it stands for.
+"""The folder of a run: its file names, how it is read, and which weights it stands for.
 
-This module alone knows how the files of a run are called. A run holds several sets of weights: each
-checkpoint has raw weights, and EMA weights if the run averages. "best" is the evaluated set with
-the highest top-1, raw or EMA, as the run recorded it. "last" is the better set of the newest
-checkpoint; if that was saved between two evaluations, the EMA weights, or the raw ones without EMA.
-Every command that takes a run uses "best" unless `--weights last` is given.
+This module alone knows how the files of a run are called; `checkpoint.py` writes checkpoints. A
+run holds several sets of weights: each checkpoint has raw weights, and EMA weights if the run
+averages. "best" is the evaluated set with the highest top-1, raw or EMA, as the run recorded it.
+"last" is the better set of the newest checkpoint; if that was saved between two evaluations, the
+EMA weights, or the raw ones without EMA. Every command that takes a run uses "best" unless
+`--weights last` is given.
 
 A step of the optimizer is called an update in files, in config keys and in what commands print.
 """
 
+import hashlib
 import json
+import logging
+import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
+import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import (
-    EMA,
-    MANIFEST,
-    MODEL,
-    CheckpointError,
-    CheckpointFolder,
-    check_fit,
-    find_fault,
-    read_state,
-    read_weights,
-)
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"  # the resolved config, in the run and in each of its checkpoints
 TIMM_CONFIG = "config.json"  # timm's description of the model, in each checkpoint
@@ -42,13 +40,25 @@ REPLAY = "replay.json"
 EXIT = "exit.json"
 SKIPPED = "skipped.txt"
 REPORT = "report.html"
-CHECKPOINTS = "checkpoints"
 PLOTS = "plots"
 TENSORBOARD = "tensorboard"
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+MODEL = "model.safetensors"
+EMA = "ema.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+INSTRUMENTS = "instruments.safetensors"
+PREFIX = "update-"
+NAME = re.compile(rf"{PREFIX}(\d{{9}})")
 
 WHICH = ("best", "last")
 WHICH_HELP = "of a run: the best evaluated weights (default) or those of the newest checkpoint"
 FILES = {"raw": MODEL, "ema": EMA}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message says which one and why."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,43 @@ class Weights:
         return (self.timm_config() or {}).get("label_names")
 
 
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        path: Their folder, which need not exist.
+
+    Example:
+        >>> Checkpoints(Path("outputs/run/checkpoints")).path_of(440).name
+        'update-000000440'
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def path_of(self, step: int) -> Path:
+        """Return the folder of the checkpoint after `step` steps."""
+        return self.path / f"{PREFIX}{step:09d}"
+
+    def latest(self) -> str | None:
+        """Return the name with the largest number; unlike `newest`, without looking for damage."""
+        return max((path.name for path in self.numbered().values()), default=None)
+
+    def newest(self) -> Path | None:
+        """Return the newest intact checkpoint; a warning names each damaged one that is newer."""
+        for _, path in sorted(self.numbered().items(), reverse=True):
+            fault = find_fault(path)
+            if fault is None:
+                return path
+            logger.warning("skipping checkpoint %s: %s", path, fault)
+        return None
+
+    def numbered(self) -> dict[int, Path]:
+        """Return number of steps -> folder. Other names in the folder are left out."""
+        found = {path: NAME.fullmatch(path.name) for path in self.path.glob(f"{PREFIX}*")}
+        return {int(match[1]): path for path, match in found.items() if match}
+
+
 class RunFolder:
     """The output folder of a run of train.py.
 
@@ -126,9 +173,9 @@ class RunFolder:
         """Return whether a run has begun here."""
         return (self.path / CONFIG).is_file()
 
-    def checkpoints(self, *, keep: int = 1) -> CheckpointFolder:
-        """Return the checkpoints; `keep` is how many of them `save` keeps."""
-        return CheckpointFolder(self.path / CHECKPOINTS, keep=keep)
+    def checkpoints(self) -> Checkpoints:
+        """Return the checkpoints."""
+        return Checkpoints(self.path / CHECKPOINTS)
 
     def config(self, overrides: list[str] | None = None) -> Config:
         """Return the resolved config of the run, with `key=value` overrides."""
@@ -183,10 +230,10 @@ def find_weights(path: str | Path, which: str = "best") -> Weights:
         CheckpointError: If there are no weights, or they are damaged.
     """
     path = Path(path)
+    if not os.path.exists(path):  # unlike Path.exists also for names that are too long
+        raise CheckpointError(f"{path}: there is no such file or folder")
     if (path / CHECKPOINTS).is_dir():
         return RunFolder(path).weights(which)
-    if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or folder")
     file = path / MODEL if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{path} is neither a run, nor a checkpoint, nor a file of weights")
@@ -242,7 +289,7 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
     if isinstance(source, str) and timm.is_model(source):
         return timm.create_model(source)
     if not isinstance(source, Weights):
-        if not Path(source).exists():
+        if not os.path.exists(source):
             raise ConfigError(f"{str(source)!r} is neither a timm model nor a file or folder")
         source = find_weights(source, which)
     if source.timm_config() is None:
@@ -296,6 +343,29 @@ def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> lis
     return fresh
 
 
+def check_fit(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], origin: str) -> None:
+    """Raise a `CheckpointError` unless both have the same names and shapes.
+
+    Args:
+        targets: The tensors to fill.
+        sources: The tensors that were read.
+        origin: Where they were read, for the message.
+    """
+    missing = [name for name in targets if name not in sources]
+    unknown = [name for name in sources if name not in targets]
+    wrong = [
+        f"{name} {tuple(sources[name].shape)} for {tuple(target.shape)}"
+        for name, target in targets.items()
+        if name in sources and sources[name].shape != target.shape
+    ]
+    if missing or unknown or wrong:
+        raise CheckpointError(
+            f"{origin} does not fit the model: {len(missing)} tensors are missing "
+            f"{missing[:3]}, {len(unknown)} are unknown {unknown[:3]}, "
+            f"{len(wrong)} have another shape {wrong[:3]}"
+        )
+
+
 def _filter_of(
     model: nn.Module,
 ) -> Callable[[dict[str, Tensor], nn.Module], dict[str, Tensor]]:
@@ -305,3 +375,71 @@ def _filter_of(
         return lambda weights, _: weights
     module = sys.modules[timm.model_entrypoint(architecture).__module__]
     return getattr(module, "checkpoint_filter_fn", lambda weights, _: weights)
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """Read a safetensors file, or a `torch.save` file that holds only tensors.
+
+    Prefixes that DDP and compilation add to names are removed.
+
+    Raises:
+        CheckpointError: If the file does not exist or holds something else.
+    """
+    try:
+        if file.suffix == ".safetensors":
+            weights = load_file(file)
+        else:
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: there is no such file") from None
+    except Exception as error:  # torch.load raises whatever its parsers raise
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{file} is not a file of weights: {reason}") from None
+    for key in ("model", "state_dict"):
+        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
+            weights = weights[key]
+    if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
+        raise CheckpointError(f"{file} does not hold a mapping of names to tensors")
+    return {strip_wrappers(name): tensor for name, tensor in weights.items()}
+
+
+def strip_wrappers(name: str) -> str:
+    """Remove the prefixes of DDP (`module.`) and of compilation (`_orig_mod.`) from a name."""
+    while name.startswith(("module.", "_orig_mod.")):
+        name = name.partition(".")[2]
+    return name
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the JSON part of a checkpoint that `find_fault` has passed."""
+    return json.loads((path / STATE).read_text())
+
+
+def find_fault(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint folder; None if all sizes and sums are right."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"it is incomplete, {MANIFEST} is missing"
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    if not isinstance(manifest, dict) or not {MODEL, STATE} <= manifest.keys():
+        return f"{MANIFEST} does not list {MODEL} and {STATE}"
+    for name, expected in manifest.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (size := file.stat().st_size) != expected["bytes"]:
+            return f"{name} has {size} bytes instead of {expected['bytes']}"
+        if fingerprint(file) != expected:
+            return f"{name} is damaged, its SHA-256 sum does not match"
+    return None
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Return size and SHA-256 sum of a file, as the manifest of a checkpoint lists them."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}

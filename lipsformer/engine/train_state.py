@@ -18,16 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.checkpoint import (
-    EMA,
-    INSTRUMENTS,
-    MODEL,
-    OPTIMIZER,
-    check_fit,
-    read_state,
-)
 from lipsformer.engine.instrument import Instrument
 from lipsformer.engine.optim import load_state, state_numbers, state_tensors
+from lipsformer.engine.run_folder import EMA, INSTRUMENTS, MODEL, OPTIMIZER, check_fit, read_state
 
 
 @dataclass

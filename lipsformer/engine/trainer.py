@@ -13,23 +13,26 @@ from typing import Any
 
 from lipsformer._configfile import dump_config
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import STATE, read_state, write_atomically
+from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
 from lipsformer.engine.claim import Claim
 from lipsformer.engine.distributed import environment, memory_gib, on_main
 from lipsformer.engine.lock import FolderLock
-from lipsformer.engine.metrics import NonFiniteError, StepMetrics, summarize
+from lipsformer.engine.metrics import NonFiniteError, StepMetrics, duration, summarize
 from lipsformer.engine.parts import Parts
 from lipsformer.engine.plots import plot_run
 from lipsformer.engine.resume import FORMAT, require_same_data, require_same_world
 from lipsformer.engine.run_folder import (
+    CHECKPOINTS,
     CONFIG,
     PLOTS,
     REPLAY,
+    STATE,
     SUMMARY,
     TENSORBOARD,
     TIMM_CONFIG,
     RunFolder,
     better_kind,
+    read_state,
 )
 from lipsformer.engine.signals import StopRequest
 from lipsformer.engine.steps import Stopwatch, evaluate, train_epoch
@@ -74,10 +77,9 @@ class Trainer:
         self.state = parts.state
         self.accelerator = parts.state.accelerator
         self.folder = RunFolder(config.run.output_dir)
-        self.checkpoints = self.folder.checkpoints(keep=config.run.keep)
+        self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINTS, keep=config.run.keep)
         self.steps_per_epoch = parts.train_batches.updates_per_epoch
         self.total_steps = config.train.epochs * self.steps_per_epoch
-        self.stop = StopRequest()
         self.stopped = 0  # number of the signal that stops the run; 0 as long as there is none
         self.stopwatch = Stopwatch(self.accelerator)
         self.metrics = StepMetrics(
@@ -92,25 +94,13 @@ class Trainer:
         # Figures of the instruments for the next evaluation, by kind of weights.
         self.eval_figures: dict[str, dict[str, float]] = {}
         self.run_id = on_main(self.accelerator, lambda: uuid.uuid4().hex[:12])
-        on_main(self.accelerator, self.lock.acquire)
+        self.stop = StopRequest()
         try:
-            metrics_bytes = 0 if start is None else self._load(start)
-            metrics_bytes, self.best = on_main(
-                self.accelerator, lambda: self._claim_folder(start, metrics_bytes)
-            )
+            on_main(self.accelerator, self.lock.acquire)
+            self.tracking = self._begin(start)
         except Exception:
             self._leave()
             raise
-        pending = self.metrics.stats
-        self.tracking = Tracking(
-            self.accelerator,
-            self.folder,
-            run_id=self.run_id,
-            step=self.step,
-            next_record=(pending[0].step if pending else self.step) + 1,
-            total_steps=self.total_steps,
-            metrics_bytes=metrics_bytes,
-        )
         self.first_step = self.step
         self.started = time.perf_counter()
 
@@ -280,7 +270,7 @@ class Trainer:
             f"grad {mean.get('grad_norm', math.nan):.3g}  {rates['images_per_s']:.0f} img/s  "
             f"data {100 * rates['data_wait']:.0f} %  "
             f"mem {memory_gib(self.accelerator.device):.2f} GiB  "
-            f"eta {_duration(seconds_per_step * (self.total_steps - self.step))}",
+            f"eta {duration(seconds_per_step * (self.total_steps - self.step))}",
         )
         self.metrics.clear()
 
@@ -348,6 +338,23 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.lock.release()
 
+    def _begin(self, start: Path | None) -> Tracking:
+        """Load the checkpoint, claim the output folder, and open the records."""
+        metrics_bytes = 0 if start is None else self._load(start)
+        metrics_bytes, self.best = on_main(
+            self.accelerator, lambda: self._claim_folder(start, metrics_bytes)
+        )
+        pending = self.metrics.stats
+        return Tracking(
+            self.accelerator,
+            self.folder,
+            run_id=self.run_id,
+            step=self.step,
+            next_record=(pending[0].step if pending else self.step) + 1,
+            total_steps=self.total_steps,
+            metrics_bytes=metrics_bytes,
+        )
+
     def _claim_folder(self, start: Path | None, metrics_bytes: int) -> tuple[int, Any]:
         """Write the first files of this start, on the main process.
 
@@ -357,9 +364,9 @@ class Trainer:
         """
         claim = Claim(self.folder, self.checkpoints, self.step, metrics_bytes, self.best)
         claim.check(start)
-        if claim.is_elsewhere(start):
-            assert start is not None
-            claim.bring(start, self.history)
+        copied = start if claim.is_elsewhere(start) else None
+        if copied is not None:
+            claim.bring(copied, self.history)
         entry = {
             "from": str(start) if start else None,
             "update": self.step,
@@ -367,6 +374,8 @@ class Trainer:
             "batch": self._batch_text(),
         }
         claim.write(self.config, entry)
+        if copied is not None:
+            claim.complete()
         return claim.metrics_bytes, claim.best
 
     def _batch_text(self) -> str:
@@ -414,9 +423,3 @@ class Trainer:
         )
         if "tensorboard" in self.config.run.trackers:
             logger.info("tensorboard %s", path / TENSORBOARD)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipsformer.engine.checkpoint import MODEL, CheckpointFolder
+from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.metrics import NonFiniteError
+from lipsformer.engine.run_folder import MODEL
 
 logger = logging.getLogger(__name__)
 

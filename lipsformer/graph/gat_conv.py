@@ -20,8 +20,9 @@ from lipsformer.graph.edge_attention.csr import (
     SortedEdges,
     add_one_self_loop,
     plain_edges,
+    why_messages,
 )
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
 from lipsformer.graph.norm import check_score_norm
 from lipsformer.layers.lipschitz_norm import (
     linear_scale,

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # without pyplot, which would choose a backend for the user
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 __all__ = ["plot_epochs", "plot_layers", "plot_sweep", "plot_training"]
+
+BESIDE: dict[str, Any] = {"fontsize": 8, "loc": "upper left", "bbox_to_anchor": (1.02, 1.0)}
 
 
 def plot_sweep(
@@ -32,13 +35,12 @@ def plot_sweep(
         title: Title of the figure.
     """
     names = {"test_acc": "best validation epoch", "last_test_acc": "last epoch"}
-    figure = Figure(figsize=(5.2 * len(metrics), 4.2))
-    axes = figure.subplots(1, len(metrics), sharey=True, squeeze=False)
+    figure, axes = _panels(len(metrics), sharey=True)
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         label = ", ".join(value for key, value in row["cell"].items() if key != x and value)
         lines.setdefault(label or "all", []).append(row)
-    for axis, metric in zip(axes[0], metrics, strict=True):
+    for axis, metric in zip(axes, metrics, strict=True):
         for label, points in lines.items():
             points = sorted(points, key=lambda row: float(row["cell"][x]))
             values = [float(row["cell"][x]) for row in points]
@@ -52,9 +54,8 @@ def plot_sweep(
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel(x.rpartition(".")[2].replace("_", " "))
         axis.set_title(names[metric], fontsize=10)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("test accuracy in %")
-    axes[0][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
+    axes[0].set_ylabel("test accuracy in %")
+    axes[-1].legend(**BESIDE)
     _save(figure, path, title)
 
 
@@ -73,17 +74,15 @@ def plot_layers(
         path: PNG file to write.
         title: Title of the figure.
     """
-    figure = Figure(figsize=(5.2 * len(keys), 4.2))
-    axes = figure.subplots(1, len(keys), squeeze=False)
-    for axis, key in zip(axes[0], keys, strict=True):
+    figure, axes = _panels(len(keys))
+    for axis, key in zip(axes, keys, strict=True):
         for index, (label, profile) in enumerate(profiles.items()):
             style = ("-", "--", ":")[index % 3]  # keeps lines visible that coincide
             axis.plot([_positive(value) for value in profile[key]], style, label=label)
         axis.set_yscale("log")
         axis.set_xlabel("layer")
         axis.set_ylabel(key.replace("_", " "))
-        axis.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
+    axes[-1].legend(**BESIDE)
     _save(figure, path, title)
 
 
@@ -101,8 +100,7 @@ def plot_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: st
     epochs = [record["epoch"] for record in records]
     num_layers = len(records[0]["profile"][keys[0]])
     colors = colormaps["viridis"]
-    figure = Figure(figsize=(10.4, 4.2))
-    axes = figure.subplots(1, 2, sharey=True)
+    figure, axes = _panels(2, sharey=True)
     for axis, key, name in zip(axes, keys, names, strict=True):
         for layer in range(num_layers):
             values = [_positive(record["profile"][key][layer]) for record in records]
@@ -112,7 +110,6 @@ def plot_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: st
         axis.set_yscale("log")
         axis.set_xlabel("epoch")
         axis.set_title(name, fontsize=10)
-        axis.grid(alpha=0.3)
     axes[0].set_ylabel("gradient norm")
     axes[1].legend(fontsize=8)
     _save(figure, path, title)
@@ -128,9 +125,8 @@ def plot_epochs(
         keys: Numbers of a record, such as `gradient_norm` (of all parameters) or `test_acc`.
         path: PNG file to write.
     """
-    figure = Figure(figsize=(5.2 * len(keys), 4.2))
-    axes = figure.subplots(1, len(keys), squeeze=False)
-    for axis, key in zip(axes[0], keys, strict=True):
+    figure, axes = _panels(len(keys))
+    for axis, key in zip(axes, keys, strict=True):
         for label, records in runs.items():
             values = [_positive(record[key]) for record in records]
             axis.plot([record["epoch"] for record in records], values, label=label)
@@ -138,9 +134,17 @@ def plot_epochs(
             axis.set_yscale("log")
         axis.set_xlabel("epoch")
         axis.set_ylabel(key.replace("_", " "))
-        axis.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
+    axes[-1].legend(**BESIDE)
     _save(figure, path, "")
+
+
+def _panels(count: int, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """Return a figure with panels side by side, with grids."""
+    figure = Figure(figsize=(5.2 * count, 4.2))
+    axes = list(figure.subplots(1, count, sharey=sharey, squeeze=False)[0])
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    return figure, axes
 
 
 def _positive(value: float) -> float:

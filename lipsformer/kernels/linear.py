@@ -1,4 +1,7 @@
-"""Linear layers on oneDNN, which uses the full vector width of every processor."""
+"""Linear layers on oneDNN, which uses the full vector width of every processor.
+
+The backward pass also needs the derivative of GELU and sums of rows (csrc/linear.cpp).
+"""
 
 from typing import Any
 
@@ -6,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipsformer.kernels.pointwise import gelu_backward_, sum_rows
+from lipsformer.kernels.bindings import run
+from lipsformer.kernels.dispatch import refuse_second_derivatives, usable
 
 
 def fused_linear(
@@ -108,6 +112,26 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
         *([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]),
     )
     return grad_weight.reshape(channels_out, channels_in)
+
+
+def gelu_backward_(grad: Tensor, z: Tensor) -> Tensor:
+    """Multiply ``grad`` by the derivative of GELU at ``z``, in place, and return GELU(z)."""
+    refuse_second_derivatives()
+    if usable("gelu.csrc", grad, z):
+        activated = torch.empty_like(z)
+        run("gelu_gradient", z, grad, activated, z.numel())
+        return activated
+    torch.ops.aten.gelu_backward.grad_input(grad, z, grad_input=grad)
+    return F.gelu(z)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Return the sum of ``x`` ([..., C]) over all dimensions but the last."""
+    if usable("sum_rows.csrc", x):
+        total = x.new_empty(x.shape[-1])
+        run("row_sum", x, total, x.numel() // x.shape[-1], x.shape[-1])
+        return total
+    return x.reshape(-1, x.shape[-1]).sum(0)
 
 
 def pack_weight(weight: Tensor) -> Tensor:

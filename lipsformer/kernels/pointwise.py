@@ -1,4 +1,4 @@
-"""GELU, weighted residuals and CenterNorm on the CPU, each in one pass over the map.
+"""Weighted residuals behind GELU, and CenterNorm, on the CPU: each in one pass over the map.
 
 The functions at the top are called by the layers. Those below are their forward and backward
 passes, which use PyTorch's operators where the compiled kernels cannot run.
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer.kernels.bindings import run
-from lipsformer.kernels.dispatch import refuse_second_derivatives, usable
+from lipsformer.kernels.dispatch import usable
+from lipsformer.kernels.linear import gelu_backward_
 
 # Up to this |bias / gain| the centered input can be computed from the output without much rounding.
 MAX_OFFSET = 64.0
@@ -92,17 +93,6 @@ class _GeluResidual(torch.autograd.Function):
         return grad, grad_z.to(z.dtype), grad_scale, None
 
 
-def gelu_backward_(grad: Tensor, z: Tensor) -> Tensor:
-    """Multiply ``grad`` by the derivative of GELU at ``z``, in place, and return GELU(z)."""
-    refuse_second_derivatives()
-    if usable("gelu.csrc", grad, z):
-        activated = torch.empty_like(z)
-        run("gelu_gradient", z, grad, activated, z.numel())
-        return activated
-    torch.ops.aten.gelu_backward.grad_input(grad, z, grad_input=grad)
-    return F.gelu(z)
-
-
 def add_gelu(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:
     """Return x + scale * GELU(z).
 
@@ -180,15 +170,6 @@ def center_backward(
     grad_x = grad * gain
     grad_x -= grad_x.mean(dim=-1, keepdim=True)
     return grad_x, product_sum, grad_shift
-
-
-def sum_rows(x: Tensor) -> Tensor:
-    """Return the sum of ``x`` ([..., C]) over all dimensions but the last."""
-    if usable("sum_rows.csrc", x):
-        total = x.new_empty(x.shape[-1])
-        run("row_sum", x, total, x.numel() // x.shape[-1], x.shape[-1])
-        return total
-    return x.reshape(-1, x.shape[-1]).sum(0)
 
 
 def _scale_fits(z: Tensor, scale: Tensor) -> bool:

@@ -195,15 +195,14 @@ def unwrap(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return dict(checkpoint.get("state_dict", checkpoint))
 
 
-def model_cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
+def model_cfg(**kwargs: Any) -> dict[str, Any]:
     """Return timm's default configuration of a LipsFormer.
 
     Args:
-        url: Address of the weights, "" for none.
         **kwargs: Fields that differ.
     """
     return {
-        "url": url,
+        "url": "",
         "num_classes": 1000,
         "input_size": (3, 224, 224),
         "pool_size": (7, 7),

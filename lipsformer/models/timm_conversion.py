@@ -125,7 +125,7 @@ class CosineWindowAttention(WindowAttention):
             x: Tokens of the windows.
             mask: [num_windows, N, N], added to the scores of the shifted windows.
         """
-        windows, num_tokens, channels = x.shape
+        windows, num_tokens, _ = x.shape
         qkv = self.qkv(x)
         bias = self._get_rel_pos_bias().to(qkv.dtype)
         if mask is None:
@@ -135,7 +135,7 @@ class CosineWindowAttention(WindowAttention):
         bias = bias + mask.unsqueeze(1).to(q.dtype)
         bias = bias.repeat(windows // mask.shape[0], 1, 1, 1)
         x = self.attention(q, k, v, bias).transpose(1, 2)
-        return self.proj_drop(self.proj(x.reshape(windows, num_tokens, channels)))
+        return self.proj_drop(self.proj(x.reshape(windows, num_tokens, -1)))
 
 
 register_notrace_module(CosineWindowAttention)  # FX cannot trace the choice of a kernel

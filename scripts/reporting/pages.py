@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from lipsformer.engine.metrics import duration
 from lipsformer.engine.run_folder import REPLAY
 from scripts.reporting import figures
 from scripts.reporting.figures import Drawing
@@ -179,7 +180,7 @@ def _outcome(runs: Sequence[RunLog]) -> Rows:
         ("last top-5 (%)", [record.get("top5") for record in last]),
         ("last validation loss", [record.get("loss") for record in last]),
         ("last training loss", [points[-1][1] if points else None for points in losses]),
-        ("training time, evaluation left out", [_duration(run.training_seconds) for run in runs]),
+        ("training time, evaluation left out", [duration(run.training_seconds) for run in runs]),
         ("images per second, median", [run.median("images_per_s") for run in runs]),
         ("waiting for data, median (%)", [_percent(run.median("data_wait")) for run in runs]),
         ("peak memory (GiB)", [_last(run.points("train", "memory_gib")) for run in runs]),
@@ -236,12 +237,6 @@ def _last(points: list[tuple[int, float]]) -> float | None:
 
 def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 def _figure(value: Any) -> str:

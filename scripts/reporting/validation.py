@@ -17,8 +17,7 @@ from lipsformer._configfile import ConfigError
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.errors import confusion_matrix, most_confused_pairs, worst_mistakes
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import CheckpointError
-from lipsformer.engine.run_folder import RunFolder, load_model
+from lipsformer.engine.run_folder import CheckpointError, RunFolder, load_model
 from scripts.reporting.pictures import InlineImage, overlaid
 from scripts.reporting.runs import RunLog
 

@@ -87,6 +87,7 @@ def test_shared_parameters_count_once():
     assert count_parameters(nn.Sequential(shared, nn.ReLU(), shared)) == 30
 
 
+@pytest.mark.slow
 def test_peak_memory_sees_what_was_held_and_freed():
     """In a process of its own: what other tests left behind may be freed at any time."""
     lines = [

@@ -70,7 +70,8 @@ def test_ascent_never_ends_below_its_start():
 @pytest.mark.parametrize("name", BODIES)
 def test_bounds_exceed_estimates_for_every_part_and_the_mode_is_kept(name):
     torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=5, drop_path_rate=0.5).train()
+    kwargs = {"embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4), "num_classes": 5}
+    model = timm.create_model(name, drop_path_rate=0.5, **kwargs).train()
     mean, std = model.default_cfg["mean"], model.default_cfg["std"]
     parts = dict(flatten_bound(lipschitz_bound(model, image_domain((32, 32), mean, std))))
     estimates = estimate_submodules(model, parts, torch.randn(2, 3, 32, 32), num_iters=3)

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.layers import LayerScale, Mlp
 from torch import Tensor
 
 from lipsformer.analysis import local_certificates as local
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius
 from lipsformer.analysis.local_attention import LocalAttention
+from lipsformer.analysis.local_layers import attention_layer
 from lipsformer.analysis.local_norms import (
     chi_square_quantile,
     jacobian_norm,
@@ -244,6 +246,48 @@ def test_what_the_proof_does_not_cover_is_refused():
         model = timm.create_model(name, **options)
         with pytest.raises(UnknownModuleError, match="local bound"):
             local.local_certificates(model, images)
+
+
+def scaled(**values):
+    core = ScaledCosineAttention(1)
+    core.value_scale.fill_(values.get("nu", 1.0))
+    core.init_logit_scale = values.get("tau", 1.0)
+    return core
+
+
+# Parts that have a global bound, and where they are put into the model.
+REPLACED: dict[str, tuple[str, Any]] = {
+    "a norm that stretches": ("stages.0.blocks.0.norm2", lambda: LayerScale(8, 5.0)),
+    "the last norm": ("norm", lambda: LayerScale(16, 5.0)),
+    "a step before the classifier": ("head.drop", torch.nn.ReLU),
+    "patches that overlap": ("patch_embed.proj", lambda: torch.nn.Conv2d(3, 8, 4, 2, 1)),
+    "another MLP": ("stages.0.blocks.0.mlp.branch", lambda: Mlp(8, 32, act_layer=torch.nn.ReLU)),
+    "tau < 0": ("stages.0.blocks.0.attn.branch.attention", lambda: scaled(tau=-9.0)),
+    "nu < 0": ("stages.0.blocks.0.attn.branch.attention", lambda: scaled(nu=-1.0)),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_replaced_parts_are_refused(name):
+    model, (path, make) = trained("swin"), REPLACED[name]
+    model.set_submodule(path, make())
+    lipschitz_bound(model.double().eval(), Domain(size=(20, 20)))
+    with pytest.raises(UnknownModuleError):
+        local.local_certificates(model, torch.zeros(1, 3, 20, 20))
+
+
+def test_a_negative_factor_of_the_stripes_counts_by_its_size():
+    x = torch.randn(1, 3, 3, 8, dtype=torch.float64)
+    block = trained("cswin").stages[0].blocks[0]
+    layer = attention_layer(block.attn, block.norm1, x)
+    block.attn.branch.attn_factor = -1.0
+    assert attention_layer(block.attn, block.norm1, x).norm == layer.norm > 0.0
+
+
+def test_the_squares_of_tiny_entries_do_not_vanish():
+    assert (
+        2e-200 <= norm_above(torch.full((1, 2, 2), 1e-200, dtype=torch.float64)).item() < 2.1e-200
+    )
 
 
 def test_a_tie_has_no_certificate():

@@ -69,6 +69,12 @@ def test_certificates_of_linear_classifiers_never_pass_the_exact_distance():
         assert not torch.stack(robust_mask(layer, images, wrong, eps, radius)).any()
 
 
+def test_a_radius_is_not_rounded_up():
+    """The constant of a network without a last linear layer was rounded to float32, and down."""
+    identity = lipschitz_bound(nn.Identity(), Domain(size=()))
+    assert certified_radius(torch.tensor([[3.0, 1.0]]), identity).item() <= math.sqrt(2.0)
+
+
 def test_a_wrong_radius_does_not_go_unnoticed():
     layer, images, labels, exact = linear_case(3, seed=0)
     near = exact[:, -1] < 0.2
@@ -109,7 +115,7 @@ def test_the_logits_of_a_certificate_are_those_of_the_decimal_mean_and_deviation
     batches = [(images, torch.zeros(3, dtype=torch.long))]
     rows = certify(bound, network, batches, data, [1e-3], None)["certificates"]
     weight, bias = (p.detach().double() for p in network[0].parameters())
-    pixels = (images / 255.0).double()
+    pixels = images.double() / 255.0
     for row, image in zip(rows, pixels, strict=True):
         normalized = [
             (channel - mean) / std
@@ -133,3 +139,12 @@ def test_certificates_need_full_float32_in_every_kernel(part):
     finally:
         settings.fp32_precision = before
     assert model_bound(accelerator, nn.Conv2d(3, 2, 5), data).value > 0.0
+
+
+def test_certificates_need_onednn(monkeypatch):
+    """Without it, PyTorch's 3x3 convolutions use Winograd's method, which rounds more."""
+    accelerator = cast(Any, SimpleNamespace(device=torch.device("cpu"), num_processes=1))
+    data = DataConfig(source="digits", img_size=5, mean=(0.5,) * 3, std=(0.5,) * 3)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    with pytest.raises(ConfigError, match="NNPACK"):
+        model_bound(accelerator, nn.Conv2d(3, 2, 5), data)

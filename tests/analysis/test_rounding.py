@@ -19,7 +19,16 @@ from lipsformer.analysis.bounds.layers import (
 )
 from lipsformer.analysis.bounds.rounding import abs_sigma_bound, sigma_bound
 from lipsformer.kernels.pointwise import add_gelu
-from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear, largest_singular_value
+from lipsformer.layers import (
+    CenterNorm,
+    DepthwiseConv2d,
+    Linear,
+    ScaledCosineAttention,
+    WeightedResidual,
+    largest_singular_value,
+)
+from lipsformer.models.lipsformer import Mlp
+from lipsformer.models.lipsformer_swin import WindowAttention
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +146,7 @@ def test_scalars_are_rounded_up():
     for value in (1e-300, 0.1, 1.0, 3.7, 1e200):
         assert arb(rounding.log10_of(value)) >= arb(value).log() / arb(10).log()
         assert arb(rounding.power_of_ten(rounding.log10_of(value))) >= arb(value)
+    assert rounding.power_of_ten(-400.0) > rounding.power_of_ten(-math.inf) == 0.0
     for log10 in (-400.0, -17.0, -0.3, 0.0, 0.7, 40.0):
         exact = (1 + arb(10) ** arb(log10)).log() / arb(10).log()
         assert arb(rounding.log10_one_plus(log10)) >= exact
@@ -209,6 +219,29 @@ def test_errors_that_nothing_bounds_are_infinite():
     for layer in (nn.GELU(), CenterNorm(5), DepthwiseConv2d(5, 3), Linear(5, 7)):
         assert 0.0 < lipschitz_bound(layer, known).output.error < 1e-4
     assert core_rounding(1e6, 49, 32, 0.0) == math.inf
+
+
+def overflowing(name: str) -> nn.Module:
+    """A module that overflows in float32, though its exact outputs are finite."""
+    if name == "head":
+        layer: nn.Module = Linear(8, 8)
+        layer.weight.data.fill_(1e38)
+        return layer
+    branch = Mlp(8, 8)
+    branch.fc1.weight.data.fill_(1e38)
+    branch.fc2.weight.data.mul_(1e-38)
+    if name == "attention":
+        branch = WindowAttention(8, 2, 2, ScaledCosineAttention(2))
+        branch.qkv.weight.data.fill_(1e38)
+    return WeightedResidual(branch, 8, 0.0 if name == "alpha 0" else 1e-38)
+
+
+@pytest.mark.parametrize("name", ["head", "alpha 0", "mlp", "attention"])
+def test_where_float32_overflows_nothing_bounds_the_error(name):
+    module = overflowing(name).eval()
+    assert not module(torch.full((1, 2, 2, 8), 9.0)).isfinite().all()
+    domain = Domain(size=(2, 2), radius=30.0, norm=60.0, error=0.0, channels=8)
+    assert lipschitz_bound(module, domain).output.error == math.inf
 
 
 def floats(step: int, first: int = -127, last: int = 101):

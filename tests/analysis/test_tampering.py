@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from timm.layers import LayerScale, SelectAdaptivePool2d
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -13,7 +14,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 from torch_geometric.nn import GCNConv
 
-from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
+from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
+from lipsformer.analysis.bounds.attention import max_abs_score
 from lipsformer.analysis.bounds.graph import graph_domain
 from lipsformer.graph import (
     GCN,
@@ -259,6 +261,50 @@ def narrowed_window():
     return replaced(convert(model).layers[0].blocks[0].attn, window_size=(1, 1))
 
 
+def small_vit(kind=VisionTransformer, **options):
+    options = {"img_size": 4, "patch_size": 2, "embed_dim": 4, "num_heads": 2, **options}
+    return convert(kind(num_classes=3, depth=1, **options))
+
+
+def wider_windows():
+    """The bias of windows of one token broadcasts over four."""
+    model = SwinTransformer(
+        img_size=8, patch_size=2, embed_dim=4, depths=(1,), num_heads=(2,), window_size=1
+    )
+    return replaced(convert(model).layers[0].blocks[0], window_size=(2, 2), window_area=4)
+
+
+def patches_of_one_channel():
+    """The position embedding repeats their channel."""
+    model = small_vit(class_token=False, global_pool="avg")
+    model.patch_embed.proj = nn.Conv2d(3, 1, 2, 2)
+    return model
+
+
+def positions_of_two_images():
+    model = small_vit()
+    return replaced(model, pos_embed=nn.Parameter(torch.zeros(2, 5, 4)))
+
+
+def second_head_of_one_logit():
+    return replaced(small_vit(VisionTransformerDistilled), head_dist=nn.Linear(4, 1))
+
+
+def attention_of_one_channel():
+    block = replaced(small_vit().blocks[0], ls1=nn.Identity(), ls2=nn.Identity())
+    block.attn.proj = nn.Linear(4, 1)
+    return block
+
+
+def tau_by_channel():
+    core = replaced(ScaledCosineAttention(2), init_logit_scale=torch.tensor([0.01, 100.0]))
+    return WindowAttention(4, 2, (2, 2), core)
+
+
+def two_maps(*shape):
+    return nn.Parameter(torch.ones(shape))
+
+
 def residual(*branch, dim):
     return WeightedResidual(nn.Sequential(*branch), dim, 0.1)
 
@@ -296,6 +342,15 @@ EXCEEDED = {
     "compiled call": (compiled_call, (2, 3), (2,)),
     "one token of four": (one_token_of_four, (3, 4, 4), (4, 4)),
     "narrowed window": (narrowed_window, (4, 4), (4,)),
+    "wider windows of a block": (wider_windows, (4, 4, 4), (4, 4)),
+    "patches of one channel": (patches_of_one_channel, (3, 4, 4), (4, 4)),
+    "positions of two images": (positions_of_two_images, (3, 4, 4), (4, 4)),
+    "a second head of one logit": (second_head_of_one_logit, (3, 4, 4), (4, 4)),
+    "attention of one channel": (attention_of_one_channel, (3, 4), (3,)),
+    "tau by channel": (tau_by_channel, (2, 2, 4), (2, 2)),
+    "biases of two maps": (lambda: replaced(CenterNorm(2), bias=two_maps(2, 2)), (2,), ()),
+    "gains of two maps": (lambda: replaced(LayerScale(2), gamma=two_maps(2, 2)), (2,), ()),
+    "alphas": (lambda: replaced(residual(dim=2), residual_scale=two_maps(2, 1, 2)), (1, 2), (1,)),
 }
 
 
@@ -309,6 +364,49 @@ def test_a_structure_whose_constant_exceeded_the_bound_is_refused(name):
         lipschitz_bound(module, Domain(size=size))
 
 
+class Tripled(torch.Tensor):
+    """A kind of tensor with a linear map of its own, such as those of quantized weights."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return 3.0 * out if func is F.linear else out
+
+
+def test_weights_that_are_no_real_tensors_are_refused():
+    own = nn.Linear(3, 3)
+    own.weight = nn.Parameter(torch.eye(3).as_subclass(Tripled), requires_grad=False)
+    for layer in (own, nn.Linear(3, 3, dtype=torch.complex64), nn.Linear(3, 3, device="meta")):
+        with pytest.raises(UnknownModuleError, match="no ordinary tensor of real numbers"):
+            lipschitz_bound(layer, TOKENS)
+
+
+def test_a_layer_for_channels_last_on_images_is_refused():
+    """It would average channels and rows, not rows and columns."""
+    pool = SelectAdaptivePool2d(1, "fast", False, "NHWC")
+    with pytest.raises(UnknownModuleError, match="3 channels first"):
+        lipschitz_bound(pool, image_domain((8, 8), [0.5] * 3, [0.5] * 3))
+
+
+def test_a_fixed_logit_scale_is_not_rounded_down():
+    """In float32, 0.7 is less."""
+    assert max_abs_score(ScaledCosineAttention(1, logit_scale=0.7)).item() >= 0.7
+
+
+@pytest.mark.parametrize("eps", [0.0, -0.01])
+def test_an_attention_without_smoothing_has_no_bound(eps):
+    attention = WindowAttention(4, 2, 2, replaced(ScaledCosineAttention(2), eps=eps))
+    with pytest.raises(UnknownModuleError, match=f"eps={eps}"):
+        lipschitz_bound(attention, Domain(size=(2, 2)))
+
+
+@pytest.mark.parametrize("kind", [LipschitzGATConv, LipschitzTransformerConv])
+def test_graph_layers_of_other_heads_than_their_weights_are_refused(kind):
+    conv = replaced(kind(3, 4, score_norm=None), out_channels=1)
+    with pytest.raises(UnknownModuleError, match="heads x channels"):
+        lipschitz_bound(conv, graph_domain(EDGES, 4, radius=1.0))
+
+
 def test_a_negative_factor_of_the_stripes_counts_by_its_size():
     torch.manual_seed(0)
     cores = nn.ModuleList(ScaledCosineAttention(1) for _ in range(2))
@@ -317,6 +415,13 @@ def test_a_negative_factor_of_the_stripes_counts_by_its_size():
     attention.attn_factor = -attention.attn_factor
     found = lipschitz_bound(attention, Domain(size=(3, 3)))
     assert found.log10 == expected.log10 > 0.0
+
+
+def test_a_layer_in_place_before_a_graph_residual_is_refused():
+    layer = ResidualLayer(GCNConv(3, 3), None, residual=True, dropout=0.0)
+    layer.dropout = nn.ELU(50.0, inplace=True)  # the shortcut adds what it returns
+    with pytest.raises(UnknownModuleError, match="inplace=True"):
+        lipschitz_bound(layer, graph_domain(EDGES, 4))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -4,14 +4,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
+import threading
 import time
-from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.study import Study, table
+import train
+from benchmarks.study import Study, main, table
 from lipsformer._configfile import read_config
+from lipsformer.engine.lock import LOCK
+from lipsformer.engine.run_folder import RunFolder
 from lipsformer.jsonl import read_jsonl
 from tests.conftest import ROOT
 from tests.runs import DIGITS, write_config
@@ -50,25 +53,35 @@ def test_the_table_has_the_last_epoch_its_deviation_and_what_was_not_run(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_queue_that_is_stopped_goes_on_where_it_was(tmp_path):
-    config = write_config(tmp_path, DIGITS, Path("out"))
-    results = {}
-    for name in ("whole", "stopped"):
-        study = {"title": "t", "config": str(config), "rows": {"a": "", "b": "optim.lr=3e-3"}}
-        study["results"] = str(tmp_path / f"{name}.jsonl")
-        (tmp_path / f"{name}.yaml").write_text(json.dumps(study))
-        command = [sys.executable, "-m", "benchmarks.study", str(tmp_path / f"{name}.yaml")]
-        command += ["--runs", str(tmp_path / "runs")]
-        if name == "stopped":
-            queue = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-            while not list(tmp_path.glob("runs/stopped/a-seed0/checkpoints/update-*")):
-                time.sleep(0.1)
-            os.killpg(queue.pid, signal.SIGTERM)
-            queue.wait()
-            assert not list(read_jsonl(Path(study["results"])))
-        subprocess.run(command, cwd=ROOT, check=True)
-        results[name] = {entry["row"]: entry for entry in read_jsonl(Path(study["results"]))}
-    assert list(results["stopped"]) == ["a", "b"]
-    for row, entry in results["whole"].items():
-        assert results["stopped"][row]["evaluations"] == entry["evaluations"]
-    assert results["stopped"]["a"]["starts"] == 2
+@pytest.mark.dist
+def test_a_queue_that_is_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
+    config, results = write_config(tmp_path, DIGITS, tmp_path / "whole"), tmp_path / "results.jsonl"
+    results.write_text(f"{json.dumps(line('b', 0, 90.0))}\n")
+    study = {"title": "t", "config": str(config), "rows": {"a": "", "b": ""}}
+    (tmp_path / "s.yaml").write_text(json.dumps({**study, "results": str(results)}))
+    command = [str(tmp_path / "s.yaml"), "--runs", str(tmp_path / "runs")]
+    run = tmp_path / "runs" / "s" / "a-seed0"
+
+    def stop() -> None:
+        while not list(run.glob("checkpoints/update-*")):
+            time.sleep(0.05)
+        os.kill(json.loads((run / LOCK).read_text())["pid"], signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert main(command) == 0
+    assert len(list(read_jsonl(results))) == 1, "a run that was stopped is no result"
+
+    with monkeypatch.context() as patch:  # the lock of a run that still saves
+        patch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2))
+        assert main(command) == 0
+    assert len(list(read_jsonl(results))) == 1, "a start that was refused is no result"
+
+    assert main(command) == 0
+    b, a = read_jsonl(results)
+    assert (b["row"], a["row"], a["exit_code"], a["starts"]) == ("b", "a", 0, 2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert train.main(["--config", str(config), "train.seed=0"]) == 0
+    torch.set_num_threads(threads)
+    records = [r for r in RunFolder(tmp_path / "whole").metrics() if r["kind"] in ("raw", "ema")]
+    assert a["evaluations"] == [{key: r[key] for key in a["evaluations"][0]} for r in records]

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 
@@ -61,6 +62,24 @@ def test_mixing_is_with_the_reversed_batch_at_the_share_of_the_targets(size, rec
         one_hot = torch.eye(7)[labels]
         expected = one_hot + share * (one_hot.flip(0) - one_hot)
         torch.testing.assert_close(targets, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_mixing_has_the_same_distribution_however_an_update_is_dealt():
+    """But one share per micro-batch, so an update of two micro-batches has two shares."""
+    images, labels = batch(12)[0], torch.arange(12)
+    mix = TrainBatchTransform(Normalize(MEAN, STD), num_classes=12, seed=0, mixup=0.4)
+    for size in (12, 6):
+        micro_batches = list(zip(images.split(size), labels.split(size), strict=True))
+        shares = torch.stack(
+            [
+                torch.cat([mix(*m, update=u, micro_step=i, rank=0)[1] for i, m in micro]).diagonal()
+                for u in range(300)
+                for micro in [enumerate(micro_batches)]
+            ]
+        )
+        for image in (0, 11):
+            assert stats.kstest(shares[:, image], stats.beta(0.4, 0.4).cdf).pvalue > 1e-3
+        assert {len(update.unique()) for update in shares} == {12 // size}
 
 
 def test_erasing_and_mixing_equal_timms_on_the_same_seed():

@@ -86,6 +86,7 @@ def test_each_odd_and_broken_file_has_its_documented_outcome(datasets):
     assert refused == set(REFUSED)
 
 
+@pytest.mark.slow
 @pytest.mark.data
 def test_memory_stays_below_one_gigabyte(datasets):
     program = f"""

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lipsformer.engine.checkpoint import (
+from lipsformer.engine.checkpoint import CheckpointFolder
+from lipsformer.engine.run_folder import (
     MODEL,
     CheckpointError,
-    CheckpointFolder,
     find_fault,
+    find_weights,
     read_weights,
     strip_wrappers,
 )
-from lipsformer.engine.run_folder import find_weights
 
 STATE = {"updates_per_epoch": 5, "history": [], "best": None}
 
@@ -202,6 +202,8 @@ def test_weights_of_run_checkpoint_and_file(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     with pytest.raises(CheckpointError, match="neither a run"):
         find_weights(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        find_weights(300 * "x")  # longer than a file name may be
     save(folder, 5)
     newest = save(folder, 10)
     for path in (tmp_path, newest, newest / MODEL):

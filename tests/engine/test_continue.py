@@ -1,16 +1,19 @@
 """Which command continues which run: in-process runs of three updates an epoch."""
 
+import itertools
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 import train
-from lipsformer.engine import steps
+from lipsformer.engine import claim, steps
 from lipsformer.engine.distributed import EXIT_NONFINITE
-from lipsformer.engine.lock import FolderLock
+from lipsformer.engine.lock import LOCK, FolderLock
+from lipsformer.engine.signals import STOP_SIGNALS
 from tests.data.trees import write_tree
 from tests.runs import DIGITS, outcome, write_config
 
@@ -131,6 +134,40 @@ def test_a_moved_checkpoint_begins_a_run_that_the_same_command_continues(
     assert "already holds a run" in text
 
 
+def test_a_start_that_was_killed_while_it_copied_is_repeated(
+    run, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, new = outcome(finished), tmp_path / "new"
+    rewind(finished, 4)  # the best checkpoint, which is copied first, is that of step 3
+    command = [f"run.resume={finished / 'checkpoints' / 'update-000000004'}"]
+    command += [f"run.output_dir={new}"]
+    for where, name, count in (
+        (shutil, "copytree", 2),
+        (claim, "write_atomically", 2),
+        (claim.Claim, "complete", 1),
+    ):
+        function, calls = getattr(where, name), itertools.count(1)
+
+        def die(*arguments, function=function, calls=calls, count=count):
+            if next(calls) == count:
+                raise KeyboardInterrupt
+            return function(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, die)
+            with pytest.raises(KeyboardInterrupt):
+                run(*command)
+        assert not (new / "checkpoints").exists()
+        (new / LOCK).unlink()  # its owner is this process, which a real start would find dead
+    code, text = run(*command)
+    assert code == 0, text
+    assert "from update 4" in text
+    found = outcome(new)
+    assert found["tensors"] == expected["tensors"]
+    assert found["history"] == expected["history"]
+    assert (new / "checkpoints" / "update-000000003").exists()
+
+
 @pytest.mark.parametrize("resume", ["auto", "none"])
 def test_checkpoints_without_their_config_are_refused(run, finished: Path, resume: str) -> None:
     (finished / "config.yaml").unlink()
@@ -159,11 +196,13 @@ def test_another_list_of_skipped_images_is_another_run(run, tmp_path: Path) -> N
 def test_the_second_start_says_who_owns_the_folder(run, finished: Path) -> None:
     rewind(finished, 4)
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     lock = FolderLock(finished)
     lock.acquire()
     code, text = run()
     assert code == 2
     assert f"{finished} is in use by process " in text
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     lock.release()
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
     assert run()[0] == 0

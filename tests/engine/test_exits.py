@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 import train
 from data.rng import permutation
@@ -60,9 +62,14 @@ def test_a_restart_by_torchrun_ends_at_once_after_a_mistake(
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / name))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         (tmp_path / name).parent.mkdir(parents=True)
-        assert train.main([*arguments, mistake]) == 2
-        printed = capsys.readouterr().err
+        told = []
+        for rank in ("1", "0"):  # torchrun ends the slower one, which may be any
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            assert train.main([*arguments, mistake]) == 2
+            told.append(capsys.readouterr().err)
+        printed, repeated = told
         assert printed.count("\n") == 1
+        assert not repeated
         assert ("optim.lr=-1" in printed) == (attempt == 0)
         assert ("not started again" in printed) == (attempt > 0)
     assert not (tmp_path / "out").exists()
@@ -76,4 +83,24 @@ def test_an_engine_that_would_train_otherwise_is_refused(
     config = write_config(tmp_path, DIGITS, tmp_path / "out")
     assert train.main(["--config", str(config)]) == 2
     assert f"ACCELERATE_USE_{engine}=true is set, but only DDP and" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_process_that_was_to_be_two_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """In the environment of `accelerate launch --cpu --num_processes N`, by its own function."""
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    for count, code in (("2", 2), ("1", 0)):
+        command = ["--cpu", "--num_processes", count, "--num_machines", "1"]
+        command += ["--mixed_precision", "no", "--dynamo_backend", "no", "train.py"]
+        options = launch_command_parser().parse_args(command)
+        options.num_cpu_threads_per_process = 1
+        _, environment = prepare_simple_launcher_cmd_env(options)
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            assert train.main(["--config", str(config), "--dry-run"]) == code
+        errors = capsys.readouterr().err
+        assert ("error: `accelerate launch --num_processes N` started one" in errors) == (code == 2)
     assert not (tmp_path / "out").exists()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.checkpoint import CheckpointError
 from lipsformer.engine.lock import LOCK, FolderLock
+from lipsformer.engine.run_folder import CheckpointError
 
 FORK = multiprocessing.get_context("fork")
 

@@ -12,15 +12,9 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from lipsformer.engine import steps, writer
-from lipsformer.engine.checkpoint import (
-    EMA,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    CheckpointError,
-    CheckpointFolder,
-)
+from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.metrics import NonFiniteError
+from lipsformer.engine.run_folder import EMA, MODEL, OPTIMIZER, STATE, CheckpointError
 from lipsformer.engine.steps import Stopwatch, train_step
 from lipsformer.engine.writer import CheckpointWriter
 from tests.engine.test_steps import make_model, make_samples, make_state, transform

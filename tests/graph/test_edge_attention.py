@@ -18,9 +18,9 @@ from lipsformer.graph import (
     gat_conv,
     transformer_conv,
 )
-from lipsformer.graph.edge_attention import cpu
-from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
+from lipsformer.graph.edge_attention import operator
+from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, why_messages
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
 from lipsformer.layers.lipschitz_norm import segment_max
 from tests.conftest import ROOT
 from tests.graph.edges import (
@@ -43,7 +43,7 @@ CONVS = [LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv]
 @pytest.mark.parametrize("size", [1.0, 40.0])  # small and large scores
 @pytest.mark.parametrize(("slope", "dropout"), [(1.0, 0.0), (0.2, 0.0), (0.2, 0.37)])
 def test_value_and_gradient_equal_a_loop(monkeypatch, edges_per_pass, size, slope, dropout):
-    monkeypatch.setattr(cpu, "_EDGES_PER_PASS", edges_per_pass)
+    monkeypatch.setattr(operator, "_EDGES_PER_PASS", edges_per_pass)
     edge_index, inputs = random_edges(), random_inputs(size)
     keep = torch.rand(HEADS, EDGES) >= dropout if dropout else None
     out = edge_attention(
@@ -91,6 +91,22 @@ def test_second_derivative_equals_that_of_a_loop():
         grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
         penalty = sum((g * w).sum() for g, w in zip(grads, weights, strict=True))
         results.append(torch.autograd.grad(penalty, inputs))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("frozen", range(3))
+def test_second_derivative_with_a_frozen_input(frozen):
+    """A layer whose queries, keys or values have no derivative."""
+    edge_index, inputs = random_edges(), random_inputs()
+    inputs[frozen].requires_grad_(False)
+    needed = [x for x in inputs if x.requires_grad]
+    results = []
+    for out in (
+        edge_attention(SortedEdges(edge_index, SOURCES, TARGETS).csr, *inputs),
+        looped_attention(edge_index, *inputs, 1.0),
+    ):
+        grads = torch.autograd.grad(out.square().sum(), needed, create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), needed))
     torch.testing.assert_close(*results)
 
 

@@ -1,14 +1,8 @@
 import pytest
 import torch
 
-from lipsformer.kernels.pointwise import (
-    add_gelu,
-    add_gelu_backward,
-    center,
-    center_backward,
-    gelu_backward_,
-    sum_rows,
-)
+from lipsformer.kernels.linear import gelu_backward_, sum_rows
+from lipsformer.kernels.pointwise import add_gelu, add_gelu_backward, center, center_backward
 
 SHAPE = (5, 67, 3, 37)  # enough for two threads and several parts, with a rest of 5 channels
 KEPT = torch.tensor([0, 2, 3])

@@ -28,6 +28,8 @@ def kept_bytes(name: str) -> int:
 
 
 @pytest.mark.skipif(not dispatch.ENABLED, reason="the plain formulas keep more")
-@pytest.mark.parametrize("name", ["lipsformer_tiny", "lipsformer_swin_tiny"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("lipsformer_tiny", marks=pytest.mark.slow), "lipsformer_swin_tiny"]
+)
 def test_training_keeps_less_than_timms_swin(name):
     assert kept_bytes(name) < 0.95 * kept_bytes("swin_tiny_patch4_window7_224")

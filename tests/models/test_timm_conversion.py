@@ -61,6 +61,7 @@ def test_swin_attention_keeps_bias_and_shift_mask():
         embed_dim=14,
         depths=(2,),
         num_heads=(2,),
+        head_dim=5,  # not embed_dim / num_heads
     )
     block = randomised(lipsformer.convert(model)).layers[0].blocks[1]
     attn, mask = block.attn, block.attn_mask
@@ -78,15 +79,15 @@ def test_swin_attention_keeps_bias_and_shift_mask():
 
 
 @pytest.mark.parametrize(
-    ("name", "num_blocks"),
+    ("name", "width", "num_blocks"),
     [
-        ("vit_tiny_patch16_224", 12),
-        ("deit_small_distilled_patch16_224", 12),
-        ("swin_tiny_patch4_window7_224", 12),
+        ("vit_tiny_patch16_224", 96, 12),
+        ("deit_small_distilled_patch16_224", 96, 12),
+        ("swin_tiny_patch4_window7_224", 24, 12),
     ],
 )
-def test_every_component_is_replaced(name, num_blocks):
-    model = timm.create_model(name)
+def test_every_component_is_replaced(name, width, num_blocks):
+    model = timm.create_model(name, embed_dim=width)
     names = set(model.state_dict())
     shapes = [model.get_parameter(key).shape for key, _ in model.named_parameters()]
     converted = lipsformer.convert(model)

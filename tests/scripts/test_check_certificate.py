@@ -216,7 +216,7 @@ def test_the_factor_of_the_own_pixels_is_that_of_pillows_resize():
 
 def test_the_checker_is_short_and_needs_numpy_alone():
     source = Path(check_certificate.__file__).read_text()
-    assert len(source.splitlines()) <= 420
+    assert len(source.splitlines()) <= 400
     imported = {
         name.split(".")[0]
         for node in ast.walk(ast.parse(source))
@@ -243,6 +243,10 @@ def another_claim(claims):
     claims["infinity_norm_radius"] = 1.0
 
 
+def another_claim_of_a_layer(claims):
+    claims["layers"][0]["local_log10"] = -9.0
+
+
 def another_claim_of_a_set(claims):
     images(claims)["infinity_norm"] = 1.0
 
@@ -265,6 +269,9 @@ ADDED = [
     *(a_layer_twice, another_sentence, another_claim, another_claim_of_a_set, another_share),
     changed_premises(lambda given: given["logits"][0].__setitem__(0, math.inf)),
     changed_premises(lambda given: given.update(outputs=[0] * 10)),
+    changed_premises(lambda given: given.update(outputs=list(range(5)) + list(range(-10, -5)))),
+    changed_premises(lambda given: given.update(infinity_norm=1.0)),
+    another_claim_of_a_layer,
 ]
 
 
@@ -283,6 +290,16 @@ def test_a_key_that_appears_twice_is_refused(folder, tmp_path):
         text.replace('"logit_rounding"', '"logit_rounding": 0.0, "logit_rounding"', 1)
     )
     assert check_certificate.main([str(forged), str(folder)]) == 1
+
+
+def test_nothing_bounds_the_error_where_float32_overflows(folder):
+    weights = check_certificate.read_safetensors(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    images = check_certificate.Map((12, 12), 100.0, 1e-3)
+    assert check_certificate.Model(weights, config).bound(images).error < math.inf
+    weights["stages.0.blocks.0.mlp.branch.fc1.weight"] *= 1e38
+    weights["stages.0.blocks.0.mlp.branch.fc2.weight"] *= 1e-38
+    assert check_certificate.Model(weights, config).bound(images).error == math.inf
 
 
 def test_windows_that_are_not_square_are_refused(claims):

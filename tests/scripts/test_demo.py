@@ -356,6 +356,7 @@ def is_taken(server: Server) -> bool:
         return error.code != 503
 
 
+@pytest.mark.slow
 def test_server_keeps_no_upload_and_reads_no_other_file(answers, tmp_path):
     with serving(tmp_path) as server:
         content = encoded(photo())

@@ -44,7 +44,7 @@ def test_weights_of_a_checkpoint_are_the_ones_measured(tmp_path):
         model.head.fc.weight.mul_(100.0)
     save_config_for_hf(model, str(tmp_path / "config.json"))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    domain = image_domain((32, 32), (0.5,), (0.5,))
+    domain = image_domain((32, 32), (0.5,) * 3, (0.5,) * 3)
     loaded = load_model(str(tmp_path))
     assert lipschitz_bound(loaded, domain).log10 == lipschitz_bound(model, domain).log10
 

@@ -31,6 +31,7 @@ from lipsformer.analysis.bounds.core import (
 )
 from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_rounding, linear_sigma
 from lipsformer.analysis.bounds.rounding import (
+    MAX_NORM32,
     OUTWARD,
     UNIT,
     eigenvalue_bound,
@@ -101,18 +102,27 @@ def check_attention(module: Any, num_heads: int, *cores: nn.Module) -> None:
         unchanged(projection, Linear, nn.Linear)
     unchanged(module.proj_drop, *PASSIVE)
     for core in cores:
-        unchanged(core, ScaledCosineAttention, LipschitzNormAttention)
-        if core.num_heads != num_heads:
-            raise UnknownModuleError(
-                f"no Lipschitz bound is known for {core.num_heads} heads in the attention of "
-                f"{num_heads} heads"
-            )
-        learned = getattr(core, "log_logit_scale", None)
-        if learned is not None and learned.shape != (num_heads, 1, 1):
-            raise UnknownModuleError(
-                f"no Lipschitz bound is known for a logit scale of shape {tuple(learned.shape)}: "
-                f"use [{num_heads}, 1, 1], one number per head"
-            )
+        check_core(core, num_heads)
+
+
+def check_core(core: Any, num_heads: int) -> None:
+    """Raise `UnknownModuleError` unless attention on `num_heads` heads is what the proofs cover."""
+    unchanged(core, ScaledCosineAttention, LipschitzNormAttention)
+    if core.num_heads != num_heads:
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for {core.num_heads} heads in the attention of "
+            f"{num_heads} heads"
+        )
+    if isinstance(core, LipschitzNormAttention):
+        return
+    fixed, learned, eps = core.init_logit_scale, core.log_logit_scale, core.eps
+    if not (isinstance(fixed, (int, float)) and isinstance(eps, (int, float)) and eps > 0):
+        raise UnknownModuleError(f"no Lipschitz bound is known for tau={fixed} with eps={eps}")
+    if learned is not None and learned.shape != (num_heads, 1, 1):
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for a logit scale of shape {tuple(learned.shape)}: "
+            f"use [{num_heads}, 1, 1], one number per head"
+        )
 
 
 def max_abs_score(attention: Any) -> Tensor:
@@ -125,12 +135,15 @@ def max_abs_score(attention: Any) -> Tensor:
         tau = learned.detach().double().clamp(max=math.log(MAX_LOGIT_SCALE)).exp() * OUTWARD
     else:
         tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
-    return torch.as_tensor(tau).double().abs().cpu().flatten().expand(attention.num_heads)
+    size = torch.as_tensor(tau, dtype=torch.float64).abs()
+    return size.cpu().flatten().expand(attention.num_heads)
 
 
 def projection_rounding(qkv: nn.Linear, domain: Domain) -> float:
     """Bound the error that float32 adds to the projections of a token, as a root mean square."""
     sigma = linear_sigma(qkv.weight)
+    if sigma * domain.norm + math.sqrt(domain.tokens) * bias_norm(qkv.bias) > MAX_NORM32:
+        return math.inf  # float32 might overflow
     return linear_rounding(qkv.weight, qkv.bias, None, domain.rms, sigma)
 
 
@@ -253,7 +266,7 @@ def attention_bound(
     else:
         nu = attention.value_scale.abs().item()
         spread, value_factor = torch.full_like(tau, nu), nu * steep * mass.sqrt()
-        attended_radius = torch.tensor(nu**2 * attention.num_heads)
+        attended_radius = torch.tensor(nu**2 * attention.num_heads, dtype=torch.float64)
         paper = scaled_cosine_theorem(num_tokens, nu, tau, attention.eps, norms)
         if local_norm is not None:
             paper = paper + local_norm * norms[2]
@@ -337,7 +350,7 @@ def _lipschitz_norm_bound(
     al. for quadratic scores.
     """
     stacked = torch.cat(heads[:3], dim=1)
-    mass = torch.full((len(stacked),), float(num_tokens)).double() if mass is None else mass
+    mass = stacked.new_full((len(stacked),), num_tokens).cpu() if mass is None else mass
     local = torch.zeros_like(mass) if local_norm is None else local_norm
     squared = 4.5 + (1.0 + mass.sqrt() + local).square()
     gram = torch.einsum("h,hdi,hdj->ij", squared.to(stacked.device), stacked, stacked)

@@ -28,7 +28,7 @@ class Domain:
             needs it, because its constant grows with the values. So does every rounding error.
         norm: Largest 2-norm of the map; inf if it is not known.
         error: Largest distance between the map that the float32 program computes and the exact map,
-            as a 2-norm over the map; inf if it is not known.
+            as a 2-norm over the map; inf if it is not known, or if float32 might overflow.
         channels: Number of channels of a token; None if it is not known.
         channels_first: Whether the channels come before the map, as in images; None if it is not
             known.
@@ -47,8 +47,12 @@ class Domain:
     channels_first: bool | None = None
 
     def __post_init__(self) -> None:
+        if any(side < 1 for side in self.size):
+            raise ValueError(f"a map of size {self.size} has no tokens: use sides of at least 1")
         if math.isnan(self.radius):  # 0 * inf, or weights that are not finite
             object.__setattr__(self, "radius", math.inf)
+        if not self.norm <= MAX_NORM32:  # float32 might overflow
+            object.__setattr__(self, "error", math.inf)
 
     @property
     def tokens(self) -> int:
@@ -62,12 +66,7 @@ class Domain:
 
     @property
     def rms(self) -> float:
-        """Largest root mean square of the 2-norms of the tokens of a map, exact or computed.
-
-        It is inf where float32 might overflow.
-        """
-        if self.norm > MAX_NORM32:
-            return math.inf
+        """Largest root mean square of the 2-norms of the tokens of a map, exact or computed."""
         return outward((self.norm + self.error) / math.sqrt(self.tokens))
 
 
@@ -205,7 +204,7 @@ def max_abs(scale: Tensor | None) -> float:
 
 
 def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> Domain:
-    """Return the domain of normalized images whose pixel values lie in [0, 1].
+    """Return the domain of normalized images [B, channels, H, W] with pixels in [0, 1].
 
     The error is that of the normalization (255 x - 255 mean) / (255 std) in float32.
 
@@ -222,6 +221,8 @@ def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[flo
         radius=radius,
         norm=outward(math.sqrt(tokens) * radius),
         error=carried_error(0.0, 0.0, rounding, tokens),
+        channels=len(mean),
+        channels_first=True,
     )
 
 

@@ -221,7 +221,7 @@ def entered(
 
 
 def _anywhere(domain: Domain) -> Domain:
-    return replace(domain, channels=None, channels_first=None)
+    return replace(domain, channels_first=None)
 
 
 def chain(

@@ -19,6 +19,7 @@ from lipsformer.analysis.bounds.attention import (
     AttentionBound,
     HeadWeights,
     attention_bound,
+    check_core,
     max_abs_score,
     paths_gram,
 )
@@ -37,7 +38,7 @@ from lipsformer.analysis.bounds.core import (
     unchanged,
 )
 from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma
-from lipsformer.analysis.bounds.lipsformer import same_shape
+from lipsformer.analysis.bounds.lipsformer import keeps_input, same_shape
 from lipsformer.analysis.bounds.rounding import log10_one_plus, sigma_bound
 from lipsformer.graph.cosine_conv import ScaledCosineConv
 from lipsformer.graph.diagnostics import (
@@ -47,15 +48,14 @@ from lipsformer.graph.diagnostics import (
     normalized_adjacency,
 )
 from lipsformer.graph.dropout import Dropout
-from lipsformer.graph.edge_attention.csr import SortedEdges
-from lipsformer.graph.edge_attention.operator import changed_messages
+from lipsformer.graph.edge_attention.csr import SortedEdges, changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models import ConvLayer, GraphNet
 from lipsformer.graph.models.lips import AttentionBranch, LipsLayer
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.norm import NodeNorm
 from lipsformer.graph.transformer_conv import LipschitzTransformerConv
-from lipsformer.layers import ScaledCosineAttention
+from lipsformer.layers import LipschitzNormAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +140,13 @@ def _check_sum(module: nn.Module, channels: int, shortcut: Tensor) -> None:
         raise _refuse(module, f"its shortcut has {len(shortcut)} channels instead of {channels}")
 
 
+def _check_heads(module: Any, weight: Tensor, *vectors: Tensor) -> None:
+    """Raise `UnknownModuleError` unless weight and score vectors have the shape of the heads."""
+    shape = (module.heads, module.out_channels)
+    if weight.shape[:2] != shape or any(vector.shape != (1, *shape) for vector in vectors):
+        raise _refuse(module, f"its weights are not those of heads x channels {shape}")
+
+
 def _bias(linear: Any) -> Tensor:
     bias = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
     return bias.detach().double()
@@ -193,6 +200,7 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if module.lin is None or module.released_code:
         raise _refuse(module, "use one kind of nodes, and released_code=False")
     weight = _weight(module.lin, without_bias=True).unflatten(0, (module.heads, -1))
+    _check_heads(module, weight, module.att_src, module.att_dst)
     norms = sigma_bound(weight)
     reach = _product(norms, torch.tensor(domain.radius).to(norms))
     if module.score_norm is None:
@@ -229,6 +237,7 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         raise _refuse(module, "use no edge features, no beta, and released_code=False")
     linears = (module.lin_query, module.lin_key, module.lin_value)
     query, key, value = (_weight(linear).unflatten(0, (module.heads, -1)) for linear in linears)
+    _check_heads(module, query)
     kappa = 1.0 / math.sqrt(query.shape[1])
     norms = [sigma_bound(weight) for weight in (query, key, value)]
     reach = [_product(norm, torch.tensor(domain.radius).to(norm)) for norm in norms]
@@ -276,9 +285,9 @@ def _cosine(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     csr = _edges(module, domain).csr_with_self_loops
     _check_messages(module, ScaledCosineConv)
     core = module.attention
-    unchanged(core, ScaledCosineAttention)
-    if core.log_logit_scale is not None or core.num_heads != module.heads:
-        raise _refuse(module, "use a fixed logit scale for all heads")
+    check_core(core, module.heads)
+    if isinstance(core, LipschitzNormAttention) or core.log_logit_scale is not None:
+        raise _refuse(module, "use scaled cosines with a fixed logit scale for all heads")
     projections = 1 if module.share_projection else 3
     shape = (projections, module.heads, -1)
     weight = _weight(module.lin).unflatten(0, shape).expand(3, -1, -1, -1)
@@ -313,6 +322,7 @@ def _residual_layer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     layers = [("dropout", module.dropout), ("conv", module.conv)]
     bound = chain(layers, domain, moves_channels=False)
     if module.residual:
+        keeps_input(module.dropout, module.conv)
         same_shape(domain, bound.output)
         bound = replace(
             bound,

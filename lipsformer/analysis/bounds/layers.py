@@ -186,7 +186,7 @@ def gelu_bound(domain: Domain, largest: float = 1.0) -> Bound:
     Radius and norm follow from |GELU(x)| <= |x|.
     """
     radius, rounding = largest * domain.radius, GELU_ERROR * largest * domain.rms
-    bound = simple_bound(GELU_BOUND * largest, domain, radius=radius, rounding=rounding)
+    bound = simple_bound(GELU_BOUND * largest, domain, radius=radius, shift=0.0, rounding=rounding)
     return replace(bound, output=replace(bound.output, norm=outward(largest * domain.norm)))
 
 
@@ -203,8 +203,9 @@ def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
 
 @bound_rule(CenterNorm)
 def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    if module.dim != len(module.weight):
-        raise UnknownModuleError(f"CenterNorm has dim={module.dim} and {len(module.weight)} gains")
+    if module.weight.shape != (module.dim,):
+        shape = tuple(module.weight.shape)
+        raise UnknownModuleError(f"CenterNorm has dim={module.dim} and gains of shape {shape}")
     domain = entered(module, domain, module.dim)
     gain, dim = product(module.weight, scale), module.dim
     sigma, bias = center_norm_sigma(gain), bias_norm(module.bias, scale)

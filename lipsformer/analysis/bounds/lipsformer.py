@@ -148,12 +148,15 @@ def residual_bound(
     if alpha is not None:
         domain = entered(branch[-1][1], domain, len(alpha))
     keeps_input(*(module for _, module in branch))
-    weighted = chain(branch, domain, alpha, moves_channels=False)
     plain = chain(branch, domain, moves_channels=False)
+    if domain.channels is None:  # only inputs with the channels of the branch are added to it
+        domain = replace(domain, channels=plain.output.channels)
     same_shape(domain, plain.output)
+    weighted = chain(branch, domain, alpha, moves_channels=False)
     largest_weight = max_abs(alpha)
-    # The radius of a branch may be infinite, and 0 * inf is nan.
-    nothing = Domain(size=(), radius=0.0, norm=0.0, error=0.0)
+    # The radius of a branch may be infinite, and 0 * inf is nan: in the program, too.
+    rounded = 0.0 if plain.output.error < math.inf else math.inf
+    nothing = Domain(size=(), radius=0.0, norm=0.0, error=rounded)
     added = weighted.output if largest_weight > 0.0 else nothing
     paper_log10 = log10_product((plain.paper_log10, log10_of(largest_weight)))
     # The product with alpha and the sum round.
@@ -218,6 +221,8 @@ def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) ->
     domain = entered(module, domain, module.qkv.weight.shape[1])
     h, w = module.window(*domain.size)
     bias = module.position_bias(h, w)[0]
+    if len(bias) != module.num_heads:
+        raise UnknownModuleError(f"the table of biases has {len(bias)} heads")
     attended = attention_bound(
         module.attention,
         split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads),

@@ -95,7 +95,9 @@ def log10_one_plus(log10: float) -> float:
 
 def power_of_ten(log10: float) -> float:
     """Return 10^log10, rounded up; inf if it exceeds the range of a float."""
-    return outward(10.0**log10) if log10 < 308.0 else math.inf
+    if log10 == -math.inf:
+        return 0.0
+    return outward(10.0**log10) + 5e-324 if log10 < 308.0 else math.inf  # the smallest float
 
 
 def norm_bound(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 import inspect
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations, parametrize
 
@@ -19,6 +19,9 @@ _SETUP = (
     *("reset_", "init", "_init", "extra_repr", "set_", "make_", "no_weight_decay", "group_matcher"),
     *("load", "_load", "get_classifier", "prune_", "forward_intermediates"),
 )
+
+# Tensors that would repeat the map along other axes if they had any.
+_PER_CHANNEL = ("bias", "gamma", "residual_scale")
 
 # Parametrizations that are functions of their tensor in evaluation mode.
 _PARAMETRIZATIONS = (
@@ -70,10 +73,25 @@ def tampering(module: nn.Module, methods: frozenset[str]) -> str | None:
         return "a forward hook or forward pre-hook may change its inputs or outputs"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "a global forward hook may change its inputs or outputs"
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    if weight is not None and bias is not None and bias.shape != weight.shape[:1]:
+    return _untrusted_parametrization(module) or _unusual_tensor(module)
+
+
+def _unusual_tensor(module: nn.Module) -> str | None:
+    """Return which tensor enters a call otherwise than the rules take it, or None."""
+    for name, tensor in (
+        *module.named_parameters(recurse=False),
+        *module.named_buffers(recurse=False),
+    ):
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_complex() or tensor.is_meta:
+            return f"its {name!r} is no ordinary tensor of real numbers"
+    for name in _PER_CHANNEL:
+        tensor = getattr(module, name, None)
+        if isinstance(tensor, Tensor) and tensor.ndim != 1:
+            return f"its {name!r} of shape {tuple(tensor.shape)} is not one number per channel"
+    bias = getattr(module, "bias", None)
+    if isinstance(bias, Tensor) and len(bias) != len(getattr(module, "weight", bias)):
         return f"its bias of shape {tuple(bias.shape)} is not one number per channel"
-    return _untrusted_parametrization(module)
+    return None
 
 
 def _untrusted_parametrization(module: nn.Module) -> str | None:

@@ -48,6 +48,7 @@ from lipsformer.analysis.bounds.lipsformer import (
     keeps_input,
     patch_merging_bound,
     residual_bound,
+    same_shape,
 )
 from lipsformer.analysis.bounds.rounding import (
     gamma,
@@ -135,6 +136,9 @@ def _shifted_window_layout(_: Any, block: Any, __: int, x: Tensor) -> Layout:
 @bound_rule(Block)
 @bound_rule(SwinTransformerBlock, layout=_shifted_window_layout)
 def _pre_norm_block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    for name in ("window_size", "window_area"):  # of Swin
+        if getattr(module, name, None) != getattr(module.attn, name, None):
+            raise UnknownModuleError(f"the {name} of the block is not that of its attention")
     # `convert` puts the weights of the branches into `ls1` and `ls2` of ViT and into `drop_path1`
     # and `drop_path2` of Swin, which has no `ls1`.
     attn = [("norm1", module.norm1), ("attn", module.attn)]
@@ -184,6 +188,7 @@ def _distilled_vit(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         name: lipschitz_bound(getattr(module, name), pooled, scale)
         for name in ("head", "head_dist")
     }
+    same_shape(heads["head"].output, heads["head_dist"].output)
     value = math.hypot(*(head.value for head in heads.values())) / 2.0
     radius = sum(head.output.radius for head in heads.values()) / 2.0
     # Each head carries the whole error of the tokens, which is more than its share.
@@ -218,7 +223,7 @@ def _tokens(module: Any, patches: Domain, prefix: list[Tensor]) -> Bound:
 
     All of them are constants, so the step is an isometry followed by a shift.
     """
-    tokens = [row for token in prefix for row in token.detach()[0]]
+    tokens = [row for token in prefix for row in token.detach().flatten(0, 1)]
     if len(tokens) != module.num_prefix_tokens:
         raise UnknownModuleError(
             f"no Lipschitz bound is known for {len(tokens)} class and register tokens with "
@@ -232,10 +237,11 @@ def _tokens(module: Any, patches: Domain, prefix: list[Tensor]) -> Bound:
         position = resample_abs_pos_embed(
             position.detach(), list(patches.size), grid, num_prefix_tokens=prefix_tokens
         )
-    if position is not None and position.shape[1] != num_embedded:
+    if position is not None and position.shape != (1, num_embedded, patches.channels):
         raise UnknownModuleError(
-            f"no Lipschitz bound is known for {num_embedded} embedded tokens with "
-            f"{position.shape[1]} position embeddings: use the image size of the model"
+            f"no Lipschitz bound is known for {num_embedded} embedded tokens of {patches.channels} "
+            f"channels with position embeddings of shape {tuple(position.shape)}: use the image "
+            "size of the model"
         )
     lengths = [norm_bound(token).item() for token in tokens]
     radius, shift = max([patches.radius, *lengths]), max([0.0, *lengths])
