@@ -20,13 +20,17 @@ class OperatorCounter(TorchDispatchMode):
     through fvcore, which sees neither bytes nor backward passes.
 
     Attributes:
-        flops: Number of floating-point operations.
+        operators: Number of operators. Views and allocations do not count.
+        products: Number of floating-point operations of products, convolutions and attention.
+        flops: Number of all floating-point operations.
         bytes: Number of bytes read and written.
     """
 
     def __init__(self) -> None:
-        """Start both counts at zero."""
+        """Start all counts at zero."""
         super().__init__()
+        self.operators = 0
+        self.products = 0
         self.flops = 0
         self.bytes = 0
 
@@ -36,14 +40,19 @@ class OperatorCounter(TorchDispatchMode):
         """Run the operator and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not _is_view(func) and "empty" not in func.__name__:
+        if func.namespace == "aten" and not _is_view(func) and "empty" not in func.__name__:
             written = _tensors(result)
+            self.operators += 1
             self.bytes += _size([*_tensors((args, kwargs)), *written])
-            self.flops += _flops(func, args, kwargs, result, written)
+            products = product_flops(func, args, kwargs, result)
+            self.products += products or 0
+            self.flops += sum(t.numel() for t in written) if products is None else products
         return result
 
 
 def _is_view(func: Any) -> bool:
+    if func._overloadpacket is torch.ops.aten._unsafe_view:  # its schema does not say so
+        return True
     aliases = [returned.alias_info for returned in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
@@ -57,7 +66,8 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, written: list) -> int:
+def product_flops(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int | None:
+    """Return the operations of a product, a convolution or attention; None for other operators."""
     packet = func._overloadpacket
     if packet is torch.ops.aten.convolution_backward:
         # torch's own formula does not divide the channels by the groups.
@@ -65,4 +75,4 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, written: 
         return 2 * grad.numel() * weight[0].numel() * (of_input + of_weight)
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
-    return sum(t.numel() for t in written)
+    return None

@@ -361,29 +361,34 @@ def test_triton_kernels_equal_a_loop_in_the_interpreter():
     assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_triton_kernels_compile_for_a_gpu_that_is_not_there(monkeypatch, tmp_path):
-    triton = pytest.importorskip("triton", reason="the kernels are Triton's")
+OTHERS = [pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("architecture", [90, *OTHERS])
+def test_triton_kernels_compile_for_a_gpu_that_is_not_there(architecture, monkeypatch, tmp_path):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels = importlib.import_module("lipsformer.graph.edge_attention.triton")
-    hopper = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    sizes = {"H": 3, "D": 2, "C": 5, "BLOCK_E": 16, "BLOCK_D": 2, "BLOCK_C": 8, "BLOCK_H": 4}
-    constants = {**sizes, "SLOPE": 0.2, "KEEP_SCALE": 1.6, "HAS_KEEP": True}
-    constants["ACC"] = triton.language.float32
-    integers = {"ptr": "*i32", "col": "*i32", "ptr_t": "*i32", "row_t": "*i32", "perm": "*i32"}
-    types = {**integers, "keep": "*i1", "num_edges": "i32", "value": "*bf16", "grad_value": "*bf16"}
-    for name in (
-        "_forward",
-        "_backward_by_target",
-        "_backward_by_source",
-        "_max_forward",
-        "_max_share",
-        "_max_backward",
-    ):
-        kernel = getattr(kernels, name)
-        own = {key: value for key, value in constants.items() if key in kernel.arg_names}
-        signature = {
-            key: "constexpr" if key in own else types.get(key, "*fp32") for key in kernel.arg_names
-        }
-        source = triton.compiler.ASTSource(kernel, signature, own)
-        compiled = triton.compile(source, target=hopper, options=kernels.LAUNCH)
-        assert ".target sm_90" in compiled.asm["ptx"] and compiled.asm["cubin"]
+    workbench = importlib.import_module("benchmarks.gpu_paper.triton_kernels")
+    # how many rows of 8 floats each kernel must load 128 bits at a time
+    rows = {"_forward": 3, "_backward_by_target": 4, "_backward_by_source": 4}
+    rows |= {"_max_forward": 1, "_max_share": 3, "_max_backward": 3}
+    assert set(workbench.KERNELS) == set(rows)
+    for name, wide in rows.items():
+        found = workbench.resources(name, architecture)
+        assert found["spilled_bytes"] == 0, name
+        assert found["loads_by_bits"].get(128, 0) >= wide, name
+    unaligned = workbench.resources("_forward", architecture, aligned=False)
+    assert max(unaligned["loads_by_bits"]) == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_triton_kernels_compile_for_odd_sizes_in_half_precision(
+    architecture, monkeypatch, tmp_path
+):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    workbench = importlib.import_module("benchmarks.gpu_paper.triton_kernels")
+    for name in workbench.KERNELS:
+        found = workbench.resources(name, architecture, heads=3, channels=5, dtype="bf16")
+        assert found["spilled_bytes"] == 0, name

@@ -214,7 +214,8 @@ def _max_forward(
         source = tl.load(col + edge, mask=edge < stop, other=0).to(tl.int64)
         mask = (edge < stop)[:, None] & (h < H)[None, :]
         x = tl.load(values + source[:, None] * H + h[None, :], mask=mask, other=0.0)
-        best = tl.maximum(best, tl.max(x, 0))
+        # tl.max widens half precision, and the type of a variable must not change in a loop
+        best = tl.maximum(best, tl.max(x, 0)).to(values.dtype.element_ty)
     tl.store(largest + target * H + h, best, mask=h < H)
 
 

@@ -1,0 +1,156 @@
+"""Predict operators, kernels, traffic, memory and the least time of a training step on a GPU.
+
+    python -m benchmarks.gpu_paper lipsformer_swin_tiny swin_tiny_patch4_window7_224
+    python -m benchmarks.gpu_paper lipsformer_tiny --extend 2
+    python -m benchmarks.gpu_paper --triton
+    python -m benchmarks.gpu_paper --table
+
+No GPU is needed and nothing is measured: see docs/gpu.md. Each model writes one file. A model of
+the size of Swin-Tiny takes some minutes of one core.
+"""
+
+import datetime
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import triton
+from torch import nn
+
+from benchmarks.gpu_paper.devices import DEVICES, step_seconds
+from benchmarks.gpu_paper.inductor import Kernel, schedule
+from benchmarks.gpu_paper.table import page
+from benchmarks.gpu_paper.trace import build, cuda_step, eager, graphs
+from benchmarks.gpu_paper.triton_kernels import all_resources
+from lipsformer._commands import documented_parser
+
+RESULTS = Path(__file__).parents[1] / "results" / "gpu_paper"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = documented_parser(__doc__, prog="python -m benchmarks.gpu_paper")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="names of timm models")
+    parser.add_argument("--batch-size", type=int, default=128, help="images per step")
+    parser.add_argument("--triton", action="store_true", help="compile the Triton kernels")
+    parser.add_argument(
+        "--extend", type=int, metavar="STAGE", help="extend the figures of a deep stage"
+    )
+    parser.add_argument("--eager", action="store_true", help="leave out the compiled step")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--table", action="store_true", help="print the tables of all results")
+    options = parser.parse_args(argv)
+    unknown = [name for name in options.models if not timm.is_model(name)]
+    if unknown:
+        parser.error(f"timm has no model {unknown[0]!r}; timm.list_models() shows all")
+    for name in options.models:
+        record = {**versions(), **predict(name, options.batch_size)}
+        if not options.eager:
+            record["compiled"] = predict_compiled(name, options.batch_size, options.extend)
+        _write(options.results / f"{name}.json", record)
+    if options.triton:
+        record = {**versions(), "kernels": all_resources()}
+        _write(options.results / "triton.json", record)
+    if options.table:
+        print(page([json.loads(path.read_text()) for path in options.results.glob("*.json")]))
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    print(path, flush=True)
+
+
+def predict(name: str, batch: int) -> dict[str, Any]:
+    """Return the setting of a training step and what it costs without compilation."""
+    model: Any = build(name)
+    shape = (batch, *model.default_cfg["input_size"])
+    with cuda_step(model, shape) as traced:
+        return {
+            "model": name,
+            "batch_size": batch,
+            "image_size": shape[-1],
+            "precision": "bf16 autocast",
+            "parameters": traced.parameters,
+            "eager": eager(traced),
+        }
+
+
+def predict_compiled(name: str, batch: int, extend: int | None) -> dict[str, Any]:
+    """Return what a training step costs after compilation.
+
+    Args:
+        name: Name of a timm model.
+        batch: Number of images.
+        extend: A stage of equal blocks. The compiler sees this stage with one and with two blocks,
+            and every figure goes on in a straight line to the depth of the stage.
+    """
+    model: Any = build(name)
+    shape = (batch, *model.default_cfg["input_size"])
+    if extend is None:
+        return {"extended_stage": None, **compile_step(model, shape)}
+    depths = [len(stage.blocks) for stage in model.stages]
+    one, two = (
+        compile_step(build(name, depths=(*depths[:extend], n, *depths[extend + 1 :])), shape)
+        for n in (1, 2)
+    )
+    return {"extended_stage": extend, **extended(one, two, depths[extend] - 1)}
+
+
+def compile_step(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
+    """Return what the compiler makes of a training step of a model on the meta device."""
+    with cuda_step(model, shape) as traced:
+        found, parameters = graphs(traced), traced.parameters
+    saved = sum(tensor.numel() * tensor.itemsize for tensor in found.saved())
+    forward = schedule(found.forward, backward=False)
+    backward = schedule(found.backward, backward=True)
+    kernels = forward.kernels + backward.kernels
+    return {
+        "forward_kernels": len(forward.kernels),
+        "backward_kernels": len(backward.kernels),
+        "kernels_by_name": _sums(kernels, lambda kernel: 1),
+        "bytes": sum(kernel.bytes for kernel in kernels),
+        "bytes_by_name": _sums(kernels, lambda kernel: kernel.bytes),
+        "products": sum(kernel.products for kernel in kernels),
+        "saved_bytes": saved,
+        "peak_bytes": max(forward.peak_bytes, backward.peak_bytes),
+        "least_seconds": {
+            name: step_seconds(kernels, parameters, device) for name, device in DEVICES.items()
+        },
+    }
+
+
+def extended(one: Any, two: Any, times: int) -> Any:
+    """Return one + times * (two - one) for all numbers of two records."""
+    if isinstance(one, dict):
+        return {key: extended(one[key], two[key], times) for key in one}
+    return one + times * (two - one)
+
+
+def _sums(kernels: Sequence[Kernel], figure: Callable[[Kernel], int]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for kernel in kernels:
+        sums[kernel.name] += figure(kernel)
+    return dict(sums.most_common())
+
+
+def versions() -> dict[str, str]:
+    """Return the date, the commit and the packages that a prediction depends on."""
+    command = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "timm": timm.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The GPU workbench against fake CUDA tensors, closed forms, fvcore and real tensors."""
+
+import json
+from unittest.mock import patch
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lipsformer  # noqa: F401  (registers the models)
+from benchmarks.gpu_paper.__main__ import RESULTS
+from benchmarks.gpu_paper.devices import DEVICES, LAUNCH_SECONDS, seconds
+from benchmarks.gpu_paper.inductor import Kernel, schedule
+from benchmarks.gpu_paper.trace import (
+    CudaOperators,
+    build,
+    cuda_attention,
+    cuda_step,
+    eager,
+    graphs,
+)
+from lipsformer.analysis.cost import part_costs, saved_bytes
+from lipsformer.kernels import dispatch
+from lipsformer.layers import CenterNorm
+
+B, C, D = 5, 3 * 7 * 7, 11
+NANO = "lipsformer_swin_nano"
+SMALL = {"depths": (1, 1), "num_heads": (2, 4)}
+SMALL_SWIN = {"img_size": 32, "patch_size": 2, "depths": (2, 1)}
+SMALL_SWIN |= {"num_heads": (2, 4), "window_size": 4, "embed_dim": 32}
+
+
+class Operators(TorchDispatchMode):
+    """Records which operators run, without views, and the types of their results."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.seen.append((str(func), tuple(result.shape), result.dtype))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(NANO, SMALL), ("swin_tiny_patch4_window7_224", SMALL_SWIN)]
+)
+def test_forward_operators_and_their_types_are_those_of_fake_cuda_tensors(name, options):
+    shape = (2, 3, 32, 32)
+    with cuda_step(build(name, **options), shape) as traced, Operators() as ours:
+        traced.step(traced.images, traced.labels)
+    cudnn = lambda *args, **kwargs: torch._C._ConvBackend.Cudnn  # noqa: E731
+    model = build(name, **options).train()
+    with (
+        patch.object(F, "scaled_dot_product_attention", cuda_attention),
+        patch.object(torch._C, "_select_conv_backend", cudnn),
+        # without a device autocast would be off
+        patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
+        patch.object(torch.cuda, "is_bf16_supported", lambda: True),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        model = model.to_empty(device="cuda")
+        images = torch.empty(shape, device="cuda").contiguous(memory_format=torch.channels_last)
+        labels = torch.empty(2, dtype=torch.long, device="cuda")
+        with Operators() as theirs:
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = model(images)
+            F.cross_entropy(logits.float(), labels)
+    assert ours.seen == theirs.seen
+
+
+def test_operators_bytes_and_products_of_a_linear_layer():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(C, D))
+    with cuda_step(model, (B, 3, 7, 7)) as traced:
+        found = eager(traced)
+    flattened = 2 * 4 * B * C  # channels last must be copied
+    casts = 6 * (B * C + C * D + D)
+    loss = 6 * B * D + 8 * B * D + (4 * B * D + 8 * B + 4 + 4)
+    product = 2 * (B * C + C * D + D + B * D)
+    assert found["bytes"]["forward"] == flattened + casts + product + loss
+    assert found["operators"]["forward"] == 1 + 3 + 1 + 3
+    assert found["products"] == {
+        "forward": 2 * B * C * D,
+        "backward": 2 * B * C * D,
+        "optimizer": 0,
+    }
+    assert found["saved_bytes"] == 2 * B * C + 4 * B * D + 8 * B + 4
+
+
+def test_bytes_of_center_norm():
+    sizes = []
+    for norm in (nn.Identity(), CenterNorm(C, device="meta")):
+        model = nn.Sequential(nn.Flatten(), norm, nn.Linear(C, D, device="meta"))
+        with cuda_step(model, (B, 3, 7, 7)) as traced:
+            sizes.append(eager(traced)["bytes"]["forward"])
+    mean, centered = 4 * (B * C + B), 4 * (2 * B * C + B)
+    gain, affine = 4 * 2 * C, 4 * (2 * B * C + 2 * C)
+    assert sizes[1] - sizes[0] == mean + centered + gain + affine
+
+
+def test_products_are_those_of_fvcore():
+    with cuda_step(build(NANO, **SMALL), (B, 3, 32, 32)) as traced:
+        found = eager(traced)
+    model = timm.create_model(NANO, **SMALL)
+    macs = sum(part.macs for part in part_costs(model, torch.randn(1, 3, 32, 32)))
+    assert found["products"]["forward"] == 2 * B * macs
+
+
+def test_saved_activations_are_those_of_real_tensors():
+    def plain_attention(model):
+        for module in model.modules():
+            if hasattr(module, "fused_attn"):  # the fused operators need a GPU
+                module.fused_attn = False
+        return model
+
+    with cuda_step(plain_attention(build(NANO, **SMALL)), (B, 3, 32, 32)) as traced:
+        found = eager(traced)
+    model = plain_attention(timm.create_model(NANO, **SMALL))
+    images = torch.randn(B, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    with patch.object(dispatch, "ENABLED", False), CudaOperators():
+        real = saved_bytes(model, images, lambda: torch.autocast("cpu", torch.bfloat16))
+    loss = 4 * B * 1000 + 8 * B + 4  # the logarithms of the softmax, the labels, their number
+    assert found["saved_bytes"] == real + loss
+
+
+def test_a_step_of_the_nano_model_has_not_grown():
+    known = json.loads((RESULTS / f"{NANO}.json").read_text())
+    with cuda_step(build(NANO), (known["batch_size"], 3, 32, 32)) as traced:
+        found = eager(traced)
+    for part in ("forward", "backward", "optimizer"):
+        for figure in ("operators", "bytes"):
+            assert found[figure][part] <= 1.02 * known["eager"][figure][part], (figure, part)
+    assert found["saved_bytes"] <= 1.02 * known["eager"]["saved_bytes"]
+
+
+def test_least_time_is_the_longest_of_traffic_products_and_launch():
+    h100 = DEVICES["H100"]
+    assert seconds(Kernel("mm", 335 * 10**7, 1), h100) == pytest.approx(1e-3)
+    assert seconds(Kernel("mm", 1, 989 * 10**9), h100) == pytest.approx(1e-3)
+    assert seconds(Kernel("depthwise", 1, 67 * 10**9, grouped=True), h100) == pytest.approx(1e-3)
+    assert seconds(Kernel("fused", 1), h100) == LAUNCH_SECONDS
+
+
+class Tokens(nn.Module):
+    """CenterNorm and a linear layer over the channels of a map, averaged over the map."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = CenterNorm(C), nn.Linear(C, D)
+
+    def forward(self, x):
+        return self.linear(self.norm(x.permute(0, 2, 3, 1))).mean((1, 2))
+
+
+@pytest.mark.slow
+def test_compiled_center_norm_and_linear_layer_move_the_least():
+    rows = 31 * 7 * 5
+    with torch.device("meta"):
+        model = Tokens()
+    with cuda_step(model, (31, C, 7, 5)) as traced:
+        found = graphs(traced)
+    forward = schedule(found.forward, backward=False).kernels
+    norm = 4 * rows * C + 4 * 2 * C + 2 * rows * C
+    assert norm <= forward[0].bytes <= norm + 4 * rows  # it may keep the means
+    product = 2 * (rows * C + C * D + D + rows * D)
+    assert Kernel("aten.addmm.default", product, 2 * rows * C * D) in forward
+    backward = schedule(found.backward, backward=True).kernels
+    gradient = Kernel("aten.mm.default", product - 2 * D, 2 * rows * C * D)
+    assert backward.count(gradient) == 2  # of the input and of the weight
+
+
+@pytest.mark.slow
+def test_kernels_of_the_nano_model_have_not_grown():
+    known = json.loads((RESULTS / f"{NANO}.json").read_text())
+    with cuda_step(build(NANO), (known["batch_size"], 3, 32, 32)) as traced:
+        found = graphs(traced)
+    saved = sum(tensor.numel() * tensor.itemsize for tensor in found.saved())
+    parts = [schedule(found.forward, backward=False), schedule(found.backward, backward=True)]
+    kernels = [kernel for part in parts for kernel in part.kernels]
+    compiled = known["compiled"]
+    assert len(kernels) <= 1.02 * (compiled["forward_kernels"] + compiled["backward_kernels"])
+    assert sum(kernel.bytes for kernel in kernels) <= 1.02 * compiled["bytes"]
+    assert saved <= 1.02 * compiled["saved_bytes"]
+    assert max(part.peak_bytes for part in parts) <= 1.02 * compiled["peak_bytes"]
