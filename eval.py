@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
-from data import DataError, Normalize, build_eval_dataset, build_eval_sets, eval_loader
+from data import DataError, build_eval_dataset, build_eval_sets
 from data.evalsets import STANDARD, EvalSet, corruption_summary
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, read_config, require_writable
@@ -43,9 +42,9 @@ from lipsformer.engine.run_folder import (
     load_model,
     load_weights,
 )
-from lipsformer.engine.steps import evaluate
 from scripts._assemble import data_config
 from scripts._certify import DEFAULT, Certification, parse_distance
+from scripts._evaluate import evaluate_set, table
 
 EXIT_CODES = {
     ConfigError: distributed.EXIT_USER_ERROR,
@@ -84,7 +83,7 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     model.to(accelerator.device)
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
     proof = Certification(accelerator, model, data, weights.file, distances) if distances else None
-    figures = {s.name: _figures(accelerator, model, s, data, batch_size, proof) for s in sets}
+    figures = {s.name: evaluate_set(accelerator, model, s, data, batch_size, proof) for s in sets}
     if proof is not None:
         proof.write(json.loads(timm_config(model, classes)))
     rows = [{"set": name, **result} for name, result in figures.items()]
@@ -134,68 +133,6 @@ def _model(weights: Weights, config: Config | None, classes: Sequence[str]) -> n
     model = build_model(config, classes)
     load_weights(model, weights.file)
     return model
-
-
-def _figures(
-    accelerator: Accelerator,
-    model: nn.Module,
-    eval_set: EvalSet,
-    data: DataConfig,
-    batch_size: int,
-    proof: Certification | None,
-) -> dict[str, Any]:
-    """Return the figures of one data set; with a proof also the certified shares of its images."""
-    batches = eval_loader(
-        eval_set.dataset,
-        batch_size=batch_size,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        num_workers=data.num_workers,
-    )
-    classifier = model if eval_set.outputs is None else Outputs(model, eval_set.outputs)
-    figures = evaluate(
-        accelerator,
-        classifier,
-        batches,
-        normalize=Normalize(data.mean, data.std),
-        num_images=len(eval_set.dataset),
-    )
-    assert figures is not None
-    return figures if proof is None else {**figures, **proof.certify(eval_set, classifier, batches)}
-
-
-class Outputs(nn.Module):
-    """The model with only some of its logits."""
-
-    def __init__(self, model: nn.Module, outputs: Sequence[int]):
-        super().__init__()
-        self.model = model
-        self.outputs = list(outputs)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(images)[:, self.outputs]
-
-
-def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the records as text."""
-    width = max(len(r["set"]) for r in records)
-    lines = [f"{'set':{width}} {'top-1 %':>9} {'top-5 %':>9} {'loss':>9} {'images':>8}"]
-    for r in records:
-        figures = f"{r['top1']:9.3f} {r['top5']:9.3f} {r['loss']:9.5f} {r['images']:8d}"
-        lines.append(f"{r['set']:{width}} {figures}")
-        if "mce" in r:
-            mce = "none, because some of the 15 are missing"
-            mce = mce if r["mce"] is None else f"{r['mce']:.2f} %"
-            lines.append(f"c is the mean of {r['corruptions']} corruptions; mCE: {mce}")
-    for r in records:
-        for at in r.get("robustness", ()):
-            lines.append(
-                f"{r['set']:{width}} within {at['eps']:.4f} (2-norm): certified "
-                f"{at['certified']:.3f} % (executed: the float32 program, rounding included), "
-                f"{at['certified_real']:.3f} % (real: the exact network), under PGD "
-                f"{at['pgd']:.3f} %, log10 bound {r['pixel_bound_log10']:.3f}"
-            )
-    return "\n".join(lines)
 
 
 def make_parser() -> argparse.ArgumentParser:
