@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,7 @@ from benchmarks.records import markdown, run, write_record
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer.engine.run_folder import find_weights, load_model
-from scripts._new_folder import new_folder
-from scripts._runtimes import FORMATS, Logits, fold, load, trace
+from scripts._runtimes import FORMATS, Logits, fold, load, trace, write
 
 MODELS = (
     *("swin_tiny_patch4_window7_224", "convnext_tiny", "vit_small_patch16_224"),
@@ -69,7 +69,7 @@ def contestants(
         options: ``forms``, ``precisions`` and ``threads``.
     """
     found: dict[tuple[str, str], Logits] = {}
-    program = None
+    traced = cache(lambda: trace(model, images))
     folded = fold(model)
     eager = {"eager": lambda: model, "folded": lambda: folded}
     eager["compiled"] = lambda: torch.compile(folded, dynamic=False)
@@ -78,12 +78,12 @@ def contestants(
             found[form, precision] = autocast(eager[form](), precision)
         key = RUNTIMES.get(form, {}).get(precision)
         if key is not None:
-            folder = exports / key
-            if not folder.exists():
-                program = trace(model, images) if program is None else program
-                with new_folder(folder) as hidden:
-                    FORMATS[key].write(program, hidden / FORMATS[key].file)
-            found[form, precision] = load(folder / FORMATS[key].file, precision, options.threads)
+            done = exports / f"{key}.done"
+            if not done.exists():
+                exports.mkdir(parents=True, exist_ok=True)
+                write(key, traced, exports)
+                done.touch()
+            found[form, precision] = load(exports / FORMATS[key].file, precision, options.threads)
     return found
 
 

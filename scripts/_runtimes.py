@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ import lipsformer
 
 Logits = Callable[[Tensor], Tensor]
 NAMES = {"input_names": ["images"], "output_names": ["logits"]}
-OPENVINO_PRECISIONS = {"fp32": "f32", "bf16": "bf16", "int8": "f32"}
 
 
 def fold(model: nn.Module) -> nn.Module:
@@ -46,41 +45,30 @@ def write_onnx(program: ExportedProgram, path: Path) -> None:
     torch.onnx.export(program, (), path, dynamo=True, external_data=False, verbose=False, **NAMES)
 
 
-def write_onnx_int8(program: ExportedProgram, path: Path) -> None:
+def quantize_onnx(source: Path, path: Path) -> None:
     """Write ONNX whose matrix products take 8-bit weights and round their input to 8 bits."""
     from onnxruntime.quantization import quantize_dynamic
 
-    with tempfile.TemporaryDirectory() as folder:
-        source = path.with_name("model.onnx")
-        if not source.exists():
-            source = Path(folder, "model.onnx")
-            write_onnx(program, source)
-        quantize_dynamic(source, path, op_types_to_quantize=["MatMul"], per_channel=True)
+    quantize_dynamic(source, path, op_types_to_quantize=["MatMul"], per_channel=True)
 
 
 def write_openvino(program: ExportedProgram, path: Path) -> None:
     """Write OpenVINO's XML file and the file of weights beside it, in float32."""
     import openvino
 
-    openvino.save_model(_to_openvino(program), path, compress_to_fp16=False)
+    converted = openvino.convert_model(program)
+    converted.inputs[0].set_names({*NAMES["input_names"]})
+    converted.outputs[0].set_names({*NAMES["output_names"]})
+    openvino.save_model(converted, path, compress_to_fp16=False)
 
 
-def write_openvino_int8(program: ExportedProgram, path: Path) -> None:
+def quantize_openvino(source: Path, path: Path) -> None:
     """Write OpenVINO's files with 8-bit weights."""
     import nncf
     import openvino
 
-    compressed = nncf.compress_weights(_to_openvino(program))
+    compressed = nncf.compress_weights(openvino.Core().read_model(source))
     openvino.save_model(compressed, path, compress_to_fp16=False)
-
-
-def _to_openvino(program: ExportedProgram) -> object:
-    import openvino
-
-    converted = openvino.convert_model(program)
-    converted.inputs[0].set_names({"images"})
-    converted.outputs[0].set_names({"logits"})
-    return converted
 
 
 class Format(NamedTuple):
@@ -88,22 +76,44 @@ class Format(NamedTuple):
 
     Attributes:
         file: Name of the file in the folder of the export.
-        write: Writes a program to a path.
+        write: Writes a program, or the file of another format, to a path.
+        source: The other format; None for a program.
         tolerance: Largest difference from the model's logits, relative to the largest logit.
     """
 
     file: str
-    write: Callable[[ExportedProgram, Path], None]
+    write: Callable[[Any, Path], None]
+    source: str | None = None
     tolerance: float = 1e-4
 
 
 FORMATS = {
     "torch-export": Format("model.pt2", write_torch),
     "onnx": Format("model.onnx", write_onnx),
+    "onnx-int8": Format("model-int8.onnx", quantize_onnx, "onnx", 0.1),
     "openvino": Format("model.xml", write_openvino),
-    "onnx-int8": Format("model-int8.onnx", write_onnx_int8, 0.1),
-    "openvino-int8": Format("model-int8.xml", write_openvino_int8, 0.1),
+    "openvino-int8": Format("model-int8.xml", quantize_openvino, "openvino", 0.1),
 }
+
+
+def write(key: str, traced: Callable[[], ExportedProgram], folder: Path) -> Path:
+    """Write a format into a folder and return the path of its file.
+
+    Args:
+        key: A key of ``FORMATS``.
+        traced: Returns the program. It is not called if the folder holds the format's source.
+        folder: The folder.
+    """
+    form = FORMATS[key]
+    path = folder / form.file
+    if form.source is None:
+        form.write(traced(), path)
+    elif (source := folder / FORMATS[form.source].file).exists():
+        form.write(source, path)
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            form.write(write(form.source, traced, Path(scratch)), path)
+    return path
 
 
 def load(path: Path, precision: str = "fp32", threads: int = 0) -> Logits:
@@ -129,7 +139,7 @@ def load(path: Path, precision: str = "fp32", threads: int = 0) -> Logits:
     import openvino
 
     settings = {
-        "INFERENCE_PRECISION_HINT": OPENVINO_PRECISIONS[precision],
+        "INFERENCE_PRECISION_HINT": "bf16" if precision == "bf16" else "f32",
         "INFERENCE_NUM_THREADS": threads,
         "PERFORMANCE_HINT": "LATENCY",
     }

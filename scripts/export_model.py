@@ -20,13 +20,13 @@ OpenVINO needs `pip install 'lipsformer[deploy]'`.
 import argparse
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import timm
 import torch
 from timm.models import save_for_hf
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser, user_errors
@@ -42,7 +42,7 @@ from lipsformer.engine.run_folder import (
 )
 from scripts._hub_card import model_card
 from scripts._new_folder import new_folder
-from scripts._runtimes import FORMATS, load, trace
+from scripts._runtimes import FORMATS, load, trace, write
 
 DEFAULT = ["hf", "torch-export", "onnx"]  # what the extra `export` suffices for
 
@@ -60,15 +60,6 @@ def export_hf(model: nn.Module, images: Tensor, folder: Path) -> float:
     (folder / TIMM_CONFIG).write_text(json.dumps(config, indent=2))
     restored = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     return _difference(restored(images), model(images), tolerance=0.0)
-
-
-def export_program(
-    program: ExportedProgram, key: str, model: nn.Module, images: Tensor, folder: Path
-) -> float:
-    """Write a traced program for a runtime; return the difference of the logits there."""
-    path = folder / FORMATS[key].file
-    FORMATS[key].write(program, path)
-    return _difference(load(path)(images), model(images), FORMATS[key].tolerance)
 
 
 def _difference(actual: Tensor, expected: Tensor, tolerance: float) -> float:
@@ -135,14 +126,15 @@ def export_model(
             model.set_input_size(img_size=img_size)
     model.eval()
     images = torch.randn(3, channels, height, width)  # exported with two, checked with three
+    differences = {}
     with new_folder(out) as folder:
-        program = trace(model, images) if {*formats} - {"hf"} else None
-        differences = {
-            key: export_hf(model, images, folder)
-            if program is None or key == "hf"
-            else export_program(program, key, model, images, folder)
-            for key in formats
-        }
+        traced = cache(lambda: trace(model, images))
+        for key in formats:
+            if key == "hf":
+                differences[key] = export_hf(model, images, folder)
+            else:
+                logits = load(write(key, traced, folder))(images)
+                differences[key] = _difference(logits, model(images), FORMATS[key].tolerance)
         if card is not None and "hf" in formats:
             (folder / "README.md").write_text(card)
     return differences

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from scripts import export_model as script
-from scripts._runtimes import FORMATS, load, trace
+from scripts._runtimes import FORMATS, load, trace, write
 from scripts.export_model import ExportError, export_model, main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the exporters' own
@@ -74,8 +74,7 @@ def test_a_trace_takes_every_batch(tmp_path, key):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
         program = trace(model, torch.randn(3, 3, 44, 44))
-        FORMATS[key].write(program, tmp_path / FORMATS[key].file)
-        logits = load(tmp_path / FORMATS[key].file)
+        logits = load(write(key, lambda: program, tmp_path))
         for batch in (1, 2, 11, 14, 28):
             images = torch.randn(batch, 3, 44, 44)
             assert_close(logits(images), model(images), 1e-4)

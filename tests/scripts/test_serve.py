@@ -12,7 +12,7 @@ from timm.data import create_transform, resolve_model_data_config
 
 from lipsformer.engine.build import timm_config
 from scripts import serve
-from scripts._runtimes import FORMATS, trace
+from scripts._runtimes import trace, write
 from tests.scripts.test_demo import CLASSES, SIZE, encoded, network, photo
 
 
@@ -24,8 +24,7 @@ def address(request, tmp_path):
     (tmp_path / "config.json").write_text(timm_config(model, CLASSES))
     if request.param == "openvino":
         pytest.importorskip("openvino")
-        program = trace(model, torch.zeros(2, 3, SIZE, SIZE))
-        FORMATS["openvino"].write(program, tmp_path / FORMATS["openvino"].file)
+        write("openvino", lambda: trace(model, torch.zeros(2, 3, SIZE, SIZE)), tmp_path)
     with serve.make_server(serve.load_classifier(tmp_path), "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
