@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_paper lipsformer_swin_tiny swin_tiny_patch4_window7_224
     python -m benchmarks.gpu_paper lipsformer_tiny --extend 2
     python -m benchmarks.gpu_paper --triton
+    python -m benchmarks.gpu_paper --batches
     python -m benchmarks.gpu_paper --table
 
 No GPU is needed and nothing is measured: see docs/gpu.md. Each model writes one file. A model of
@@ -22,14 +23,17 @@ import torch
 import triton
 from torch import nn
 
+from benchmarks.gpu_paper import batches
+from benchmarks.gpu_paper.cubins import ARCHITECTURES, generated
 from benchmarks.gpu_paper.devices import DEVICES, step_seconds
+from benchmarks.gpu_paper.host import compiled_regions
 from benchmarks.gpu_paper.inductor import Kernel, schedule
 from benchmarks.gpu_paper.table import page
 from benchmarks.gpu_paper.trace import build, cuda_step, eager, graphs
 from benchmarks.gpu_paper.triton_kernels import all_resources
 from lipsformer._commands import documented_parser
 
-RESULTS = Path(__file__).parents[1] / "results" / "gpu_paper"
+RESULTS = Path(__file__).parents[1] / "predictions"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,8 +46,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--extend", type=int, metavar="STAGE", help="extend the figures of a deep stage"
     )
     parser.add_argument("--eager", action="store_true", help="leave out the compiled step")
+    parser.add_argument(
+        "--architectures",
+        type=int,
+        nargs="*",
+        choices=ARCHITECTURES,
+        default=[90],
+        help="compile the kernels that Inductor writes for these GPUs",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--table", action="store_true", help="print the tables of all results")
+    parser.add_argument(
+        "--batches", action="store_true", help="state in the ImageNet configs which batches fit"
+    )
     options = parser.parse_args(argv)
     unknown = [name for name in options.models if not timm.is_model(name)]
     if unknown:
@@ -51,13 +66,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in options.models:
         record = {**versions(), **predict(name, options.batch_size)}
         if not options.eager:
-            record["compiled"] = predict_compiled(name, options.batch_size, options.extend)
+            record["regions"] = predict_regions(name)
+            record["compiled"] = predict_compiled(
+                name, options.batch_size, options.extend, options.architectures
+            )
         _write(options.results / f"{name}.json", record)
     if options.triton:
         record = {**versions(), "kernels": all_resources()}
         _write(options.results / "triton.json", record)
+    records = [json.loads(path.read_text()) for path in options.results.glob("*.json")]
+    if options.batches:
+        batches.write({record["model"]: record for record in records if "model" in record})
     if options.table:
-        print(page([json.loads(path.read_text()) for path in options.results.glob("*.json")]))
+        print(page(records))
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
@@ -81,7 +102,16 @@ def predict(name: str, batch: int) -> dict[str, Any]:
         }
 
 
-def predict_compiled(name: str, batch: int, extend: int | None) -> dict[str, Any]:
+def predict_regions(name: str) -> dict[str, Any]:
+    """Return how many graphs a run compiles region by region, and where they break."""
+    model = build(name, drop_path_rate=0.1)
+    size = model.default_cfg["input_size"]  # pyright: ignore
+    return compiled_regions(model, torch.empty(2, *size, device="meta"))
+
+
+def predict_compiled(
+    name: str, batch: int, extend: int | None, architectures: Sequence[int]
+) -> dict[str, Any]:
     """Return what a training step costs after compilation.
 
     Args:
@@ -89,28 +119,40 @@ def predict_compiled(name: str, batch: int, extend: int | None) -> dict[str, Any
         batch: Number of images.
         extend: A stage of equal blocks. The compiler sees this stage with one and with two blocks,
             and every figure goes on in a straight line to the depth of the stage.
+        architectures: For which GPUs the kernels that Inductor writes are compiled.
     """
     model: Any = build(name)
     shape = (batch, *model.default_cfg["input_size"])
     if extend is None:
-        return {"extended_stage": None, **compile_step(model, shape)}
-    depths = [len(stage.blocks) for stage in model.stages]
-    one, two = (
-        compile_step(build(name, depths=(*depths[:extend], n, *depths[extend + 1 :])), shape)
-        for n in (1, 2)
-    )
-    return {"extended_stage": extend, **extended(one, two, depths[extend] - 1)}
+        figures, sources = compile_step(model, shape)
+    else:
+        depths = [len(stage.blocks) for stage in model.stages]
+        (one, _), (two, sources) = (
+            compile_step(build(name, depths=(*depths[:extend], n, *depths[extend + 1 :])), shape)
+            for n in (1, 2)
+        )
+        figures = extended(one, two, depths[extend] - 1)
+    return {
+        "extended_stage": extend,
+        **figures,
+        "generated": generated(sources, architectures),
+    }
 
 
-def compile_step(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
-    """Return what the compiler makes of a training step of a model on the meta device."""
+def compile_step(model: nn.Module, shape: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
+    """Compile a training step of a model on the meta device.
+
+    Returns:
+        What the kernels do, and the source of each different kernel that Inductor writes.
+    """
     with cuda_step(model, shape) as traced:
         found, parameters = graphs(traced), traced.parameters
     saved = sum(tensor.numel() * tensor.itemsize for tensor in found.saved())
     forward = schedule(found.forward, backward=False)
     backward = schedule(found.backward, backward=True)
     kernels = forward.kernels + backward.kernels
-    return {
+    sources = list(dict.fromkeys(forward.sources + backward.sources))
+    figures = {
         "forward_kernels": len(forward.kernels),
         "backward_kernels": len(backward.kernels),
         "kernels_by_name": _sums(kernels, lambda kernel: 1),
@@ -123,6 +165,7 @@ def compile_step(model: nn.Module, shape: Sequence[int]) -> dict[str, Any]:
             name: step_seconds(kernels, parameters, device) for name, device in DEVICES.items()
         },
     }
+    return figures, sources
 
 
 def extended(one: Any, two: Any, times: int) -> Any:

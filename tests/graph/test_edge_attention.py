@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lipsformer.graph import (
 from lipsformer.graph.edge_attention import operator
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
+from lipsformer.kernels import verdict
 from lipsformer.layers.lipschitz_norm import segment_max
 from tests.conftest import ROOT
 from tests.graph.edges import (
@@ -78,6 +80,25 @@ def test_more_edges_than_pairs_of_nodes():
     conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS, add_self_loops=False)
     x = torch.randn(3, FEATURES)
     torch.testing.assert_close(conv(x, edge_index), message_by_message(conv)(x, edge_index))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.37])
+@pytest.mark.parametrize("differentiates", [True, False])
+def test_trial_of_right_kernels_finds_no_fault(monkeypatch, dropout, differentiates):
+    """The passes of the CPU stand in for the Triton kernels."""
+    monkeypatch.setattr(verdict, "_VERDICTS", {})
+    monkeypatch.setattr(verdict, "_milliseconds", lambda work: 1.0)  # as fast, so not used
+    csr = SortedEdges(random_edges(), SOURCES, TARGETS).csr
+    keep = torch.rand(HEADS, EDGES) >= dropout if dropout else None
+    inputs = random_inputs(3.0, torch.float)
+    with warnings.catch_warnings(), torch.set_grad_enabled(differentiates):
+        warnings.simplefilter("error")
+        used = operator._triton_is_used(csr, *inputs, (0.2, 1 / (1 - dropout), keep))
+    (name,) = verdict._VERDICTS
+    assert (
+        not used and "3 heads, 2 and 5 channels" in name and f"gradients {differentiates}" in name
+    )
+    assert all(x.grad is None for x in inputs)
 
 
 def test_second_derivative_equals_that_of_a_loop():
@@ -340,7 +361,11 @@ class TestWhatNeedsTheMessagesGetsThem:
         torch.testing.assert_close(pushed, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_triton_kernels_equal_a_loop_in_the_interpreter():
+@pytest.mark.parametrize(
+    ("which", "passed"),
+    [("gpu and not slow", 7), pytest.param("gpu and slow", 11, marks=pytest.mark.slow)],
+)
+def test_triton_kernels_equal_a_loop_in_the_interpreter(which, passed):
     """In a process of its own: the interpreter takes the kernels' place where they are defined."""
     pytest.importorskip("triton", reason="the kernels are Triton's")
     done = subprocess.run(
@@ -350,7 +375,7 @@ def test_triton_kernels_equal_a_loop_in_the_interpreter():
             "pytest",
             "-q",
             "-m",
-            "gpu",
+            which,
             "tests/graph/test_edge_attention_gpu.py",
         ],
         cwd=ROOT,
@@ -358,7 +383,7 @@ def test_triton_kernels_equal_a_loop_in_the_interpreter():
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"{passed} passed" in done.stdout, done.stdout + done.stderr
 
 
 OTHERS = [pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]

@@ -173,6 +173,8 @@ def _unsupported_context(x: Tensor) -> str | None:
         return transform
     if torch._C._len_torch_dispatch_stack() > 0:
         return "something records the operators or replaces the tensors"
+    if x.device.type == "cuda" and not kernels.dispatch.ENABLED:
+        return "LIPSFORMER_NATIVE=0 switches the kernels off"
     if x.device.type not in _DEVICES:
         return f"there is no kernel for {x.device.type}"
     return None

@@ -18,6 +18,7 @@ that no tensor of nodes x channels is copied. `triton.py` has the CUDA kernels.
 Shapes: S sources, T targets, E edges, H heads, D channels of queries and keys, C of values.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipsformer import kernels
 from lipsformer.graph.edge_attention.csr import EdgeCSR
 from lipsformer.layers.lipschitz_norm import segment_max
 
@@ -70,8 +72,42 @@ def edge_attention(
     if value.device.type == "cpu":
         exact = torch.promote_types(dtype, torch.float)
         query, key, value = query.to(exact), key.to(exact), value.to(exact)
-    out = _EdgeAttention.apply(query, key, value, csr, negative_slope, 1 / (1 - dropout), keep)
+    settings = (negative_slope, 1 / (1 - dropout), keep)
+    if value.is_cuda and not _triton_is_used(csr, query, key, value, settings):
+        return _reference(csr, query, key, value, *settings).to(dtype)
+    out = _EdgeAttention.apply(query, key, value, csr, *settings)
     return cast(Tensor, out).to(dtype)
+
+
+def _triton_is_used(
+    csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, settings: tuple[Any, ...]
+) -> bool:
+    """Return whether the Triton kernels are right and faster for graphs of this class."""
+    heads, channels = value.shape[1:]
+    differentiates = torch.is_grad_enabled()
+    name = (
+        f"edge_attention, {query.dtype}, {value.dtype}, {heads} heads, {query.size(-1)} and "
+        f"{channels} channels, dropout {settings[2] is not None}, gradients {differentiates}, "
+        f"2^{csr.num_edges.bit_length()} edges, 2^{csr.num_targets.bit_length()} targets"
+    )
+
+    def work(kernel: bool, dtype: torch.dtype | None = None) -> Callable[[], list[Tensor]]:
+        def run() -> list[Tensor]:
+            inputs = [
+                x.detach().to(dtype or x.dtype).requires_grad_(differentiates)
+                for x in (query, key, value)
+            ]
+            if kernel:
+                out = cast(Tensor, _EdgeAttention.apply(*inputs, csr, *settings))
+            else:
+                out = _reference(csr, *inputs, *settings)
+            if not differentiates:
+                return [out]
+            return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+        return run
+
+    return kernels.is_used(name, work(True), work(False), work(False, torch.float64))
 
 
 def _reference(
@@ -85,6 +121,8 @@ def _reference(
 ) -> Tensor:
     """Compute `edge_attention` from messages; it can be differentiated any number of times."""
     row, col = csr.row.long(), csr.col.long()
+    dtype = torch.promote_types(query.dtype, value.dtype)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scores = F.leaky_relu((query[row] * key[col]).sum(-1), negative_slope)
     index = row[:, None].expand_as(scores)
     largest = scores.detach().new_zeros(csr.num_targets, scores.size(1))
