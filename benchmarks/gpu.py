@@ -5,9 +5,9 @@
     python -m benchmarks.gpu --only all            # hours: speed, rooflines, scaling, convergence
     python -m benchmarks.gpu --list
 
-Please send gpu_report.json back with an issue: it holds the tests that failed, the figures and the
-versions, and nothing else of the machine. With `--only`, results are written to benchmarks/results
-and docs/images. What fails does not stop the rest; the exit code tells.
+Please send gpu_report.json back with an issue: it holds the tests that failed, the figures,
+versions, and the names of processor and GPU. With `--only`, results are written to
+benchmarks/results and docs/images. What fails does not stop the rest; the exit code tells.
 """
 
 import json
@@ -102,7 +102,7 @@ def verify(
     """
     outcome = tests()
     records = [json.loads(file.read_text()) for file in sorted(PREDICTIONS.glob("*.json"))]
-    models = [record for record in records if "model" in record]
+    models = [record for record in records if "compiled" in record]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     # The limits of the H100 stand in for GPUs that have none; ratios of models still compare.
     gpu = next((known for known in ("A100", "H100", "B200") if known in name), "H100")

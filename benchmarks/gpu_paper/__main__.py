@@ -13,6 +13,7 @@ the size of Swin-Tiny takes some minutes of one core.
 import datetime
 import json
 import subprocess
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--extend", type=int, metavar="STAGE", help="extend the figures of a deep stage"
     )
-    parser.add_argument("--eager", action="store_true", help="leave out the compiled step")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="leave out the others"
+    )
     parser.add_argument(
         "--architectures",
         type=int,
@@ -64,13 +67,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"timm has no model {unknown[0]!r}; timm.list_models() shows all")
     for name in options.models:
-        record = {**versions(), **predict(name, options.batch_size)}
-        if not options.eager:
-            record["regions"] = predict_regions(name)
-            record["compiled"] = predict_compiled(
-                name, options.batch_size, options.extend, options.architectures
-            )
-        _write(options.results / f"{name}.json", record)
+        path = options.results / f"{name}.json"
+        record = json.loads(path.read_text()) if path.exists() else {}
+        for part in options.parts:
+            record |= versions() | PARTS[part](name, options)
+            record["commits"] = {**record.get("commits", {}), part: record["commit"]}
+            _write(path, record)
     if options.triton:
         record = {**versions(), "kernels": all_resources()}
         _write(options.results / "triton.json", record)
@@ -87,9 +89,10 @@ def _write(path: Path, record: dict[str, Any]) -> None:
     print(path, flush=True)
 
 
-def predict(name: str, batch: int) -> dict[str, Any]:
+def predict(name: str, options: Namespace) -> dict[str, Any]:
     """Return the setting of a training step and what it costs without compilation."""
     model: Any = build(name)
+    batch = options.batch_size
     shape = (batch, *model.default_cfg["input_size"])
     with cuda_step(model, shape) as traced:
         return {
@@ -102,27 +105,26 @@ def predict(name: str, batch: int) -> dict[str, Any]:
         }
 
 
-def predict_regions(name: str) -> dict[str, Any]:
+def predict_regions(name: str, options: Namespace | None = None) -> dict[str, Any]:
     """Return how many graphs a run compiles region by region, and where they break."""
-    model = build(name, drop_path_rate=0.1)
-    size = model.default_cfg["input_size"]  # pyright: ignore
-    return compiled_regions(model, torch.empty(2, *size, device="meta"))
+    model: Any = build(name, drop_path_rate=0.1)
+    images = torch.empty(2, *model.default_cfg["input_size"], device="meta")
+    return {"regions": compiled_regions(model, images)}
 
 
-def predict_compiled(
-    name: str, batch: int, extend: int | None, architectures: Sequence[int]
-) -> dict[str, Any]:
+def predict_compiled(name: str, options: Namespace) -> dict[str, Any]:
     """Return what a training step costs after compilation.
 
     Args:
         name: Name of a timm model.
-        batch: Number of images.
-        extend: A stage of equal blocks. The compiler sees this stage with one and with two blocks,
-            and every figure goes on in a straight line to the depth of the stage.
-        architectures: For which GPUs the kernels that Inductor writes are compiled.
+        options: The number of images `batch_size`. With `extend`, a stage of equal blocks, the
+            compiler sees this stage with one and with two blocks, and every figure goes on in a
+            straight line to the depth of the stage. The kernels that Inductor writes are compiled
+            for the GPUs of `architectures`.
     """
     model: Any = build(name)
-    shape = (batch, *model.default_cfg["input_size"])
+    shape = (options.batch_size, *model.default_cfg["input_size"])
+    extend = options.extend
     if extend is None:
         figures, sources = compile_step(model, shape)
     else:
@@ -132,11 +134,8 @@ def predict_compiled(
             for n in (1, 2)
         )
         figures = extended(one, two, depths[extend] - 1)
-    return {
-        "extended_stage": extend,
-        **figures,
-        "generated": generated(sources, architectures),
-    }
+    record = {"extended_stage": extend, **figures}
+    return {"compiled": {**record, "generated": generated(sources, options.architectures)}}
 
 
 def compile_step(model: nn.Module, shape: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
@@ -173,6 +172,9 @@ def extended(one: Any, two: Any, times: int) -> Any:
     if isinstance(one, dict):
         return {key: extended(one[key], two[key], times) for key in one}
     return one + times * (two - one)
+
+
+PARTS = {"eager": predict, "regions": predict_regions, "compiled": predict_compiled}
 
 
 def _sums(kernels: Sequence[Kernel], figure: Callable[[Kernel], int]) -> dict[str, int]:

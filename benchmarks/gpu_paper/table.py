@@ -83,22 +83,26 @@ def _host_table(rows: Sequence[Record]) -> str:
         "|---" * 9 + "|",
     ]
     for row in rows:
-        if "regions" not in row:
-            continue
-        kernels = row["compiled"]["generated"]["H100"]
-        loads = kernels["loads_by_bits"]
-        cells = (
+        regions = row.get("regions")
+        waits = row["eager"].get("host_reads")
+        kernels = row.get("compiled", {}).get("generated", {}).get("H100")
+        cells = [
             f"`{row['model']}`",
-            str(row["regions"]["graphs"]),
-            str(sum(row["regions"]["breaks"].values())),
-            str(sum(row["eager"]["host_reads"].values())),
-            str(kernels["kernels"]),
-            str(len(kernels["spilling"])),
-            f"up to {kernels['registers']}",
-            f"from {100 * kernels['occupancy']:.0f} %",
-            f"{100 * loads.get('128', 0) / sum(loads.values()):.0f} %",
-        )
-        lines.append("| " + " | ".join(cells) + " |")
+            *((regions["graphs"], sum(regions["breaks"].values())) if regions else ("", "")),
+            "" if waits is None else sum(waits.values()),
+        ]
+        if kernels is None:
+            cells += [""] * 5
+        else:
+            loads = kernels["loads_by_bits"]
+            cells += [
+                kernels["kernels"],
+                len(kernels["spilling"]),
+                f"up to {kernels['registers']}",
+                f"from {100 * kernels['occupancy']:.0f} %",
+                f"{100 * loads.get('128', 0) / sum(loads.values()):.0f} %",
+            ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 

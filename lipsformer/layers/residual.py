@@ -72,15 +72,17 @@ class WeightedResidual(nn.Module):
         self.init_value = init_value
         self.drop_path = drop_path
         # A number would be a constant of compiled kernels, which blocks could then not share.
-        keep_rate = torch.tensor(1.0 - drop_path, device=device) if drop_path > 0.0 else None
+        keep_rate = torch.empty((), device=device) if drop_path > 0.0 else None
         self.register_buffer("keep_rate", keep_rate, persistent=False)
         self.residual_scale = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.branch = branch
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set every channel's weight to its initial value."""
+        """Set every channel's weight to its initial value, and fill the buffer of drop path."""
         nn.init.constant_(self.residual_scale, self.init_value)
+        if self.keep_rate is not None:
+            nn.init.constant_(self.keep_rate, 1.0 - self.drop_path)
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
         """Return ``x + residual_scale * drop_path(branch(x))``.

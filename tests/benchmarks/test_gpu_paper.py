@@ -212,7 +212,7 @@ def test_compiled_step_of_the_nano_model_has_not_grown_and_spills_nothing():
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at all inputs
 @pytest.mark.parametrize("name", ["lipsformer_nano", NANO, "lipsformer_vit_tiny"])
 def test_no_model_breaks_its_graphs(name):
-    assert predict_regions(name)["breaks"] == {}
+    assert predict_regions(name)["regions"]["breaks"] == {}
 
 
 def test_what_makes_the_host_wait_is_found():
