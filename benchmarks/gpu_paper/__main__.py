@@ -91,18 +91,19 @@ def _write(path: Path, record: dict[str, Any]) -> None:
 
 def predict(name: str, options: Namespace) -> dict[str, Any]:
     """Return the setting of a training step and what it costs without compilation."""
-    model: Any = build(name)
-    batch = options.batch_size
-    shape = (batch, *model.default_cfg["input_size"])
-    with cuda_step(model, shape) as traced:
-        return {
-            "model": name,
-            "batch_size": batch,
-            "image_size": shape[-1],
-            "precision": "bf16 autocast",
-            "parameters": traced.parameters,
-            "eager": eager(traced),
-        }
+    (*short, model), times = lengths(name, options.extend)
+    shape = (options.batch_size, *model.default_cfg["input_size"])
+    found = []
+    for each in short or [model]:
+        with cuda_step(each, shape) as traced:
+            found.append({"parameters": traced.parameters, "eager": eager(traced)})
+    return {
+        "model": name,
+        "batch_size": options.batch_size,
+        "image_size": shape[-1],
+        "precision": "bf16 autocast",
+        **(extended(*found, times) if short else found[0]),
+    }
 
 
 def predict_regions(name: str, options: Namespace | None = None) -> dict[str, Any]:
@@ -118,24 +119,16 @@ def predict_compiled(name: str, options: Namespace) -> dict[str, Any]:
     Args:
         name: Name of a timm model.
         options: The number of images `batch_size`. With `extend`, a stage of equal blocks, the
-            compiler sees this stage with one and with two blocks, and every figure goes on in a
+            compiler sees this stage with two and with four blocks, and every figure goes on in a
             straight line to the depth of the stage. The kernels that Inductor writes are compiled
             for the GPUs of `architectures`.
     """
-    model: Any = build(name)
+    (*short, model), times = lengths(name, options.extend)
     shape = (options.batch_size, *model.default_cfg["input_size"])
-    extend = options.extend
-    if extend is None:
-        figures, sources = compile_step(model, shape)
-    else:
-        depths = [len(stage.blocks) for stage in model.stages]
-        (one, _), (two, sources) = (
-            compile_step(build(name, depths=(*depths[:extend], n, *depths[extend + 1 :])), shape)
-            for n in (1, 2)
-        )
-        figures = extended(one, two, depths[extend] - 1)
-    record = {"extended_stage": extend, **figures}
-    return {"compiled": {**record, "generated": generated(sources, options.architectures)}}
+    found, sources = zip(*(compile_step(each, shape) for each in short or [model]), strict=True)
+    figures = extended(*found, times) if short else found[0]
+    record = {"extended_stage": options.extend, **figures}
+    return {"compiled": {**record, "generated": generated(sources[-1], options.architectures)}}
 
 
 def compile_step(model: nn.Module, shape: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
@@ -167,11 +160,29 @@ def compile_step(model: nn.Module, shape: Sequence[int]) -> tuple[dict[str, Any]
     return figures, sources
 
 
-def extended(one: Any, two: Any, times: int) -> Any:
+def lengths(name: str, extend: int | None) -> tuple[list[Any], float]:
+    """Build a model, and before it the same with two and with four blocks in a deep stage.
+
+    Blocks of Swin alternate, so that two are the least that can repeat.
+
+    Returns:
+        The models, and how often the difference of the first two must be added to the first.
+    """
+    model: Any = build(name)
+    if extend is None:
+        return [model], 0.0
+    stages = getattr(model, "stages", None) or model.layers  # timm's Swin has layers
+    depths = [len(stage.blocks) for stage in stages]
+    short = [build(name, depths=(*depths[:extend], n, *depths[extend + 1 :])) for n in (2, 4)]
+    return [*short, model], (depths[extend] - 2) / 2
+
+
+def extended(one: Any, two: Any, times: float) -> Any:
     """Return one + times * (two - one) for all numbers of two records."""
     if isinstance(one, dict):
         return {key: extended(one[key], two[key], times) for key in one}
-    return one + times * (two - one)
+    number = one + times * (two - one)
+    return number if isinstance(one, float) else round(number)
 
 
 PARTS = {"eager": predict, "regions": predict_regions, "compiled": predict_compiled}

@@ -48,9 +48,10 @@ def resources(
     function = getattr(kernels, name)
     features = torch.empty(1, heads, channels, device="meta")
     keep = torch.empty(1, device="meta")
+    tile = kernels.TILES["backward" if "backward" in name else "forward"]
     settings = {
         **kernels._max_settings(features),
-        **kernels._settings(features, features, keep),
+        **kernels._settings(features, features, keep, tile),
         "SLOPE": 0.2,
         "KEEP_SCALE": 1.6,
     }

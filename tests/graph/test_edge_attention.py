@@ -1,5 +1,6 @@
 import copy
 import importlib
+import itertools
 import math
 import os
 import subprocess
@@ -408,12 +409,13 @@ def test_triton_kernels_compile_for_a_gpu_that_is_not_there(architecture, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_triton_kernels_compile_for_odd_sizes_in_half_precision(
+def test_triton_kernels_compile_for_other_sizes_in_half_precision(
     architecture, monkeypatch, tmp_path
 ):
     pytest.importorskip("triton", reason="the kernels are Triton's")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     workbench = importlib.import_module("benchmarks.gpu_paper.triton_kernels")
-    for name in workbench.KERNELS:
-        found = workbench.resources(name, architecture, heads=3, channels=5, dtype="bf16")
-        assert found["spilled_bytes"] == 0, name
+    for name, (heads, channels) in itertools.product(workbench.KERNELS, ((3, 5), (8, 64))):
+        size = {"heads": heads, "channels": channels}
+        found = workbench.resources(name, architecture, dtype="bf16", **size)
+        assert found["spilled_bytes"] == 0, (name, channels)
