@@ -1,6 +1,7 @@
 """The GPU workbench against fake CUDA tensors, closed forms, fvcore and real tensors."""
 
 import json
+from argparse import Namespace
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.gpu_paper import batches
-from benchmarks.gpu_paper.__main__ import RESULTS, compile_step, predict_regions
+from benchmarks.gpu_paper.__main__ import RESULTS, compile_step, predict, predict_regions
 from benchmarks.gpu_paper.cubins import generated, occupancy
 from benchmarks.gpu_paper.devices import DEVICES, LAUNCH_SECONDS, seconds
 from benchmarks.gpu_paper.host import HostReads
@@ -249,6 +250,17 @@ def test_what_makes_the_host_wait_is_found():
 )
 def test_occupancy(registers, shared, warps, architecture, expected):
     assert occupancy(registers, shared, warps, architecture) == expected
+
+
+@pytest.mark.slow
+def test_extension_of_a_deep_stage_equals_the_whole_model():
+    name = "lipsformer_swin_tiny"  # six blocks, so that the difference of 4 and 2 counts twice
+    whole = json.loads((RESULTS / f"{name}.json").read_text())
+    found = predict(name, Namespace(extend=2, batch_size=whole["batch_size"]))
+    assert found["parameters"] == whole["parameters"]
+    for figure in ("operators", "bytes", "products"):
+        assert found["eager"][figure] == pytest.approx(whole["eager"][figure], rel=0.02), figure
+    assert found["eager"]["saved_bytes"] == pytest.approx(whole["eager"]["saved_bytes"], rel=0.02)
 
 
 def test_imagenet_configs_state_the_predicted_batches_and_take_no_more():
