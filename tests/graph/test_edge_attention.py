@@ -21,8 +21,8 @@ from lipsformer.graph import (
     transformer_conv,
 )
 from lipsformer.graph.edge_attention import operator
-from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, why_messages
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
+from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
 from lipsformer.kernels import verdict
 from lipsformer.layers.lipschitz_norm import segment_max
 from tests.conftest import ROOT
