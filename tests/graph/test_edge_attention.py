@@ -23,6 +23,7 @@ from lipsformer.graph import (
 from lipsformer.graph.edge_attention import operator
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
+from lipsformer.graph.edge_attention.trial import triton_is_used
 from lipsformer.kernels import verdict
 from lipsformer.layers.lipschitz_norm import segment_max
 from tests.conftest import ROOT
@@ -94,7 +95,13 @@ def test_trial_of_right_kernels_finds_no_fault(monkeypatch, dropout, differentia
     inputs = random_inputs(3.0, torch.float)
     with warnings.catch_warnings(), torch.set_grad_enabled(differentiates):
         warnings.simplefilter("error")
-        used = operator._triton_is_used(csr, *inputs, (0.2, 1 / (1 - dropout), keep))
+        used = triton_is_used(
+            inputs,
+            csr,
+            (0.2, 1 / (1 - dropout), keep),
+            kernel=operator._fused,
+            plain=operator._reference,
+        )
     (name,) = verdict._VERDICTS
     assert (
         not used and "3 heads, 2 and 5 channels" in name and f"gradients {differentiates}" in name

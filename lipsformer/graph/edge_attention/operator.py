@@ -20,7 +20,6 @@ that no tensor of nodes x channels is copied. `triton.py` has the CUDA kernels.
 Shapes: S sources, T targets, E edges, H heads, D channels of queries and keys, C of values.
 """
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,6 +31,7 @@ from torch_geometric.nn import MessagePassing, SumAggregation
 
 from lipsformer import kernels
 from lipsformer.graph.edge_attention.csr import EdgeCSR
+from lipsformer.graph.edge_attention.trial import triton_is_used
 from lipsformer.layers.lipschitz_norm import segment_max
 
 __all__ = ["changed_messages", "edge_attention", "neighbor_max", "why_messages"]
@@ -179,41 +179,15 @@ def edge_attention(
         exact = torch.promote_types(dtype, torch.float)
         query, key, value = query.to(exact), key.to(exact), value.to(exact)
     settings = (negative_slope, 1 / (1 - dropout), keep)
-    if value.is_cuda and not _triton_is_used(csr, query, key, value, settings):
+    if value.is_cuda and not triton_is_used(
+        (query, key, value), csr, settings, kernel=_fused, plain=_reference
+    ):
         return _reference(csr, query, key, value, *settings).to(dtype)
-    out = _EdgeAttention.apply(query, key, value, csr, *settings)
-    return cast(Tensor, out).to(dtype)
+    return _fused(csr, query, key, value, *settings).to(dtype)
 
 
-def _triton_is_used(
-    csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, settings: tuple[Any, ...]
-) -> bool:
-    """Return whether the Triton kernels are right and faster for graphs of this class."""
-    heads, channels = value.shape[1:]
-    differentiates = torch.is_grad_enabled()
-    name = (
-        f"edge_attention, {query.dtype}, {value.dtype}, {heads} heads, {query.size(-1)} and "
-        f"{channels} channels, dropout {settings[2] is not None}, gradients {differentiates}, "
-        f"2^{csr.num_edges.bit_length()} edges, 2^{csr.num_targets.bit_length()} targets"
-    )
-
-    def work(kernel: bool, dtype: torch.dtype | None = None) -> Callable[[], list[Tensor]]:
-        def run() -> list[Tensor]:
-            inputs = [
-                x.detach().to(dtype or x.dtype).requires_grad_(differentiates)
-                for x in (query, key, value)
-            ]
-            if kernel:
-                out = cast(Tensor, _EdgeAttention.apply(*inputs, csr, *settings))
-            else:
-                out = _reference(csr, *inputs, *settings)
-            if not differentiates:
-                return [out]
-            return [out, *torch.autograd.grad(out.square().sum(), inputs)]
-
-        return run
-
-    return kernels.is_used(name, work(True), work(False), work(False, torch.float64))
+def _fused(csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
+    return cast(Tensor, _EdgeAttention.apply(query, key, value, csr, *settings))
 
 
 def _reference(
