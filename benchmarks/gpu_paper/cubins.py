@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import triton
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_helpers
 from torch._inductor.utils import fresh_cache
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -108,7 +109,7 @@ def generated(sources: Iterable[str], architectures: Iterable[int]) -> dict[str,
         number of registers and of bytes of shared memory, the smallest occupancy, and the number
         of loads by bits over all kernels.
     """
-    with fresh_cache():
+    with fresh_cache(), triton_helpers.skip_gpu_driver_setup():
         tuners = [PyCodeCache.load(source).triton_ for source in sources]
         return {
             ARCHITECTURES[architecture].gpu: _summary(

@@ -115,6 +115,7 @@ def _judge(name: str, kernel: Work, plain: Work, exact: Work) -> bool | None:
     return _say(name, f"kernel {ours:.3g} ms, plain operators {theirs:.3g} ms", ours < theirs)
 
 
+@torch.no_grad()
 def _fault(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]) -> str | None:
     for index, (own, other, truth) in enumerate(zip(found, plain, exact, strict=True)):
         error, usual = (float((x.double() - truth).abs().max()) for x in (own, other))
