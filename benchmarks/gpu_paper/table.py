@@ -117,7 +117,7 @@ def _kernel_table(kernels: Sequence[Record]) -> str:
         loads = ", ".join(f"{bits}: {number}" for bits, number in row["loads_by_bits"].items())
         cells = (
             f"`{row['kernel']}`",
-            ARCHITECTURES[row["architecture"]],
+            ARCHITECTURES[row["architecture"]].gpu,
             *(str(row[key]) for key in ("channels", "registers", "spilled_bytes", "shared_bytes")),
             f"{100 * row['occupancy']:.0f} %",
             loads,

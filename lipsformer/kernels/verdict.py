@@ -19,8 +19,10 @@ from lipsformer.kernels import dispatch
 Work = Callable[[], Sequence[Tensor]]
 
 _VERDICTS: dict[str, bool] = {}  # a run stores them, so that it continues with the same kernels
-ERROR_RATIO = 4.0  # a kernel may round in another order than the plain operators
-ROUNDINGS = 16.0  # an error of so many units in the last place of the largest value is right
+# A kernel may round in another order than the plain operators. Right ones of graph attention had
+# up to 5 times their error.
+ERROR_RATIO = 16.0
+ROUNDINGS = 64.0  # so many units in the last place of the largest value are no fault either
 PATIENCE = timedelta(minutes=1)
 
 
@@ -119,7 +121,9 @@ def _judge(name: str, kernel: Work, plain: Work, exact: Work) -> bool | None:
 def _fault(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]) -> str | None:
     for index, (own, other, truth) in enumerate(zip(found, plain, exact, strict=True)):
         error, usual = (float((x.double() - truth).abs().max()) for x in (own, other))
-        rounding = ROUNDINGS * torch.finfo(own.dtype).eps * float(truth.abs().max())
+        # Sums are kept in float32 at least, and the result is rounded once.
+        inside, outside = (torch.finfo(t).eps for t in (torch.float32, own.dtype))
+        rounding = (ROUNDINGS * min(inside, outside) + outside) * float(truth.abs().max())
         if not error <= max(ERROR_RATIO * usual, rounding):  # also if it is not a number
             return f"result {index} is off by {error:.3g}, plain operators by {usual:.3g}"
     return None

@@ -38,7 +38,8 @@ NANO = "lipsformer_swin_nano"
 SMALL = {"depths": (1, 1), "num_heads": (2, 4)}
 ONE_BLOCK = {"depths": (1,), "num_heads": (2,)}
 # The step of ONE_BLOCK with 8 images, as the workbench counted it.
-KNOWN = {"forward_kernels": 0, "backward_kernels": 0, "bytes": 0, "saved_bytes": 0, "peak_bytes": 0}
+KNOWN = {"forward_kernels": 46, "backward_kernels": 74, "bytes": 32_927_736}
+KNOWN |= {"saved_bytes": 3_961_040, "peak_bytes": 5_645_616}
 SMALL_SWIN = {"img_size": 32, "patch_size": 2, "depths": (2, 1)}
 SMALL_SWIN |= {"num_heads": (2, 4), "window_size": 4, "embed_dim": 32}
 
@@ -233,7 +234,8 @@ def test_what_makes_the_host_wait_is_found():
         y[x.detach() > 2].sum().backward()
         x.detach().nonzero(), x.detach().cpu(), x.detach().numpy(), x.detach().tolist()
         y.detach().sort(), y.detach().clamp(0, 1), torch.where(x.detach() > 1, 1.0, 0.0)
-    expected = {"index": 1, "_local_scalar_dense": 1, "nonzero": 1, "cpu": 1}
+    # The gradient of a selection by a mask is a selection too.
+    expected = {"index": 1, "index_put": 1, "_local_scalar_dense": 1, "nonzero": 1, "cpu": 1}
     assert dict(reads) == {**expected, "numpy": 1, "tolist": 1}
 
 
