@@ -102,7 +102,7 @@ def predict(name: str, options: Namespace) -> dict[str, Any]:
         "batch_size": options.batch_size,
         "image_size": shape[-1],
         "precision": "bf16 autocast",
-        **(extended(*found, times) if short else found[0]),
+        **(extended(found[0], found[1], times) if short else found[0]),
     }
 
 
@@ -126,7 +126,7 @@ def predict_compiled(name: str, options: Namespace) -> dict[str, Any]:
     (*short, model), times = lengths(name, options.extend)
     shape = (options.batch_size, *model.default_cfg["input_size"])
     found, sources = zip(*(compile_step(each, shape) for each in short or [model]), strict=True)
-    figures = extended(*found, times) if short else found[0]
+    figures = extended(found[0], found[1], times) if short else found[0]
     record = {"extended_stage": options.extend, **figures}
     return {"compiled": {**record, "generated": generated(sources[-1], options.architectures)}}
 

@@ -71,8 +71,8 @@ def measure(record: Record, device: str = "cuda") -> dict[str, float]:
 
 def _measure(record: Record, mode: str, device: torch.device) -> dict[str, float]:
     size = record["image_size"]
-    model = timm.create_model(record["model"], drop_path_rate=0.0).train()
-    model = model.to(device, memory_format=torch.channels_last)
+    model = timm.create_model(record["model"], drop_path_rate=0.0).train().to(device)
+    model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     if mode == "compiled":
         model.compile()
     elif mode == "regions":

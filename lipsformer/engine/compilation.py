@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import _inductor as inductor
 from torch import nn
 
 logger = logging.getLogger(__name__)
@@ -62,8 +61,11 @@ def compile_regions(model: nn.Module, *, deterministic: bool, **options: Any) ->
         **options: See `torch.compile`.
     """
     torch._dynamo.config.recompile_limit = MOST_KINDS  # pyright: ignore[reportAttributeAccessIssue]
-    if deterministic and hasattr(inductor.config, "deterministic"):  # older ones do not measure
-        inductor.config.deterministic = True
+    if deterministic:
+        from torch._inductor import config  # the compiler, which few runs on CPUs need
+
+        if hasattr(config, "deterministic"):  # not in older versions of torch
+            config.deterministic = True
     for region in (found := regions(model)):
         # Sizes differ between stages. As variables of the kernels they would make them slower.
         region.compile(dynamic=False, **options)

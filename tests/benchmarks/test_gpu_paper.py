@@ -186,20 +186,23 @@ def test_compiled_center_norm_and_linear_layer_move_the_least():
     assert backward.count(gradient) == 2  # of the input and of the weight
 
 
-def check_compiled_step(model, shape, known, architectures):
-    """Fail if a step has grown by more than 2 % or if a kernel that Inductor writes spills."""
+def check_compiled_step(model, shape, known, architectures, every=1):
+    """Fail if a step has grown by more than 2 % or if a kernel that Inductor writes spills.
+
+    Compiling a kernel takes a second, so only one in `every` is compiled.
+    """
     found, sources = compile_step(model, shape)
     kernels = found["forward_kernels"] + found["backward_kernels"]
     assert kernels <= 1.02 * (known["forward_kernels"] + known["backward_kernels"])
     for figure in ("bytes", "saved_bytes", "peak_bytes"):
         assert found[figure] <= 1.02 * known[figure], figure
-    for gpu, kernels in generated(sources, architectures).items():
+    assert len(sources) > every
+    for gpu, kernels in generated(sources[::every], architectures).items():
         assert kernels["spilling"] == {}, gpu
-        assert kernels["kernels"] == len(sources) > 0
 
 
 def test_compiled_step_of_one_block_has_not_grown_and_spills_nothing():
-    check_compiled_step(build(NANO, **ONE_BLOCK), (8, 3, 32, 32), KNOWN, [90])
+    check_compiled_step(build(NANO, **ONE_BLOCK), (8, 3, 32, 32), KNOWN, [90], every=12)
 
 
 @pytest.mark.slow

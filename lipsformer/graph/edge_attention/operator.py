@@ -32,6 +32,7 @@ from torch_geometric.nn import MessagePassing, SumAggregation
 from lipsformer import kernels
 from lipsformer.graph.edge_attention.csr import EdgeCSR
 from lipsformer.graph.edge_attention.trial import triton_is_used
+from lipsformer.kernels import dispatch
 from lipsformer.layers.lipschitz_norm import segment_max
 
 __all__ = ["changed_messages", "edge_attention", "neighbor_max", "why_messages"]
@@ -84,7 +85,7 @@ def _unsupported_context(x: Tensor) -> str | None:
         return transform
     if torch._C._len_torch_dispatch_stack() > 0:
         return "something records the operators or replaces the tensors"
-    if x.is_cuda and not kernels.dispatch.ENABLED:
+    if x.is_cuda and not dispatch.ENABLED:
         return "LIPSFORMER_NATIVE=0 switches the kernels off"
     if x.device.type not in _DEVICES:
         return f"there is no kernel for {x.device.type}"
