@@ -14,7 +14,11 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import ProjectConfiguration, broadcast_object_list
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+    broadcast_object_list,
+)
 
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config, TrainConfig
@@ -50,7 +54,8 @@ def start(config: Config) -> Accelerator:
         # cuBLAS reads this when it starts; nothing has touched the device yet.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+    # With images of one size, cuDNN's trial of its algorithms pays off after a few updates.
+    torch.backends.cudnn.benchmark = not (config.train.deterministic or config.augment.img_sizes)
     output_dir = Path(config.run.output_dir)
     accelerator = make_accelerator(
         config.train.precision,
@@ -115,6 +120,11 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision="no" if precision == "fp32" else precision,
+            # Gradients are views of DDP's buckets, which saves a copy of each. Buffers are not sent
+            # before every forward pass: `TrainState.agree_on_buffers` sends them when they matter.
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+            ],
             **options,
         )
     except ValueError as error:

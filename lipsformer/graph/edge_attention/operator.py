@@ -31,6 +31,8 @@ from torch_geometric.nn import MessagePassing, SumAggregation
 
 from lipsformer import kernels
 from lipsformer.graph.edge_attention.csr import EdgeCSR
+from lipsformer.graph.edge_attention.trial import triton_is_used
+from lipsformer.kernels import dispatch
 from lipsformer.layers.lipschitz_norm import segment_max
 
 __all__ = ["changed_messages", "edge_attention", "neighbor_max", "why_messages"]
@@ -83,6 +85,8 @@ def _unsupported_context(x: Tensor) -> str | None:
         return transform
     if torch._C._len_torch_dispatch_stack() > 0:
         return "something records the operators or replaces the tensors"
+    if x.is_cuda and not dispatch.ENABLED:
+        return "LIPSFORMER_NATIVE=0 switches the kernels off"
     if x.device.type not in _DEVICES:
         return f"there is no kernel for {x.device.type}"
     return None
@@ -175,8 +179,16 @@ def edge_attention(
     if value.device.type == "cpu":
         exact = torch.promote_types(dtype, torch.float)
         query, key, value = query.to(exact), key.to(exact), value.to(exact)
-    out = _EdgeAttention.apply(query, key, value, csr, negative_slope, 1 / (1 - dropout), keep)
-    return cast(Tensor, out).to(dtype)
+    settings = (negative_slope, 1 / (1 - dropout), keep)
+    if value.is_cuda and not triton_is_used(
+        (query, key, value), csr, settings, kernel=_fused, plain=_reference
+    ):
+        return _reference(csr, query, key, value, *settings).to(dtype)
+    return _fused(csr, query, key, value, *settings).to(dtype)
+
+
+def _fused(csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
+    return cast(Tensor, _EdgeAttention.apply(query, key, value, csr, *settings))
 
 
 def _reference(
@@ -190,6 +202,8 @@ def _reference(
 ) -> Tensor:
     """Compute `edge_attention` from messages; it can be differentiated any number of times."""
     row, col = csr.row.long(), csr.col.long()
+    dtype = torch.promote_types(query.dtype, value.dtype)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scores = F.leaky_relu((query[row] * key[col]).sum(-1), negative_slope)
     index = row[:, None].expand_as(scores)
     largest = scores.detach().new_zeros(csr.num_targets, scores.size(1))
