@@ -110,6 +110,7 @@ class DataConfig:
     num_workers: int = 4
     download: bool = False
     skip_list: str | None = None
+    in_memory: bool = False
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     crop_pct: float = 0.875
     exact_eval: bool = True
@@ -133,9 +134,10 @@ class DataConfig:
         for name, sources in (
             ("name", ("folder", "shards", "parquet")),
             ("skip_list", ("folder", "parquet")),
+            ("in_memory", ("folder",)),
         ):
             value = getattr(self, name)
-            if self.source not in sources and value is not None:
+            if self.source not in sources and value not in (None, False):
                 raise ConfigError(
                     f"data.{name}={value!r} has no effect with data.source={self.source!r}: "
                     f"remove it or use data.source={' or '.join(sources)}"

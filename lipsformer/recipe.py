@@ -78,17 +78,17 @@ class LossConfig:
     """What training minimizes, in timm's terms: cross entropy or BCE, with or without a teacher.
 
     `type: margin` is the cross entropy of the distances (z_y - z_j) / |w_y - w_j| to the borders
-    between the classes, less `margin` and divided by `margin_temperature`. The rows of the
-    classifier are w. If the network before it has the constant 1, the distances are certified, in
-    the units of the normalized images. `type: bce` is the binary cross entropy of each class, averaged over the classes, or summed with
-    `bce_sum`. Targets above `bce_target_thresh` become 1 and the others 0. `teacher` switches
-    distillation on. It is a run, a checkpoint, a folder of timm's format, or a timm model with
-    pretrained weights, such as `resnet50.a1_in1k`. With `distill_type: logit` the model learns the
-    teacher's probabilities at this `temperature`. With `token` the distillation head of a distilled
-    model learns them, or with `token_distill_type: hard` the class that the teacher predicts. The
-    loss is `task_loss_weight` times the loss above plus `distill_loss_weight` times that of
-    distillation. Both weights are 1 by default. If only `task_loss_weight` is given, the other
-    weight is 1 minus it.
+    between the classes, less `margin` and divided by `margin_temperature`, where w are the rows of
+    the classifier. If the network before it has the constant 1, the distances are certified, in the
+    units of the normalized images. `type: bce` is the binary cross entropy of each class, averaged
+    over the classes, or summed with `bce_sum`. Targets above `bce_target_thresh` become 1 and the
+    others 0. `teacher` switches distillation on. It is a run, a checkpoint, a folder of timm's
+    format, or a timm model with pretrained weights, such as `resnet50.a1_in1k`. With
+    `distill_type: logit` the model learns the teacher's probabilities at this `temperature`. With
+    `token` the distillation head of a distilled model learns them, or with
+    `token_distill_type: hard` the class that the teacher predicts. The loss is `task_loss_weight`
+    times the loss above plus `distill_loss_weight` times that of distillation. Both weights are 1
+    by default. If only `task_loss_weight` is given, the other weight is 1 minus it.
 
     Example:
         >>> LossConfig(type="bce", bce_target_thresh=0.2).teacher is None

@@ -110,10 +110,10 @@ class LipsFormerContractive(TimmInterface):
         self,
         *,
         dims: tuple[int, ...] = (48, 192, 384),
-        depths: tuple[int, ...] = (2, 3, 3),
+        depths: tuple[int, ...] = (1, 3, 3),
         attn_share: float = 0.25,
         head_dim: int = 32,
-        window_size: int = 8,
+        window_size: tuple[int, ...] = (4, 8, 4),
         logit_scale: float = 0.25,
         eps: float = 16.0,
         img_size: int | tuple[int, int] = 32,
@@ -134,7 +134,7 @@ class LipsFormerContractive(TimmInterface):
             attn_share: Share of the channels on which a block attends, in [0, 1]; 0 for a model
                 without attention.
             head_dim: Channels of a head; a block with fewer channels of attention has one head.
-            window_size: Largest side of a window in tokens.
+            window_size: Largest side of a window in tokens, for each stage.
             logit_scale: tau, which multiplies the cosines.
             eps: Smoothing constant of the normalization of queries, keys and values. The values are
                 normalized to the length eps^(1/2), so that short values keep theirs.
@@ -156,14 +156,16 @@ class LipsFormerContractive(TimmInterface):
         reduction = patch_size * 2 ** (len(dims) - 1)
         if height % reduction != 0 or width % reduction != 0:
             raise ValueError(f"img_size={img_size} is not a multiple of {reduction}")
-        if len(dims) != len(depths) or any(dim % 8 != 0 for dim in dims):
-            raise ValueError(f"dims={dims} must be multiples of 8, one for each of {depths=}")
+        if any(dim % 8 != 0 for dim in dims):
+            raise ValueError(f"dims={dims} must be multiples of 8")
+        if not len(dims) == len(depths) == len(window_size):
+            raise ValueError(f"{dims=}, {depths=} and {window_size=} must be of one length")
         if not 0.0 <= attn_share <= 1.0:
             raise ValueError(f"attn_share must lie in [0, 1], got {attn_share}")
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.output_fmt = "NHWC"
-        self.attn_share, self.head_dim, self.window_size = attn_share, head_dim, window_size
+        self.attn_share, self.head_dim = attn_share, head_dim
         self.logit_scale, self.eps = logit_scale, eps
         self.feature_info: list[dict[str, Any]] = []
         self.patch_embed = PatchEmbed(patch_size, in_chans, dims[0], **dd)
@@ -174,7 +176,9 @@ class LipsFormerContractive(TimmInterface):
             if stage > 0:
                 downsample = PatchMerging(dims[stage - 1], dim, **dd)
                 downsample.norm = nn.Identity()
-            blocks = [ContractiveBlock(dim, self.make_attn(dim, dd), **dd) for _ in range(depth)]
+            window = window_size[stage]
+            attns = [self.make_attn(dim, window, dd) for _ in range(depth)]
+            blocks = [ContractiveBlock(dim, attn, **dd) for attn in attns]
             stages.append(ContractiveStage(downsample, blocks))
             reduction = patch_size * 2**stage
             info = {"num_chs": dim, "reduction": reduction, "module": f"stages.{stage}"}
@@ -189,7 +193,7 @@ class LipsFormerContractive(TimmInterface):
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
 
-    def make_attn(self, dim: int, dd: dict[str, Any]) -> nn.Module:
+    def make_attn(self, dim: int, window_size: int, dd: dict[str, Any]) -> nn.Module:
         """Build the attention of a block with its residual, or an identity for none."""
         attended = round(dim * self.attn_share)
         if attended == 0:
@@ -199,7 +203,7 @@ class LipsFormerContractive(TimmInterface):
         core = ScaledCosineAttention(
             heads, self.logit_scale, value_scale=value_scale, eps=self.eps, **dd
         )
-        attention = WindowAttention(attended, heads, self.window_size, core, **dd)
+        attention = WindowAttention(attended, heads, window_size, core, **dd)
         return ContractiveResidual(attention, attended, **dd)
 
     @torch.no_grad()
