@@ -343,8 +343,6 @@ class Orthogonal(_Instrument):
         tensor([1., 1.])
     """
 
-    EXACT_STEPS = 8  # from singular values in [0.1, 1.7] to 1 up to rounding
-
     def __init__(self, model: nn.Module) -> None:
         """Find the matrices.
 
@@ -362,17 +360,17 @@ class Orthogonal(_Instrument):
         Args:
             step: Number of optimizer steps made before this one.
         """
-        self._move(1)
+        self._move(exact=False)
 
     def before_eval(self) -> Mapping[str, Mapping[str, float]]:
-        """Make as many steps as an error below rounding needs."""
-        self._move(self.EXACT_STEPS)
+        """Take the nearest orthogonal matrices, whatever the weights are."""
+        self._move(exact=True)
         return {}
 
-    def _move(self, steps: int) -> None:
+    def _move(self, *, exact: bool) -> None:
         for op in self.operators:
             parts = full_tensor(op.weight).chunk(3 if op.name.endswith("qkv.weight") else 1)
-            assign(op.weight, torch.cat([orthogonalize(part, steps) for part in parts]))
+            assign(op.weight, torch.cat([orthogonalize(part, exact) for part in parts]))
 
 
 class UpdateLimit(_Instrument):

@@ -167,8 +167,8 @@ class JoinTokens(nn.Module):
 
 
 @torch.no_grad()
-def orthogonalize(weight: Tensor, steps: int = 1) -> Tensor:
-    r"""Move the singular values of a weight towards 1, by Newton and Schulz's iteration.
+def orthogonalize(weight: Tensor, exact: bool = False) -> Tensor:
+    r"""Move a weight towards the nearest orthogonal matrix, by a step of Newton and Schulz.
 
     .. math:: W \leftarrow \tfrac 3 2 W - \tfrac 1 2 W W^T W
 
@@ -177,18 +177,21 @@ def orthogonalize(weight: Tensor, steps: int = 1) -> Tensor:
 
     Args:
         weight: [out, in, ...], reshaped to [out, in * ...]. Half precision is widened to float32.
-        steps: Number of iterations.
+        exact: Return the nearest matrix itself, from a singular value decomposition.
 
     Example:
         >>> import torch
-        >>> from lipsformer.layers.contractive import orthogonalize
-        >>> orthogonalize(torch.tensor([[0.6, 0.0], [0.0, 1.1]]), steps=5)
-        tensor([[1.0000, 0.0000],
-                [0.0000, 1.0000]])
+        >>> from lipsformer.layers import orthogonalize
+        >>> orthogonalize(torch.diag(torch.tensor([0.9, 1.1])))
+        tensor([[0.9855, 0.0000],
+                [0.0000, 0.9845]])
     """
     matrix = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
-    wide = matrix.shape[0] <= matrix.shape[1]
-    for _ in range(steps):
-        product = (matrix @ matrix.T) @ matrix if wide else matrix @ (matrix.T @ matrix)
-        matrix = 1.5 * matrix - 0.5 * product
+    if exact:
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        matrix = left @ right
+    elif matrix.shape[0] <= matrix.shape[1]:
+        matrix = 1.5 * matrix - 0.5 * (matrix @ matrix.T) @ matrix
+    else:
+        matrix = 1.5 * matrix - 0.5 * matrix @ (matrix.T @ matrix)
     return matrix.reshape(weight.shape).to(weight.dtype)
