@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
@@ -40,6 +41,9 @@ class FoldShift(nn.Module):
         for index, (axis, step) in enumerate(MOVES, start=2):
             groups[index] = groups[index].roll(step, axis)
         return torch.cat(groups, dim=-1)
+
+
+register_notrace_module(FoldShift)  # FX cannot trace the choice of the gather
 
 
 class _FoldShift(torch.autograd.Function):
@@ -151,6 +155,9 @@ class ContractiveResidual(nn.Module):
         return torch.cat([kept, torch.addcmul(mixed, x, (1.0 - a).to(x.dtype))], dim=-1)
 
 
+register_notrace_module(ContractiveResidual)  # FX cannot trace windows that depend on the map
+
+
 class JoinTokens(nn.Module):
     """Join all tokens of a map to one long token, without any loss: [B, H, W, C] to [B, 1, 1, HWC].
 
@@ -164,6 +171,9 @@ class JoinTokens(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Join the tokens of ``x`` ([B, H, W, C])."""
         return x.reshape(len(x), 1, 1, -1)
+
+
+register_notrace_module(JoinTokens)  # FX cannot trace the size of a batch
 
 
 @torch.no_grad()

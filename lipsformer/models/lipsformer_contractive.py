@@ -164,7 +164,7 @@ class LipsFormerContractive(TimmInterface):
             raise ValueError(f"attn_share must lie in [0, 1], got {attn_share}")
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
-        self.output_fmt = "NHWC"
+        self.output_fmt, self.img_size = "NHWC", (height, width)
         self.attn_share, self.head_dim = attn_share, head_dim
         self.logit_scale, self.eps = logit_scale, eps
         self.feature_info: list[dict[str, Any]] = []
@@ -224,6 +224,18 @@ class LipsFormerContractive(TimmInterface):
                     part.copy_(nn.init.orthogonal_(values))
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+
+    def set_input_size(self, img_size: int | tuple[int, int] | None = None) -> None:
+        """Refuse another image size: the classifier has a weight for every token.
+
+        Args:
+            img_size: Side, or (height, width), in pixels; None keeps it.
+
+        Raises:
+            ValueError: If it is not the size with which the model was built.
+        """
+        if img_size is not None and to_2tuple(img_size) != self.img_size:
+            raise ValueError(f"{img_size=} must be {self.img_size}: build a model of that size")
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return all tokens of the last stage as one, [B, 1, 1, H' W' C]."""
