@@ -16,7 +16,7 @@ def contractive(checker: ModuleType) -> type:
 
     class Contractive(checker.Model):
         prefix, logit_scale = "lipsformer_contractive_", 0.25
-        arguments = f"{checker.ARGUMENTS} dims attn_share head_dim eps"
+        arguments = f"{checker.ARGUMENTS} dims attn_share attn_least head_dim eps"
 
         def __init__(self, weights: dict[str, np.ndarray], config: dict[str, Any]):
             super().__init__(weights, config)
@@ -37,7 +37,7 @@ def contractive(checker: ModuleType) -> type:
         def mixing(self, path: str, x: Any, _: Any) -> Any:
             if path not in self.paths:
                 return self.identity(path, x, 1.0)
-            a = min(max(float(self.of(f"{path}.mix")), 0.0), 1.0)
+            a = min(max(float(self.of(f"{path}.mix")), self.args.get("attn_least", 0.0)), 1.0)
             given = x._replace(norm=up * (x.norm + x.error), error=0.0)
             self.apply((("branch", self.windows),), path, given, 1.0)
             mass, tokens, slope, tau, longest, core = self.core

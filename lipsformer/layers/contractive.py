@@ -90,7 +90,7 @@ class ContractiveResidual(nn.Module):
     Here f is scaled cosine attention in windows of N tokens with normalized values, and m bounds
     the column sums of its attention matrices (Theorem 9). The constant of f is at most L if the
     projections of queries, keys and values and the output projection have norms of at most 1. Then
-    the constant of y is 1, because :math:`x_1` does not enter f. The weight a in [0, 1] and the
+    the constant of y is 1, because :math:`x_1` does not enter f. The weight a in [least, 1] and the
     position biases, on which m depends, are learned.
 
     Shape:
@@ -112,6 +112,7 @@ class ContractiveResidual(nn.Module):
         self,
         branch: nn.Module,
         dim: int,
+        least: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -120,22 +121,25 @@ class ContractiveResidual(nn.Module):
         Args:
             branch: f, a `WindowAttention` on maps of ``dim`` channels with a fixed logit scale.
             dim: Number of channels of f, at the end of those of the input.
+            least: Smallest weight a, in [0, 1]. Training for margins tends to turn attention off,
+                because a mean of values is shorter than the values.
             device: Device of the parameter.
             dtype: Data type of the parameter.
         """
         super().__init__()
         self.branch: Any = branch
         self.dim = dim
+        self.least = least
         self.mix = nn.Parameter(torch.empty((), device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight a to 1/2."""
-        nn.init.constant_(self.mix, 0.5)
+        """Set the weight a to the middle of its interval."""
+        nn.init.constant_(self.mix, 0.5 * (self.least + 1.0))
 
     def weight(self) -> Tensor:
-        """Return the weight a that applies, in [0, 1]."""
-        return self.mix.clamp(0.0, 1.0)
+        """Return the weight a that applies."""
+        return self.mix.clamp(self.least, 1.0)
 
     def divisor(self, height: int, width: int) -> Tensor:
         """Return L on a map of the given size, in the precision of the table of biases."""

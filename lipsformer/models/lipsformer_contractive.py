@@ -112,6 +112,7 @@ class LipsFormerContractive(TimmInterface):
         dims: tuple[int, ...] = (48, 192, 384),
         depths: tuple[int, ...] = (1, 3, 3),
         attn_share: float = 0.25,
+        attn_least: float = 0.0,
         head_dim: int = 32,
         window_size: tuple[int, ...] = (4, 8, 4),
         logit_scale: float = 0.25,
@@ -133,6 +134,7 @@ class LipsFormerContractive(TimmInterface):
             depths: Number of blocks of each stage.
             attn_share: Share of the channels on which a block attends, in [0, 1]; 0 for a model
                 without attention.
+            attn_least: Smallest weight a of attention in its residual, in [0, 1].
             head_dim: Channels of a head; a block with fewer channels of attention has one head.
             window_size: Largest side of a window in tokens, for each stage.
             logit_scale: tau, which multiplies the cosines.
@@ -160,12 +162,12 @@ class LipsFormerContractive(TimmInterface):
             raise ValueError(f"dims={dims} must be multiples of 8")
         if not len(dims) == len(depths) == len(window_size):
             raise ValueError(f"{dims=}, {depths=} and {window_size=} must be of one length")
-        if not 0.0 <= attn_share <= 1.0:
-            raise ValueError(f"attn_share must lie in [0, 1], got {attn_share}")
+        if not (0.0 <= attn_share <= 1.0 and 0.0 <= attn_least <= 1.0):
+            raise ValueError(f"{attn_share=} and {attn_least=} must lie in [0, 1]")
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.output_fmt, self.img_size = "NHWC", (height, width)
-        self.attn_share, self.head_dim = attn_share, head_dim
+        self.attn_share, self.attn_least, self.head_dim = attn_share, attn_least, head_dim
         self.logit_scale, self.eps = logit_scale, eps
         self.feature_info: list[dict[str, Any]] = []
         self.patch_embed = PatchEmbed(patch_size, in_chans, dims[0], **dd)
@@ -204,7 +206,7 @@ class LipsFormerContractive(TimmInterface):
             heads, self.logit_scale, value_scale=value_scale, eps=self.eps, **dd
         )
         attention = WindowAttention(attended, heads, window_size, core, **dd)
-        return ContractiveResidual(attention, attended, **dd)
+        return ContractiveResidual(attention, attended, self.attn_least, **dd)
 
     @torch.no_grad()
     def init_weights(self, needs_reset: bool = True) -> None:
@@ -224,6 +226,28 @@ class LipsFormerContractive(TimmInterface):
                     part.copy_(nn.init.orthogonal_(values))
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+
+    @torch.no_grad()
+    def restart_attention(self) -> None:
+        """Let every attention begin as a mean over near tokens, with the weight a of its start.
+
+        The output projection undoes that of the values, and the bias is minus twice the squared
+        distance of two tokens. For models whose training turned attention off.
+        """
+        for module in self.modules():
+            if isinstance(module, ContractiveResidual):
+                module.reset_parameters()
+                attention: WindowAttention = module.branch
+                rows, columns = (
+                    torch.arange(1 - side, side).square() for side in attention.window_size
+                )
+                bias = -2.0 * (rows[:, None] + columns).flatten()[:, None]
+                attention.relative_position_bias_table.copy_(
+                    bias.expand_as(attention.relative_position_bias_table)
+                )
+                attention.proj.weight.copy_(attention.qkv.weight.chunk(3)[2].T)
+                for layer in (attention.qkv, attention.proj):
+                    nn.init.zeros_(layer.bias)
 
     def set_input_size(self, img_size: int | tuple[int, int] | None = None) -> None:
         """Refuse another image size: the classifier has a weight for every token.

@@ -70,6 +70,7 @@ def _contractive_residual(module: Any, domain: Domain, scale: Tensor | None) -> 
     core = module.branch.attention
     unchanged(core, ScaledCosineAttention)
     learned = core.log_logit_scale is not None or module.mix.ndim > 0
+    learned = learned or not 0.0 <= module.least <= 1.0
     if learned or core.value_scale is None or not (core.tau() > 0.0 and core.value_scale > 0.0):
         raise UnknownModuleError(
             "no Lipschitz bound is known for ContractiveResidual with a learned logit scale, "
@@ -82,7 +83,7 @@ def _contractive_residual(module: Any, domain: Domain, scale: Tensor | None) -> 
             f"{domain.channels} channels"
         )
     window = module.branch.window(*domain.size)
-    a = min(max(module.mix.detach().double().item(), 0.0), 1.0)
+    a = min(max(module.mix.detach().double().item(), module.least), 1.0)
     # What the program computed before is the exact input of the branch here.
     reached = outward(domain.norm + domain.error)
     part = replace(domain, channels=module.dim, radius=domain.reach, norm=reached, error=0.0)
