@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from timm.layers import ClassifierHead, to_2tuple
-from timm.models import generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from lipsformer.layers import (
     Linear,
     ScaledCosineAttention,
 )
-from lipsformer.models._timm import TimmInterface, create, model_cfg
+from lipsformer.models._timm import TimmInterface, model_cfg
 from lipsformer.models.embed import PatchEmbed
 from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention, checkpoint_filter_fn
 
@@ -282,5 +282,11 @@ default_cfgs = generate_default_cfgs(
 @register_model
 def lipsformer_contractive_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerContractive:
     """LipsFormer of layers with the constant 1, for images of 8 to 64 px; not from the paper."""
-    name = "lipsformer_contractive_nano"
-    return create(LipsFormerContractive, name, pretrained, checkpoint_filter_fn, **kwargs)
+    return build_model_with_cfg(
+        LipsFormerContractive,
+        "lipsformer_contractive_nano",
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": (0, 1, 2), "flatten_sequential": True},
+        **kwargs,
+    )
