@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 MODELS = timm.list_models("lipsformer*")
 TAGS = timm.list_models("lipsformer*", include_tags=True)
-# Models for one image size. timm's general tests give other sizes, and its features have four stages.
+# Models for one image size of their own. timm's general tests give them other sizes.
 FIXED = ["lipsformer_contractive_nano"]
 NANO = [name for name in MODELS if name.endswith("_nano") and name not in FIXED]
 
