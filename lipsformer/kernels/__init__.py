@@ -16,6 +16,7 @@ from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
 from lipsformer.kernels.dispatch import active_transform, usable
 from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
 from lipsformer.kernels.pointwise import add_gelu, center, centered_affine, gelu_residual
+from lipsformer.kernels.verdict import is_used, restore_verdicts, verdicts
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
 
 __all__ = [
@@ -29,9 +30,12 @@ __all__ = [
     "depthwise_conv",
     "fused_linear",
     "gelu_residual",
+    "is_used",
     "normalize_rows",
     "pack_weight",
     "packed_linear",
     "recomputed_attention",
+    "restore_verdicts",
     "usable",
+    "verdicts",
 ]
