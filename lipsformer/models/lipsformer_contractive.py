@@ -177,7 +177,7 @@ class LipsFormerContractive(TimmInterface):
             downsample = nn.Identity()
             if stage > 0:
                 downsample = PatchMerging(dims[stage - 1], dim, **dd)
-                downsample.norm = nn.Identity()
+                downsample.norm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
             window = window_size[stage]
             attns = [self.make_attn(dim, window, dd) for _ in range(depth)]
             blocks = [ContractiveBlock(dim, attn, **dd) for attn in attns]
