@@ -165,7 +165,6 @@ class Model:
         return whole
 
     def apply(self, rule: Any, path: str, x: Map, scale: Any) -> Map:
-        """Apply a rule, or named rules in order. GELU has no name. The last name gets the scale."""
         if callable(rule):
             return rule(path, x, scale)
         value, last = 1.0, [name for name, _ in rule if name][-1]
@@ -342,8 +341,8 @@ def check(claims: dict[str, Any], path: Path) -> str:
     domain = {"size": size, "pixels": [0, 1], "radius": radius}
     require(claims["domain"] == domain, f"the domain is not {domain}")
     swin = config["architecture"].startswith(Model.prefix)
-    model: Any = Model if swin else contractive(sys.modules[__name__])
-    model = model(read_safetensors(file), config)
+    kind: Any = Model if swin else contractive(sys.modules[__name__])
+    model = kind(read_safetensors(file), config)
     whole = model.bound(x)
     require(all(set(row) == set(ROW.split()) for row in claims["layers"]), "a layer claims more")
     stated = unique([(row["name"], row["log10"]) for row in claims["layers"]])

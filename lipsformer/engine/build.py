@@ -17,10 +17,10 @@ from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain,
 from lipsformer.analysis.instruments import (
     BoundCheck,
     Monitor,
-    Orthogonal,
     SpectralCap,
     UpdateLimit,
 )
+from lipsformer.analysis.orthogonal import Orthogonal
 from lipsformer.config import Config, LipschitzConfig
 from lipsformer.engine.instrument import Instrument
 from lipsformer.engine.run_folder import TIMM_CONFIG, CheckpointError, find_weights, load_weights

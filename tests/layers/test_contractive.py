@@ -8,7 +8,7 @@ from torch import nn
 
 from lipsformer.analysis.bounds import Domain, lipschitz_bound
 from lipsformer.analysis.bounds.contractive import divisor
-from lipsformer.analysis.instruments import Orthogonal
+from lipsformer.analysis.orthogonal import Orthogonal
 from lipsformer.layers import ContractiveResidual, FoldShift, ScaledCosineAttention, orthogonalize
 from lipsformer.models.lipsformer_swin import WindowAttention
 
