@@ -40,7 +40,11 @@ class OperatorCounter(TorchDispatchMode):
         """Run the operator and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace == "aten" and not _is_view(func) and "empty" not in func.__name__:
+        if (
+            func.namespace in ("aten", "lipsformer")
+            and not _is_view(func)
+            and "empty" not in func.__name__
+        ):
             written = _tensors(result)
             self.operators += 1
             self.bytes += _size([*_tensors((args, kwargs)), *written])

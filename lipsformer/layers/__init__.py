@@ -4,6 +4,7 @@ from lipsformer._renamed import renamed
 from lipsformer.layers.center_norm import CenterNorm
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import (
+    Arrangement,
     ScaledCosineAttention,
     attend_in_windows,
     cosine_normalize,
@@ -24,6 +25,7 @@ from lipsformer.layers.windows import (
 )
 
 __all__ = [
+    "Arrangement",
     "CenterNorm",
     "DepthwiseConv2d",
     "Linear",
