@@ -105,7 +105,8 @@ def convolve(x: Tensor, weight: Tensor, add: Tensor | None, flip: bool) -> Tenso
     )
     add = None if add is None else add.contiguous()
     flags = {"FLIP": flip, "ADD": add is not None}
-    _convolve[grid](x, weight, add, out, *x.shape[:3], channels, side, **flags, **BLOCKS)
+    with torch.cuda.device_of(x):
+        _convolve[grid](x, weight, add, out, *x.shape[:3], channels, side, **flags, **BLOCKS)
     return out
 
 
@@ -121,4 +122,5 @@ def weight_sums(x: Tensor, grad: Tensor, sums: Tensor) -> None:
     x, grad = x.contiguous(), grad.contiguous()
     channels = x.shape[-1]
     grid = (7 * triton.cdiv(channels, GRADIENT_BLOCKS["BLOCK_C"]), sums.shape[0])
-    _weight_sums[grid](x, grad, sums, *x.shape[:3], channels, 7, **GRADIENT_BLOCKS, num_warps=1)
+    with torch.cuda.device_of(x):
+        _weight_sums[grid](x, grad, sums, *x.shape[:3], channels, 7, **GRADIENT_BLOCKS, num_warps=1)

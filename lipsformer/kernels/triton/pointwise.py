@@ -233,7 +233,8 @@ def gelu_forward(
     blocks, (rows, tokens) = gelu_blocks(z.shape[-1]), _rows(z)
     grid = (triton.cdiv(rows, blocks["BLOCK_R"]), triton.cdiv(blocks["C"], blocks["BLOCK_C"]))
     flags = {"RESIDUAL": x is not None, "HAS_MASK": mask is not None}
-    _gelu_forward[grid](x, z, bias, scale, mask, y, rows, tokens, **blocks, **flags)
+    with torch.cuda.device_of(z):
+        _gelu_forward[grid](x, z, bias, scale, mask, y, rows, tokens, **blocks, **flags)
     return y
 
 
@@ -255,7 +256,8 @@ def gelu_backward(
     grid = (len(sums), triton.cdiv(blocks["C"], blocks["BLOCK_C"]))
     flags = {"RESIDUAL": scale is not None, "HAS_MASK": mask is not None, "TWO": grad_2 is not None}
     tensors = (grad, grad_2, z, bias, scale, mask, other, grad_z, sums)
-    _gelu_backward[grid](*tensors, rows, tokens, **blocks, **flags)
+    with torch.cuda.device_of(z):
+        _gelu_backward[grid](*tensors, rows, tokens, **blocks, **flags)
     return other, grad_z
 
 
@@ -276,7 +278,8 @@ def center_forward(
     flags: dict[str, Any] = {"HAS_MASK": mask is not None, "NORM": gain is not None}
     factor = x.shape[-1] / (x.shape[-1] - 1)
     grid = (triton.cdiv(rows, blocks["BLOCK_R"]),)
-    _center_forward[grid](*tensors, rows, tokens, factor, **blocks, **flags)
+    with torch.cuda.device_of(x):
+        _center_forward[grid](*tensors, rows, tokens, factor, **blocks, **flags)
     return y, centered
 
 
@@ -295,5 +298,6 @@ def center_backward(
     tensors = (grad, grad_2, centered, gain, mask, grad_x, grad_branch, sums)
     flags = {"HAS_MASK": mask is not None, "NORM": gain is not None, "TWO": grad_2 is not None}
     factor = grad.shape[-1] / (grad.shape[-1] - 1)
-    _center_backward[(len(sums),)](*tensors, rows, tokens, factor, **blocks, **flags)
+    with torch.cuda.device_of(grad):
+        _center_backward[(len(sums),)](*tensors, rows, tokens, factor, **blocks, **flags)
     return grad_x, grad_branch

@@ -331,7 +331,8 @@ def forward(qkv: Tensor, arguments: WindowArguments) -> Tensor:
     out = qkv.new_empty(*qkv.shape[:3], qkv.shape[-2] * qkv.shape[-1])
     tensors, sizes, constants = _launch(qkv, arguments)
     where = grid(qkv, arguments.windows, arguments.heads)
-    _forward[where](*tensors, out, arguments.scale, arguments.eps, *sizes, **constants)
+    with torch.cuda.device_of(qkv):
+        _forward[where](*tensors, out, arguments.scale, arguments.eps, *sizes, **constants)
     return out
 
 
@@ -342,5 +343,6 @@ def backward(grad: Tensor, sums: Tensor, qkv: Tensor, arguments: WindowArguments
     tensors, sizes, constants = _launch(qkv, arguments)
     numbers = (arguments.scale, arguments.eps, *sizes, sums.shape[1])
     where = (*grid(qkv, arguments.windows, arguments.heads),)
-    _backward[where](*tensors[:-2], grad, grad_qkv, sums, *numbers, **constants)
+    with torch.cuda.device_of(qkv):
+        _backward[where](*tensors[:-2], grad, grad_qkv, sums, *numbers, **constants)
     return grad_qkv
