@@ -19,7 +19,8 @@ from lipsformer.kernels import gpu_pointwise as ops
 from lipsformer.kernels.dispatch import refuse_second_derivatives
 from lipsformer.kernels.gpu_arguments import BlockTensors, WindowArguments
 from lipsformer.kernels.gpu_depthwise import depthwise, depthwise_sums
-from lipsformer.kernels.gpu_windows import window_gradients
+from lipsformer.kernels.gpu_parameters import add_programs, cast, weight_gradients
+from lipsformer.kernels.gpu_windows import parameter_gradients, window_gradients
 
 
 def gpu_block(x: Tensor, tensors: BlockTensors, attention: WindowArguments) -> Tensor:
@@ -49,16 +50,17 @@ class _Block(torch.autograd.Function):
     ) -> Tensor:
         t = BlockTensors(*tensors[: len(BlockTensors._fields)])
         arguments, dtype = attention.with_tensors(tensors[len(t) :]), x.dtype
-        pointwise, qkv_weight, fc1 = t.pointwise.to(dtype), t.qkv.to(dtype), t.fc1.to(dtype)
-        proj = (t.proj * t.scale_3[:, None]).to(dtype)
-        fc2 = (t.fc2 * t.scale_4[:, None]).to(dtype)
+        matrices = (t.pointwise, t.qkv, t.proj, t.fc1, t.fc2)
+        pointwise, qkv_weight, proj, fc1, fc2, qkv_bias = cast(
+            matrices, t.qkv_bias, (t.scale_3, t.scale_4), dtype
+        )
 
         z1 = depthwise(x, t.depthwise_1, None, False)
         z2 = F.linear(ops.gelu(None, z1, t.depthwise_1_bias, None, None), pointwise)
         x1 = ops.gelu(x, z2, t.pointwise_bias, t.scale_1, t.mask_1)
         z3 = depthwise(x1, t.depthwise_2, None, False)
         x2 = ops.gelu(x1, z3, t.depthwise_2_bias, t.scale_2, t.mask_2)
-        qkv = F.linear(x2, qkv_weight, t.qkv_bias.to(dtype))
+        qkv = F.linear(x2, qkv_weight, qkv_bias)
         qkv = qkv.unflatten(-1, (3, len(attention.windows) // 2, -1))
         heads_out = torch.ops.lipsformer.cosine_windows(qkv, *arguments)
         branch = F.linear(heads_out, proj)
@@ -89,66 +91,66 @@ class _Block(torch.autograd.Function):
         tensors = ctx.saved_tensors[17:]
         t = BlockTensors(*tensors[: len(BlockTensors._fields)])
         attention: WindowArguments = ctx.attention.with_tensors(tensors[len(t) :])
-        grads: dict[str, Tensor | None] = dict.fromkeys(BlockTensors._fields)
         grad = grad_outputs[0].to(x.dtype).contiguous()
 
-        grad_x, grad_branch, sums = ops.center_backward(grad, None, centered_2, t.gain_2, t.mask_4)
-        grad_branch = grad_x if t.mask_4 is None else grad_branch
-        sum_bias, grads["gain_2"], grads["shift_2"] = sums.sum(0).chunk(3)
-        act, grad_z, sums = ops.gelu_backward(grad_branch @ fc2, None, z4, t.fc1_bias, None, None)
-        grads["fc2"], grads["fc2_bias"], grads["scale_4"] = _unscale(
-            _weight_gradient(grad_branch, act), sum_bias, t.fc2, t.fc2_bias, t.scale_4
+        # from the end to the beginning; each kernel also sums the gradients of its own parameters
+        grad_x, grad_branch, norm_2 = ops.center_backward(
+            grad, None, centered_2, t.gain_2, t.mask_4
         )
-        grads["fc1_bias"], grads["fc1"] = sums.sum(0), _weight_gradient(grad_z, x3)
+        grad_branch = grad_x if t.mask_4 is None else grad_branch
+        act, grad_z, gelu_4 = ops.gelu_backward(grad_branch @ fc2, None, z4, t.fc1_bias, None, None)
+        grad_fc2, grad_fc1 = _product(grad_branch, act), _product(grad_z, x3)
 
-        grad_x, grad_branch, sums = ops.center_backward(
+        grad_x, grad_branch, norm_1 = ops.center_backward(
             grad_x, grad_z @ fc1, centered_1, t.gain_1, t.mask_3
         )
         grad_branch = grad_x if t.mask_3 is None else grad_branch
-        sum_bias = sums.sum(0)
-        if t.gain_1 is not None:
-            sum_bias, grads["gain_1"], grads["shift_1"] = sum_bias.chunk(3)
-        grads["proj"], grads["proj_bias"], grads["scale_3"] = _unscale(
-            _weight_gradient(grad_branch, heads_out), sum_bias, t.proj, t.proj_bias, t.scale_3
-        )
-        grad_qkv, grads_attention = window_gradients(grad_branch @ proj, qkv, attention)
+        grad_proj = _product(grad_branch, heads_out)
+        grad_qkv, windows = window_gradients(grad_branch @ proj, qkv, attention)
         grad_qkv = grad_qkv.flatten(3)
-        grads["qkv"], grads["qkv_bias"] = _weight_gradient(grad_qkv, x2), _row_sum(grad_qkv)
+        grad_qkv_weight, grad_qkv_bias = _product(grad_qkv, x2), grad_qkv.flatten(0, 2).sum(0)
 
-        grad_x, grad_z, sums = ops.gelu_backward(
+        grad_x, grad_z, gelu_3 = ops.gelu_backward(
             grad_x, grad_qkv @ qkv_weight, z3, t.depthwise_2_bias, t.scale_2, t.mask_2
         )
-        grads["depthwise_2_bias"], grads["scale_2"] = sums.sum(0).chunk(2)
-        grads["depthwise_2"] = depthwise_sums(x1, grad_z).sum(0)
+        taps_2 = depthwise_sums(x1, grad_z)
         grad_x = depthwise(grad_z, t.depthwise_2, grad_x, True)
-        _, grad_z, sums = ops.gelu_backward(grad_x, None, z2, t.pointwise_bias, t.scale_1, t.mask_1)
-        grads["pointwise_bias"], grads["scale_1"] = sums.sum(0).chunk(2)
-        act, grad_z1, sums = ops.gelu_backward(
+        _, grad_z, gelu_2 = ops.gelu_backward(
+            grad_x, None, z2, t.pointwise_bias, t.scale_1, t.mask_1
+        )
+        act, grad_z1, gelu_1 = ops.gelu_backward(
             grad_z @ pointwise, None, z1, t.depthwise_1_bias, None, None
         )
-        grads["pointwise"] = _weight_gradient(grad_z, act)
-        grads["depthwise_1_bias"] = sums.sum(0)
-        grads["depthwise_1"] = depthwise_sums(x, grad_z1).sum(0)
+        grad_pointwise = _product(grad_z, act)
+        taps_1 = depthwise_sums(x, grad_z1)
         grad_x = depthwise(grad_z1, t.depthwise_1, grad_x, True)
+
+        norm_2, gelu_4, norm_1, windows, gelu_3, taps_2, gelu_2, gelu_1, taps_1 = add_programs(
+            [norm_2, gelu_4, norm_1, windows, gelu_3, taps_2, gelu_2, gelu_1, taps_1]
+        )
+        bias_4, gain_2, shift_2 = norm_2.chunk(3)
+        bias_3, gain_1, shift_1 = (norm_1, None, None) if t.gain_1 is None else norm_1.chunk(3)
+        matrices, (proj_bias, scale_3, fc2_bias, scale_4) = weight_gradients(
+            (grad_pointwise, grad_qkv_weight, grad_proj, grad_fc1, grad_fc2),
+            (t.proj, t.proj_bias, t.scale_3, bias_3),
+            (t.fc2, t.fc2_bias, t.scale_4, bias_4),
+        )
+        depthwise_2_bias, scale_2 = gelu_3.chunk(2)
+        pointwise_bias, scale_1 = gelu_2.chunk(2)
+        grads = BlockTensors(
+            *(taps_1, gelu_1, matrices[0], pointwise_bias, scale_1, None),
+            *(taps_2, depthwise_2_bias, scale_2, None),
+            *(matrices[1], grad_qkv_bias, matrices[2], proj_bias, scale_3, None),
+            *(gain_1, shift_1, matrices[3], gelu_4, matrices[4], fc2_bias, scale_4, None),
+            *(gain_2, shift_2),
+        )
         parameters = [
             None if grad is None or tensor is None else grad.to(tensor.dtype)
-            for grad, tensor in zip(grads.values(), t, strict=True)
+            for grad, tensor in zip(grads, t, strict=True)
         ]
-        return grad_x, None, *parameters, *grads_attention
+        return grad_x, None, *parameters, *parameter_gradients(windows, attention)
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return the sum over the tokens of grad x^T ([C_out, C_in])."""
+def _product(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of a matrix: the sum over the tokens of grad x^T ([C_out, C_in])."""
     return grad.flatten(0, -2).T @ x.flatten(0, -2)
-
-
-def _row_sum(grad: Tensor) -> Tensor:
-    return grad.flatten(0, -2).sum(0)
-
-
-def _unscale(
-    grad: Tensor, sum_bias: Tensor, weight: Tensor, bias: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a weight, a bias and a scale from those of the scaled layer."""
-    grad_scale = (grad * weight).sum(1) + sum_bias * bias
-    return grad * scale[:, None], sum_bias * scale, grad_scale

@@ -93,15 +93,15 @@ def _sums(qkv: Tensor, arguments: WindowArguments) -> Tensor:
 
 def window_gradients(
     grad: Tensor, qkv: Tensor, arguments: WindowArguments
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the gradients of ``qkv`` and of the tensors of the arguments."""
-    grad_qkv, sums = torch.ops.lipsformer.cosine_windows_backward(
-        grad.to(qkv.dtype), qkv, *arguments
-    )
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of ``qkv``, and a row per program for `parameter_gradients`."""
+    return torch.ops.lipsformer.cosine_windows_backward(grad.to(qkv.dtype), qkv, *arguments)
+
+
+def parameter_gradients(total: Tensor, arguments: WindowArguments) -> list[Tensor | None]:
+    """Return the gradients of the tensors of the arguments from the sum over the programs."""
     parameters = _parameters(arguments)
-    if len(parameters) == 0:
-        return grad_qkv, [None] * len(arguments.tensors())
-    columns = sums.sum(0).split([tensor.numel() for tensor in parameters])
+    columns = total.split([tensor.numel() for tensor in parameters])
     grads: list[Tensor | None] = [
         column.reshape(tensor.shape).to(tensor.dtype)
         for column, tensor in zip(columns, parameters, strict=True)
@@ -109,7 +109,7 @@ def window_gradients(
     if arguments.bias is None:
         grads.insert(0, None)
     taus = 1 + len(arguments.tau)
-    return grad_qkv, [*grads[:taus], *[None] * len(arguments.nu), *grads[taus:]]
+    return [*grads[:taus], *[None] * len(arguments.nu), *grads[taus:]]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -123,7 +123,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     refuse_second_derivatives()
     qkv, *tensors = ctx.saved_tensors
     arguments = ctx.arguments.with_tensors(tensors)
-    grad_qkv, grads = window_gradients(grad, qkv, arguments)
+    grad_qkv, sums = window_gradients(grad, qkv, arguments)
+    grads = parameter_gradients(sums.sum(0), arguments)
     return grad_qkv, *arguments.with_tensors(grads)[:5], *[None] * 4
 
 

@@ -215,7 +215,7 @@ def _backward(
     dtype = qkv.dtype.element_ty
     channel = head * D + d
     bias_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # one block of queries if there is a bias
-    tau_sum = 0.0
+    tau_sum = tl.full((), 0.0, tl.float32)
     tap_sums = tl.zeros((16, BLOCK_D), tl.float32)  # nine taps and the offset
     tap_rows = tl.arange(0, 16)
     for window in range(tl.program_id(1), batch * rows * cols, tl.num_programs(1)):
