@@ -76,7 +76,7 @@ def _cosine(x, eps):
 @triton.jit
 def _unit(x, eps):
     """Return x / sqrt(|x|^2 + eps) for every row."""
-    cosine, inverse = _cosine(x, eps)
+    cosine, _inverse = _cosine(x, eps)
     return cosine
 
 
@@ -154,7 +154,7 @@ def _forward(
             m = start + first
             own, stored = _tokens(window, m, height, width, h, w, rows, cols)
             q = _unit(_load(query, own, stored, 3 * width_out, d, D), eps)
-            cosines, attn = _weights(
+            _cosines, attn = _weights(
                 q.to(dtype), k.to(dtype), tau, bias, head, m, n, tokens, HAS_BIAS, DOT
             )
             result = tl.dot(attn.to(dtype), v, input_precision=DOT)
