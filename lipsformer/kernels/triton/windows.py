@@ -74,6 +74,13 @@ def _cosine(x, eps):
 
 
 @triton.jit
+def _unit(x, eps):
+    """Return x / sqrt(|x|^2 + eps) for every row."""
+    cosine, _inverse = _cosine(x, eps)
+    return cosine
+
+
+@triton.jit
 def _cosine_backward(grad, cosine, inverse):
     """Return the gradient of the rows that `_cosine` normalized."""
     return (grad - cosine * tl.sum(grad * cosine, 1)[:, None]) * inverse[:, None]
@@ -139,16 +146,15 @@ def _forward(
     dtype = qkv.dtype.element_ty
     for window in range(tl.program_id(1), batch * rows * cols, tl.num_programs(1)):
         index, valid = _tokens(window, n, height, width, h, w, rows, cols)
-        k, _ = _cosine(_load(key, index, valid, 3 * width_out, d, D), eps)
+        k = _unit(_load(key, index, valid, 3 * width_out, d, D), eps)
         v = _load(value, index, valid, 3 * width_out, d, D)
         if HAS_NU:
-            cosine, _ = _cosine(v, eps)
-            v = (cosine * nu).to(dtype)
+            v = (_unit(v, eps) * nu).to(dtype)
         for start in range(0, tokens, BLOCK_M):
             m = start + first
             own, stored = _tokens(window, m, height, width, h, w, rows, cols)
-            q, _ = _cosine(_load(query, own, stored, 3 * width_out, d, D), eps)
-            _, attn = _weights(
+            q = _unit(_load(query, own, stored, 3 * width_out, d, D), eps)
+            _cosines, attn = _weights(
                 q.to(dtype), k.to(dtype), tau, bias, head, m, n, tokens, HAS_BIAS, DOT
             )
             result = tl.dot(attn.to(dtype), v, input_precision=DOT)
@@ -305,7 +311,7 @@ def settings(qkv: Tensor, windows: Sequence[int], heads: int) -> dict[str, Any]:
         "BLOCK_M": min(64, block_n),
         "BLOCK_N": block_n,
         "DOT": "ieee" if qkv.dtype == torch.float32 else "tf32",
-        "num_warps": 4 if block_n <= 64 else 8,
+        "num_warps": 8,
     }
 
 
