@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow newcomer check docs clean
+.PHONY: help demo test test-slow newcomer check docs wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,8 +28,13 @@ check: test  ## the same as test
 docs: .venv/.dev  ## build the documentation into site/; links and formulas are checked
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
+wheel: .venv/.demo  ## build the wheel into dist/, with CPU kernels compiled for x86-64
+	$(PY) -m lipsformer.kernels.build lipsformer/kernels/prebuilt
+	$(PY) -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
+	rm -r lipsformer/kernels/prebuilt  # they would be taken before the sources, in the clone too
+
 clean:  ## remove the virtual environment and build leftovers
-	rm -rf .venv build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site lipsformer/kernels/prebuilt .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, this is " + sys.version)'

@@ -20,46 +20,40 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from data import DataError, build_eval_dataset, build_eval_sets
-from data.evalsets import STANDARD, EvalSet, corruption_summary
+from data import DataError
+from data.evalsets import STANDARD, corruption_summary
 from lipsformer._commands import documented_parser
-from lipsformer._configfile import ConfigError, read_config, require_writable
-from lipsformer.config import Config, DataConfig
-from lipsformer.engine import distributed
-from lipsformer.engine.build import build_model, timm_config
+from lipsformer._configfile import ConfigError, read_config
+from lipsformer.config import Config
+from lipsformer.engine import exits
+from lipsformer.engine.build import timm_config
+from lipsformer.engine.distributed import make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
-from lipsformer.engine.run_folder import (
-    WHICH,
-    WHICH_HELP,
-    CheckpointError,
-    Weights,
-    find_weights,
-    load_model,
-    load_weights,
-)
-from scripts._assemble import data_config
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
 from scripts._certify import DEFAULT, Certification, parse_distance
-from scripts._evaluate import evaluate_set, table
+from scripts._evaluate import data_of, evaluate_set, model_of, sets_of, table
+from scripts._json_output import add_json_option, check_json_target, say, write_json
 
 EXIT_CODES = {
-    ConfigError: distributed.EXIT_USER_ERROR,
-    DataError: distributed.EXIT_USER_ERROR,
-    CheckpointError: distributed.EXIT_USER_ERROR,
-    NonFiniteError: distributed.EXIT_NONFINITE,
+    ConfigError: exits.EXIT_USER_ERROR,
+    DataError: exits.EXIT_USER_ERROR,
+    CheckpointError: exits.EXIT_USER_ERROR,
+    NonFiniteError: exits.EXIT_NONFINITE,
 }
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one record for each data set."""
     if options.batch_size is not None and options.batch_size < 1:
         raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
-    if options.json not in (None, "-") and os.environ.get("RANK", "0") == "0":
-        require_writable("--json", options.json)
+    if _is_first():
+        check_json_target(options.json)
     if options.class_map is not None and options.set:
         raise ConfigError("--class-map has no effect with --set, whose classes are ImageNet's")
     distances = [parse_distance(text) for text in options.certify or ()]
@@ -70,16 +64,16 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         if options.config
         else weights.config(overrides)
     )
-    data = _data(options, weights, config)
-    sets = _sets(options, weights, data)
+    data = data_of(weights, config, options.data, imagenet=bool(options.set))
+    sets = sets_of(weights, data, options.set, options.class_map)
     classes = STANDARD if options.set else sets[0].dataset.classes
-    model = _model(weights, config, classes)
+    model = model_of(weights, config, classes)
 
-    accelerator = distributed.make_accelerator(
+    accelerator = make_accelerator(
         options.precision or (config.train.precision if config else "fp32")
     )
     if accelerator.is_main_process:
-        print(weights, file=sys.stderr if options.json == "-" else sys.stdout)
+        say(options.json, weights)
     model.to(accelerator.device)
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
     proof = Certification(accelerator, model, data, weights.file, distances) if distances else None
@@ -94,45 +88,6 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         "update": weights.step,
     }
     return [{**shared, **row} for row in rows + corruption_summary(figures)]
-
-
-def _data(options: argparse.Namespace, weights: Weights, config: Config | None) -> DataConfig:
-    """Return the data to evaluate on.
-
-    They are those of the config. A folder of timm's format, which no run wrote, has none: there
-    --data names the images, and timm's description of the model gives their preprocessing.
-    """
-    if config is not None:
-        return config.data
-    known = weights.timm_config()
-    if known is None:
-        raise ConfigError(
-            f"{weights.file}: its folder has no config.json; give --config configs/x.yaml"
-        )
-    settings = ["source=folder", *options.data] if options.set else options.data
-    origin = f"{weights.folder} with --data"
-    return data_config(known["pretrained_cfg"], settings, origin=origin)
-
-
-def _sets(options: argparse.Namespace, weights: Weights, data: DataConfig) -> list[EvalSet]:
-    """Return ImageNet's sets that --set names, or else the validation set of the data."""
-    classes = weights.classes()
-    if not options.set:
-        dataset = build_eval_dataset(data, classes=classes, class_map=options.class_map)
-        return [EvalSet("data", dataset)]
-    known = weights.timm_config()
-    num_classes = known["num_classes"] if known else len(STANDARD)
-    return build_eval_sets(options.set, data, classes, num_classes)
-
-
-def _model(weights: Weights, config: Config | None, classes: Sequence[str]) -> nn.Module:
-    """Return the model that config.json describes, or else the config, with its weights."""
-    if weights.timm_config() is not None:
-        return load_model(weights)
-    assert config is not None
-    model = build_model(config, classes)
-    load_weights(model, weights.file)
-    return model
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -163,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("fp32", "bf16", "fp16"),
         help="default: that of the run",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the records there; - for stdout")
+    add_json_option(parser)
     return parser
 
 
@@ -172,16 +127,14 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     options = (parser or make_parser()).parse_intermixed_args(argv)
     if options.certify == []:
         options.certify = [DEFAULT]
-    return distributed.run(lambda: _evaluate(options), EXIT_CODES)
+    return exits.run(lambda: _evaluate(options), EXIT_CODES)
 
 
 def _evaluate(options: argparse.Namespace) -> int:
     records = evaluate_checkpoint(options)
-    if os.environ.get("RANK", "0") == "0":
-        text = json.dumps(records, indent=1)
-        print(text if options.json == "-" else table(records))
-        if options.json not in (None, "-"):
-            Path(options.json).write_text(text + "\n")
+    if _is_first():
+        say(options.json, table(records))
+        write_json(options.json, records)
     return 0
 
 

@@ -16,43 +16,36 @@ written, unless training met an image that cannot be read.
 
 import argparse
 import errno
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from data import DataError
 from lipsformer._commands import documented_parser
-from lipsformer._configfile import (
-    ConfigError,
-    describe,
-    dump_config,
-    read_config,
-    require_writable,
-)
+from lipsformer._configfile import ConfigError, describe, dump_config, read_config
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
-from lipsformer.engine import distributed
+from lipsformer.engine import distributed, exits
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.resume import find_start
 from lipsformer.engine.run_folder import CheckpointError
 from lipsformer.engine.trainer import Trainer
 from scripts._assemble import assemble
-from scripts._dry_run import describe_run
+from scripts._dry_run import dry_run
+from scripts._json_output import add_json_option, check_json_target, say, write_json
 from scripts._many_ranks import predict, table
 from scripts.reporting.write import try_report
 
 EXIT_CODES = {
-    ConfigError: distributed.EXIT_USER_ERROR,
-    DataError: distributed.EXIT_USER_ERROR,
-    NonFiniteError: distributed.EXIT_NONFINITE,
-    CheckpointError: distributed.EXIT_STORAGE,
-    BoundExceededError: distributed.EXIT_BOUND,
+    ConfigError: exits.EXIT_USER_ERROR,
+    DataError: exits.EXIT_USER_ERROR,
+    NonFiniteError: exits.EXIT_NONFINITE,
+    CheckpointError: exits.EXIT_STORAGE,
+    BoundExceededError: exits.EXIT_BOUND,
 }
 # Errors of the disk, not of the program: full, over the quota, read-only, broken, gone.
 STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
@@ -76,49 +69,25 @@ def _train(config: Config) -> int:
     folder, settings = Path(config.run.output_dir), dump_config(config)
     origin = start and start.name
     begin = {"config": settings, "checkpoint": origin}
-    distributed.on_main(accelerator, lambda: distributed.refuse_to_repeat(folder, **begin))
+    distributed.on_main(accelerator, lambda: exits.refuse_to_repeat(folder, **begin))
     trainer = Trainer(config, assemble(config, accelerator, start), start)
     stop_signal, code, reason = 0, None, ""
     try:
         stop_signal = trainer.train()
-        code = distributed.EXIT_STOPPED if stop_signal else 0
+        code = exits.EXIT_STOPPED if stop_signal else 0
     except tuple(EXIT_CODES) as error:
-        code, reason = distributed.code_of(error, EXIT_CODES), str(error)
+        code, reason = exits.code_of(error, EXIT_CODES), str(error)
         raise
     finally:
         # Any rank may be the only one that met the error. An error without a code is one of the
         # program: it keeps its traceback and writes nothing.
         if code is not None and (reason or accelerator.is_main_process):
             latest = trainer.checkpoints.latest()
-            distributed.write_exit(folder, code, reason, config=settings, checkpoint=latest)
+            exits.write_exit(folder, code, reason, config=settings, checkpoint=latest)
     accelerator.state.destroy_process_group()
     if config.run.report and not stop_signal and accelerator.is_main_process:
         try_report(folder)
     return stop_signal
-
-
-def dry_run(config: Config) -> str:
-    """Return what a run would do. Nothing is written and nothing is downloaded."""
-    config = replace(config, data=replace(config.data, download=False))
-    accelerator = distributed.start(config)
-    start = find_start(config, accelerator)
-    text = describe_run(config, assemble(config, accelerator, start))
-    accelerator.state.destroy_process_group()
-    place = f"from {start}" if start else "at update 0"
-    return f"{text}\n\nwould start {place}; nothing was written"
-
-
-def many_ranks(config: Config, options: argparse.Namespace) -> str:
-    """Return what a run on `--world-size` devices would do, as a table or as JSON."""
-    if not options.dry_run:
-        raise ConfigError(f"--world-size {options.world_size} needs --dry-run")
-    if options.json not in (None, "-"):
-        require_writable("--json", options.json)
-    found = predict(config, options.world_size, options.shard)
-    text = json.dumps(found, indent=1)
-    if options.json not in (None, "-"):
-        Path(options.json).write_text(text + "\n")
-    return text if options.json == "-" else table(found)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -134,9 +103,19 @@ def make_parser() -> argparse.ArgumentParser:
     ranks.add_argument(
         "--shard", type=int, default=1, metavar="N", help="shard over N of them (1: DDP)"
     )
-    ranks.add_argument("--json", metavar="FILE", help="also write the figures there; - for stdout")
+    add_json_option(ranks)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optim.lr=1e-3")
     return parser
+
+
+def _many_ranks(config: Config, options: argparse.Namespace) -> int:
+    if not options.dry_run:
+        raise ConfigError(f"--world-size {options.world_size} needs --dry-run")
+    check_json_target(options.json)
+    found = predict(config, options.world_size, options.shard)
+    say(options.json, table(found))
+    write_json(options.json, found)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
@@ -149,22 +128,21 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     def work() -> int:
         config = read_config(Config, options.config, options.overrides)
         if options.world_size is not None:
-            print(many_ranks(config, options))
-            return 0
+            return _many_ranks(config, options)
         if options.dry_run:
             text = dry_run(config)
             if first:
                 print(text)
             return 0
         try:
-            return distributed.EXIT_STOPPED if train(config) else 0
+            return exits.EXIT_STOPPED if train(config) else 0
         except OSError as error:
             if error.errno not in STORAGE:
                 raise
             message = f"a file of the run cannot be written or read: {error}"
             raise CheckpointError(message) from error
 
-    return distributed.run(work, EXIT_CODES)
+    return exits.run(work, EXIT_CODES)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,33 @@
-"""Everything that needs a GPU, one after the other: tests, speed, rooflines, scaling, convergence.
+"""Run every GPU test, and print the predictions of docs/gpu.md beside measurements of this GPU.
 
-    python -m benchmarks.gpu                       # all of it, in the order below
+    python -m benchmarks.gpu                       # under an hour; writes gpu_report.json
     python -m benchmarks.gpu --only models graph_layers
+    python -m benchmarks.gpu --only all            # hours: speed, rooflines, scaling, convergence
     python -m benchmarks.gpu --list
 
-Results are written to benchmarks/results and docs/images. A command that fails does not stop the
-others; the exit code tells.
+Please send gpu_report.json back with an issue: it holds the tests that failed, the figures,
+versions, and the names of processor and GPU. With `--only`, results are written to
+benchmarks/results and docs/images. What fails does not stop the rest; the exit code tells.
 """
 
+import json
 import shlex
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import torch
 
+from benchmarks.gpu_paper.measure import Record, compare, measure, step_ratios, table
+from benchmarks.machine import commit, machine
 from lipsformer._commands import documented_parser
+
+PREDICTIONS = Path(__file__).parent / "predictions"
+REPORT = Path("gpu_report.json")
 
 TINY = "swin_tiny_patch4_window7_224 lipsformer_swin_tiny lipsformer_tiny"
 OTHERS = (
@@ -26,7 +39,6 @@ CUDA = "--device cuda --precision bf16"
 RESULTS = "benchmarks/results"
 STUDIES = ("cifar10_nano", "cifar10_tiny", "imagenette_nano", "imagenette_tiny")
 COMMANDS = (
-    "python -m pytest -m gpu tests",
     f"python -m benchmarks.models {TINY} {CUDA} --modes eager compiled graphs "
     f"--batch-size 64 128 256 --rounds 21 --warmup 5 --output {RESULTS}/models_cuda.json",
     f"python -m benchmarks.models swin_tiny_patch4_window7_224 {OTHERS} {CUDA} "
@@ -56,11 +68,12 @@ def main() -> None:
     """Run the command line."""
     parser = documented_parser(__doc__)
     parser.add_argument(
-        "--only", nargs="+", metavar="PART", help="commands with one of these words"
+        "--only", nargs="+", metavar="PART", help="commands with one of these words, or all"
     )
-    parser.add_argument("--list", action="store_true", help="print the commands instead")
+    parser.add_argument("--list", action="store_true", help="print these commands instead")
+    parser.add_argument("--report", type=Path, default=REPORT, help="the file to send back")
     options = parser.parse_args()
-    words = options.only or [""]
+    words = [""] if not options.only or "all" in options.only else options.only
     commands = [command for command in COMMANDS if any(word in command for word in words)]
     if not commands:
         parser.error(f"no command has one of {words}; --list shows all")
@@ -69,13 +82,81 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no GPU here")
+    sys.exit(run_all(commands) if options.only else verify(options.report, run_tests, measure))
+
+
+def verify(
+    path: Path,
+    tests: Callable[[], dict[str, Any]],
+    measured: Callable[[Record], dict[str, float]],
+) -> str | None:
+    """Run the tests, measure what was predicted, and write the report.
+
+    Args:
+        path: The report.
+        tests: Runs the tests.
+        measured: Measures the figures of a prediction.
+
+    Returns:
+        What failed; None if nothing did.
+    """
+    outcome = tests()
+    records = [json.loads(file.read_text()) for file in sorted(PREDICTIONS.glob("*.json"))]
+    models = [record for record in records if "compiled" in record]
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    # The limits of the H100 stand in for GPUs that have none; ratios of models still compare.
+    gpu = next((known for known in ("A100", "H100", "B200") if known in name), "H100")
+    rows, errors = compare(models, gpu, measured)
+    rows += step_ratios(rows)
+    report = {
+        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "commit": commit(),
+        "cuda": torch.version.cuda,
+        "predicted_for": gpu,
+        "tests": outcome,
+        "errors": errors,
+        "rows": [row._asdict() for row in rows],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(rows))
+    print(f"tests: {outcome['passed']} passed, {len(outcome['failed'])} failed; wrote {path}")
+    failed = [*outcome["failed"], *(f"{name}: {error}" for name, error in errors.items())]
+    return "\n".join(["failed:", *failed]) if failed else None
+
+
+def run_tests() -> dict[str, Any]:
+    """Run every test that needs a GPU; return how many passed, which failed and were skipped."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tests.xml"
+        arguments = ["-m", "pytest", "-m", "gpu", "tests", f"--junitxml={path}"]
+        subprocess.run([sys.executable, *arguments], check=False)
+        return read_outcome(path.read_text())
+
+
+def read_outcome(xml: str) -> dict[str, Any]:
+    """Read pytest's report: the number of tests that passed, and the names of the others."""
+    outcome: dict[str, Any] = {"passed": 0, "failed": [], "skipped": []}
+    for case in ElementTree.fromstring(xml).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        kinds = {child.tag for child in case}
+        if kinds & {"failure", "error"}:
+            outcome["failed"].append(name)
+        elif "skipped" in kinds:
+            outcome["skipped"].append(name)
+        else:
+            outcome["passed"] += 1
+    return outcome
+
+
+def run_all(commands: list[str]) -> str | None:
+    """Run commands one after the other; return those that failed."""
     failed = []
     for command in commands:
         print(f"+ {command}", flush=True)
         arguments = shlex.split(command)[1:]
         if subprocess.run([sys.executable, *arguments], check=False).returncode != 0:
             failed.append(command)
-    sys.exit("\n".join(["failed:", *failed]) if failed else 0)
+    return "\n".join(["failed:", *failed]) if failed else None
 
 
 if __name__ == "__main__":

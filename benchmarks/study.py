@@ -32,7 +32,7 @@ from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.analysis.cost import part_costs
 from lipsformer.config import Config
-from lipsformer.engine.distributed import EXIT_STOPPED, EXIT_USER_ERROR
+from lipsformer.engine.exits import EXIT_STOPPED, EXIT_USER_ERROR
 from lipsformer.engine.run_folder import RunFolder
 from lipsformer.jsonl import append_jsonl, read_jsonl
 

@@ -27,7 +27,7 @@ COMMANDS = {
     "eval": Command("eval", "train", "measure top-1, top-5 and loss of a checkpoint"),
     "profile": Command("scripts.profile_model", "train", "parameters, GMACs, memory and speed"),
     "import-weights": Command("scripts.import_weights", "train", "read a released checkpoint"),
-    "export": Command("scripts.export_model", "export", "write torch.export, ONNX, timm's format"),
+    "export": Command("scripts.export_model", "export", "write torch.export, ONNX, OpenVINO, timm"),
     "report": Command("scripts.report", "train", "write an HTML report of one or several runs"),
     "graph": Command("scripts.train_graph", "train,graph", "train a graph network"),
     "measure": Command("scripts.measure_lipschitz", "train", "bound Lipschitz constants"),

@@ -151,6 +151,8 @@ class TrainConfig:
     gradients are accumulated. An update with a loss or gradient that is not finite is skipped; the
     run stops after more than `max_nonfinite_updates` skipped updates in a row.
 
+    With `compile: null` the model is compiled on GPUs, unless FSDP2 shards it, and not on CPUs.
+
     `deterministic` forbids operators whose result depends on the order of threads, so that equal
     runs give equal weights on a GPU. On a CPU they do so without it. On a CPU it added 2.7 % to an
     update of 46 ms and 0.2 % to one of 340 ms; on a GPU its cost was not measured.
@@ -167,7 +169,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     ema_decay: float | None = None
     ema_warmup: bool = False
-    compile: bool = False
+    compile: bool | None = None
     grad_checkpointing: bool = False
     drop_last: bool = True
     seed: int = 0

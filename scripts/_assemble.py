@@ -29,6 +29,7 @@ from lipsformer.engine.build import (
     make_instruments,
     timm_config,
 )
+from lipsformer.engine.compilation import compile_regions, compiles
 from lipsformer.engine.distributed import micro_batches
 from lipsformer.engine.loss import fingerprint, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
@@ -128,8 +129,8 @@ def _train_state(
     """Prepare a model with its initial weights, and build what trains it, without instruments."""
     decay = config.train.ema_decay
     ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
-    if config.train.compile:
-        model.compile()
+    if compiles(config.train.compile, accelerator.device, sharded=accelerator.is_fsdp2):
+        compile_regions(model, deterministic=config.train.deterministic)
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, config.optim))
     if ema is not None:
         shard_ema(ema, accelerator)

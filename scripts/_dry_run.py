@@ -1,13 +1,29 @@
 """The text of `train.py --dry-run`: config, model, schedule and memory."""
 
+from dataclasses import replace
+
 import torch
 
 from lipsformer._configfile import dump_config
 from lipsformer.analysis.cost import count_parameters, part_costs, training_bytes
 from lipsformer.config import Config
+from lipsformer.engine import distributed
 from lipsformer.engine.parts import Parts
+from lipsformer.engine.resume import find_start
+from scripts._assemble import assemble
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the run, at which the learning rate is shown
+
+
+def dry_run(config: Config) -> str:
+    """Return what a run would do. Nothing is written and nothing is downloaded."""
+    config = replace(config, data=replace(config.data, download=False))
+    accelerator = distributed.start(config)
+    start = find_start(config, accelerator)
+    text = describe_run(config, assemble(config, accelerator, start))
+    accelerator.state.destroy_process_group()
+    place = f"from {start}" if start else "at update 0"
+    return f"{text}\n\nwould start {place}; nothing was written"
 
 
 def describe_run(config: Config, parts: Parts) -> str:

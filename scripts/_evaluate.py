@@ -1,4 +1,4 @@
-"""Evaluation of one data set, and the table of all, for `eval.py`."""
+"""What `eval.py` evaluates, the evaluation of one data set, and the table of all."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,66 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from data import Normalize, eval_loader
-from data.evalsets import EvalSet
-from lipsformer.config import DataConfig
+from data import Normalize, build_eval_dataset, build_eval_sets, eval_loader
+from data.evalsets import STANDARD, EvalSet
+from lipsformer._configfile import ConfigError
+from lipsformer.config import Config, DataConfig
+from lipsformer.engine.build import build_model
+from lipsformer.engine.run_folder import Weights, load_model, load_weights
 from lipsformer.engine.steps import evaluate
+from scripts._assemble import data_config
 from scripts._certify import Certification
+
+
+def data_of(
+    weights: Weights, config: Config | None, settings: Sequence[str], imagenet: bool
+) -> DataConfig:
+    """Return the data to evaluate on, which are those of the config.
+
+    A folder of timm's format, which no run wrote, has no config. There the settings name the
+    images, and timm's description of the model gives their preprocessing.
+
+    Args:
+        weights: The weights to evaluate.
+        config: The config of the run, or the one that the user gave.
+        settings: `key=value` of `--data`, used where there is no config.
+        imagenet: Whether the images are sets of ImageNet, each in a folder.
+
+    Raises:
+        ConfigError: If neither a config nor timm's description is there.
+    """
+    if config is not None:
+        return config.data
+    known = weights.timm_config()
+    if known is None:
+        raise ConfigError(
+            f"{weights.file}: its folder has no config.json; give --config configs/x.yaml"
+        )
+    settings = ["source=folder", *settings] if imagenet else settings
+    origin = f"{weights.folder} with --data"
+    return data_config(known["pretrained_cfg"], settings, origin=origin)
+
+
+def sets_of(
+    weights: Weights, data: DataConfig, names: Sequence[str] | None, class_map: str | None
+) -> list[EvalSet]:
+    """Return ImageNet's sets of these names, or without names the validation set of the data."""
+    classes = weights.classes()
+    if not names:
+        return [EvalSet("data", build_eval_dataset(data, classes=classes, class_map=class_map))]
+    known = weights.timm_config()
+    num_classes = known["num_classes"] if known else len(STANDARD)
+    return build_eval_sets(names, data, classes, num_classes)
+
+
+def model_of(weights: Weights, config: Config | None, classes: Sequence[str]) -> nn.Module:
+    """Return the model that config.json describes, or else the config, with its weights."""
+    if weights.timm_config() is not None:
+        return load_model(weights)
+    assert config is not None
+    model = build_model(config, classes)
+    load_weights(model, weights.file)
+    return model
 
 
 def evaluate_set(

@@ -241,10 +241,6 @@ def _collectives(
     """Return what one rank sends in one optimizer step: operation, content, bytes, how often."""
     rows: list[tuple[str, str, int, int]] = []
     if shard == 1:
-        by_dtype: Counter[torch.dtype] = Counter()
-        for buffer in step.model.buffers():
-            by_dtype[buffer.dtype] += buffer.numel() * buffer.element_size()
-        rows += [("broadcast", f"buffers, {dtype}", n, 1) for dtype, n in by_dtype.items()]
         rows += [("all_reduce", "bucket of gradients", n, 1) for n in buckets(step.arrived)]
     else:
         width = _bytes_in_transit(config)

@@ -32,10 +32,9 @@ from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
-from scripts._demo_model import DemoModel
+from scripts._demo_model import MAX_UPLOAD, DemoModel
 from scripts.reporting.pictures import InlineImage, overlaid
 
-MAX_UPLOAD = 20 * 2**20  # bytes
 QUEUE = 16  # requests that wait; the others are refused
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MIN_TOKENS = 64  # of the map that is shown first

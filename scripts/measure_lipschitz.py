@@ -10,7 +10,6 @@ bounds, at images of --data or at random images. Exit code 2 for a mistake.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -40,6 +39,7 @@ from lipsformer.engine.run_folder import (
     load_model,
 )
 from scripts._assemble import data_config
+from scripts._json_output import add_json_option, check_json_target, say, write_json
 
 
 def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tensor:
@@ -136,7 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ascent", type=int, default=0, help="steps of adversarial ascent")
     parser.add_argument("--depth", type=int, default=5, help="levels of modules in the table")
     parser.add_argument("--plot", metavar="FILE", help="draw the blocks into a PNG")
-    parser.add_argument("--json", metavar="FILE", help="also write the record there; - for stdout")
+    add_json_option(parser)
     return parser
 
 
@@ -144,14 +144,14 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     options = (parser or make_parser()).parse_intermixed_args(argv)
-    out = sys.stderr if options.json == "-" else sys.stdout
     if options.images < 1 or options.iters < 1:
         raise ConfigError("--images and --iters must be at least 1")
+    check_json_target(options.json)
     source, line = options.model, f"weights     initial weights of {options.model}"
     if not timm.is_model(source) and Path(source).exists():
         source = line = find_weights(source, options.weights)
     model = load_model(source)
-    print(line, file=out)
+    say(options.json, line)
     record = measure(
         options.model,
         model,
@@ -160,11 +160,8 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
         iters=options.iters,
         ascent=options.ascent,
     )
-    print(table(record, options.depth), file=out)
-    if options.json == "-":
-        print(json.dumps(record))
-    elif options.json:
-        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+    say(options.json, table(record, options.depth))
+    write_json(options.json, record)
     if options.plot:
         plot(record, Path(options.plot))
     return 0

@@ -62,7 +62,7 @@ def check_command(words: Sequence[str], own_scripts: Sequence[str] = ()) -> None
         case ["python", "-m", "pytest", "-m", marker, *paths]:
             assert f'"{marker}: ' in (ROOT / "pyproject.toml").read_text(), f"no marker {marker}"
             assert all((ROOT / path).exists() for path in paths), paths
-        case ["source" | "cd" | "eval", *_] | ["python", "-m", "venv", *_] | ["pip", "wheel", *_]:
+        case ["source" | "cd" | "eval", *_] | ["python", "-m", "venv", *_]:
             pass  # typed into a shell by tests.newcomer
         case ["lipsformer", "train", *arguments]:
             check_script("train.py", arguments, own_scripts)

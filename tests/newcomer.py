@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -153,7 +154,8 @@ def prepare_install(terminal: Terminal, command: str) -> None:
         command = terminal.type(f"make --dry-run {command.split()[1]}")
     extras = re.findall(r"\[([a-z,]+)\]", command)
     site = terminal.type(f"{python} -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))'")
-    link_packages(requirements_of(",".join(extras).split(",")), Path(site.strip()))
+    named = ",".join(extras).split(",") if extras else ()
+    link_packages(requirements_of(named), Path(site.strip()))
 
 
 class Step(NamedTuple):
@@ -225,10 +227,25 @@ def exported_for_the_hub(_: str, terminal: Terminal) -> None:
     says("^10$")(terminal.type(f'python -c "import lipsformer, timm; print({load})"'), terminal)
 
 
+def wheel_with_kernels(_: str, terminal: Terminal) -> None:
+    """The wheel holds the kernels for both kinds of processors."""
+    (wheel,) = (clone(terminal) / "dist").glob("lipsformer-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert sum(name.endswith(".so") for name in archive.namelist()) == 2
+
+
 def served(output: str, _: Terminal) -> None:
     """The page is there."""
     with urllib.request.urlopen(output.strip()) as answer:
         assert b"lipsformer_nano on your pictures" in answer.read()
+
+
+def answered(output: str, terminal: Terminal) -> None:
+    """The server names five digits, and the probabilities of all ten would add up to one."""
+    picture = next((clone(terminal) / "datasets/my-photos/val/a").glob("*.jpg")).read_bytes()
+    with urllib.request.urlopen(output.strip(), data=picture) as answer:
+        found = json.loads(answer.read())
+    assert len(found) == 5 and set(found) < set("0123456789") and 0.5 < sum(found.values()) < 1.01
 
 
 def clone(terminal: Terminal) -> Path:
@@ -257,7 +274,7 @@ STEPS = {
     "python train.py --config configs/finetune.yaml": Step(
         says(r"^report +outputs/finetune/report.html")
     ),
-    "pip wheel": Step(says("Successfully built lipsformer")),
+    "make wheel": Step(wheel_with_kernels),
     "python -m venv": Step(nothing),
     'pip install "$(ls dist': Step(says("Successfully installed lipsformer")),
     "cd ~": Step(nothing),
@@ -277,6 +294,7 @@ STEPS = {
         there("a_and_b.html"), before="cp -r outputs/demo outputs/a; cp -r outputs/mine outputs/b"
     ),
     "python -m scripts.demo": Step(served, server=True),
+    "python -m scripts.serve": Step(answered, server=True),
     "python eval.py --checkpoint outputs/demo": Step(evaluated),
     "python -m scripts.profile_model": Step(profiled),
     "python -m scripts.measure_lipschitz": Step(measured),

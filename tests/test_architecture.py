@@ -52,7 +52,7 @@ OWN = {
         *{"lipsformer.analysis", "lipsformer.models", "lipsformer.layers", "lipsformer.graph"}
     },
     "lipsformer/engine": {
-        *{"lipsformer.engine", "lipsformer.analysis", "lipsformer.models"},
+        *{"lipsformer.engine", "lipsformer.analysis", "lipsformer.models", "lipsformer.kernels"},
         *{"lipsformer.config", "lipsformer._configfile", "lipsformer.jsonl"},
     },
     "data": {"data"},

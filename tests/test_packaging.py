@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -54,10 +55,10 @@ def test_data_is_the_repositorys_own():
     assert Path(data.__file__).parent == ROOT / "data"
 
 
-def build_wheel(folder: Path) -> Path:
+def build_wheel(folder: Path, clone: Path = ROOT) -> Path:
     pytest.importorskip("hatchling", reason="the build backend is not installed")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=clone, check=True, capture_output=True)
     (wheel,) = folder.glob("lipsformer-*.whl")
     return wheel
 
@@ -68,7 +69,7 @@ def test_wheel_holds_the_library_and_inside_it_the_application(tmp_path):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = [n for n in archive.namelist() if n.endswith("/METADATA")]
         text = archive.read(metadata).decode()
-    kernels = [p for p in (ROOT / "lipsformer").rglob("*") if p.suffix in (".cpp", ".h")]
+    kernels = [p for p in (ROOT / "lipsformer").rglob("*") if p.suffix in (".cpp", ".h", ".so")]
     expected = {p.relative_to(ROOT).as_posix() for p in [*files("lipsformer"), *kernels]}
     for part in ("train.py", "eval.py", "data", "scripts", "configs"):
         paths = [ROOT / part, *(ROOT / part).rglob("*")]
@@ -83,9 +84,13 @@ def test_wheel_holds_the_library_and_inside_it_the_application(tmp_path):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The bin folder of an environment with the wheel, and all else as it is installed here."""
+    """The bin folder of an environment with the wheel."""
     folder = tmp_path_factory.mktemp("installed")
-    wheel = build_wheel(folder)
+    return install(build_wheel(folder), folder)
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Return the bin folder of an environment with a wheel; all else is as it is installed here."""
     venv.create(folder / "venv", with_pip=False)
     python = folder / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
@@ -130,3 +135,29 @@ def test_wheel_trains_outside_the_clone_beside_another_data_package(installed, t
     launched = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "lipsformer", "train"]
     two = ["--config", "configs/demo.yaml", *small[:-1], "run.output_dir=two", "run.report=false"]
     assert "2 processes x 32" in run("python", *launched, *two)
+
+
+@pytest.mark.slow
+def test_a_wheel_with_kernels_compiles_nothing(tmp_path):
+    """What `make wheel` does, in a copy; then a forward pass where there is no compiler."""
+    clone, home = tmp_path / "clone", tmp_path / "home"
+    home.mkdir()
+    for part in ("lipsformer", "data", "scripts", "configs"):
+        shutil.copytree(ROOT / part, clone / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("train.py", "eval.py", "pyproject.toml", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, clone / name)
+    build = [sys.executable, "-m", "lipsformer.kernels.build", "lipsformer/kernels/prebuilt"]
+    subprocess.run(build, cwd=clone, check=True)
+    python = install(build_wheel(tmp_path, clone), tmp_path) / "python"
+    code = """
+import lipsformer, timm, torch
+with torch.no_grad():
+    timm.create_model("lipsformer_nano").eval()(torch.zeros(1, 3, 32, 32))
+"""
+    environment = {"PATH": str(home), "HOME": str(home), "LIPSFORMER_LOG": "kernels"}
+    run = subprocess.run(
+        [python, "-c", code], cwd=home, env=environment, capture_output=True, text=True, check=True
+    )
+    lines = [line for line in run.stderr.splitlines() if not line.endswith(": kernel")]
+    assert "lipsformer kernels: cosine_windows: kernel\n" in run.stderr and not lines
+    assert list(home.iterdir()) == []

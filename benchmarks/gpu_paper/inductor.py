@@ -1,7 +1,7 @@
 """Let torch.compile's own compiler, Inductor, schedule the kernels of a graph for an absent H100.
 
 Inductor asks the device for its properties only, so a stub in place of the device is enough. The
-compiler is stopped when it has fused the operators and would write the source of the kernels.
+compiler is stopped when it has written the source of the kernels and would load them.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -22,7 +22,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.graph import GraphLowering
 from torch._inductor.memory import prepare_planning_info
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
-from torch._inductor.utils import OrderedSet
+from torch._inductor.utils import OrderedSet, Placeholder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from triton.backends.compiler import GPUTarget
@@ -66,12 +66,18 @@ class Kernel(NamedTuple):
 
 
 class Scheduled(Exception):
-    """The kernels of a graph and its peak memory, raised to stop the compiler."""
+    """The kernels of a graph and its peak memory, raised to stop the compiler.
 
-    def __init__(self, kernels: list[Kernel], peak_bytes: int) -> None:
-        """Keep the kernels and the largest number of bytes in use, weights not included."""
+    Attributes:
+        kernels: All kernels that a run of the graph launches.
+        peak_bytes: The largest number of bytes in use, weights not included.
+        sources: Python source of each different kernel that Inductor writes.
+    """
+
+    def __init__(self, kernels: list[Kernel], peak_bytes: int, sources: list[str]) -> None:
+        """Keep the figures of a graph."""
         super().__init__(f"{len(kernels)} kernels")
-        self.kernels, self.peak_bytes = kernels, peak_bytes
+        self.kernels, self.peak_bytes, self.sources = kernels, peak_bytes, sources
 
 
 def schedule(graph: fx.GraphModule, backward: bool) -> Scheduled:
@@ -108,7 +114,7 @@ def _on_cuda(value: Any) -> Any:
 
 @contextmanager
 def absent_gpu() -> Iterator[None]:
-    """Answer Inductor's questions about the device, and stop it after fusion."""
+    """Answer Inductor's questions about the device, and stop it when the sources are written."""
     stubs: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -139,7 +145,7 @@ def absent_gpu() -> Iterator[None]:
 
 
 def _stop(graph: GraphLowering) -> None:
-    """Fuse the operators of a graph and raise the result."""
+    """Fuse the operators of a graph, write the kernels, and raise the result."""
     graph.init_wrapper_code()
     graph._update_scheduler()
     scheduler = graph.scheduler
@@ -150,7 +156,17 @@ def _stop(graph: GraphLowering) -> None:
         OrderedSet(graph.graph_inputs),
         OrderedSet(graph.get_output_names()),
     )
-    raise Scheduled([kernel for node in scheduler.nodes for kernel in _kernels(node)], peak)
+    kernels = [kernel for node in scheduler.nodes for kernel in _kernels(node)]
+    wrapper: Any = graph.wrapper_code
+    wrapper.push_codegened_graph(graph)
+    scheduler.codegen()
+    sources = [
+        source.replace(str(Placeholder.DESCRIPTIVE_NAME), name).replace(
+            str(Placeholder.KERNEL_NAME), "triton_"
+        )
+        for source, name in wrapper.src_to_kernel.items()
+    ]
+    raise Scheduled(kernels, peak, sources)
 
 
 def _kernels(node: BaseSchedulerNode) -> list[Kernel]:

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from benchmarks.gpu_paper.cubins import ARCHITECTURES
 from benchmarks.gpu_paper.devices import DEVICES
-from benchmarks.gpu_paper.triton_kernels import ARCHITECTURES
 
 REFERENCE = "swin_tiny_patch4_window7_224"
 STATE_BYTES = 16  # per parameter: weight, gradient and two moments of AdamW in float32
@@ -70,22 +70,56 @@ def page(records: Iterable[Record]) -> str:
     known = list(records)
     rows = sorted((r for r in known if "model" in r), key=lambda record: record["model"])
     reference = next((record for record in rows if record["model"] == REFERENCE), None)
-    tables = [_table(title, rows, reference) for title in TABLES]
+    tables = [*(_table(title, rows, reference) for title in TABLES), _host_table(rows)]
     return "\n\n".join([*tables, *(_kernel_table(r["kernels"]) for r in known if "kernels" in r)])
+
+
+def _host_table(rows: Sequence[Record]) -> str:
+    """Return what a step asks of the host, and what Inductor's kernels need on an H100."""
+    lines = [
+        "The host in a step, and the Triton kernels that Inductor writes for an H100:\n",
+        "| model | graphs | breaks | waits | kernels | with spills | registers | occupancy | "
+        "128-bit loads |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        regions = row.get("regions")
+        waits = row["eager"].get("host_reads")
+        kernels = row.get("compiled", {}).get("generated", {}).get("H100")
+        cells = [
+            f"`{row['model']}`",
+            *((regions["graphs"], sum(regions["breaks"].values())) if regions else ("", "")),
+            "" if waits is None else sum(waits.values()),
+        ]
+        if kernels is None:
+            cells += [""] * 5
+        else:
+            loads = kernels["loads_by_bits"]
+            cells += [
+                kernels["kernels"],
+                len(kernels["spilling"]),
+                f"up to {kernels['registers']}",
+                f"from {100 * kernels['occupancy']:.0f} %",
+                f"{100 * loads.get('128', 0) / sum(loads.values()):.0f} %",
+            ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
 
 
 def _kernel_table(kernels: Sequence[Record]) -> str:
     lines = [
         "Triton kernels of graph attention, 8 heads, float32:\n",
-        "| kernel | GPU | channels | registers | spilled bytes | loads by bits |",
-        "|---|---|---|---|---|---|",
+        "| kernel | GPU | channels | registers | spilled bytes | shared bytes | occupancy | "
+        "loads by bits |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in kernels:
         loads = ", ".join(f"{bits}: {number}" for bits, number in row["loads_by_bits"].items())
         cells = (
             f"`{row['kernel']}`",
-            ARCHITECTURES[row["architecture"]],
-            *(str(row[key]) for key in ("channels", "registers", "spilled_bytes")),
+            ARCHITECTURES[row["architecture"]].gpu,
+            *(str(row[key]) for key in ("channels", "registers", "spilled_bytes", "shared_bytes")),
+            f"{100 * row['occupancy']:.0f} %",
             loads,
         )
         lines.append("| " + " | ".join(cells) + " |")

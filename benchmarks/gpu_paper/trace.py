@@ -13,7 +13,6 @@ from unittest.mock import patch
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -24,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.counting import OperatorCounter
+from benchmarks.gpu_paper.host import HostReads
 from lipsformer.kernels import dispatch
 
 # What autocast computes in float32, and in the widest type of its inputs, on CUDA only. The list of
@@ -106,17 +106,13 @@ class Traced(NamedTuple):
         return sum(p.numel() for p in self.step.parameters() if p.requires_grad)
 
 
-def build(name: str, **options: Any) -> nn.Module:
-    """Build a timm model without values and without drop path, which Swin has by default.
+def build(name: str, drop_path_rate: float = 0.0, **options: Any) -> nn.Module:
+    """Build a timm model without values, by default without drop path, which Swin would have.
 
     Not all of timm's models can be built of fake tensors, so they start on the meta device.
     """
     with torch.device("meta"):
-        model = timm.create_model(name, **options)
-    for module in model.modules():
-        if isinstance(module, DropPath):
-            module.drop_prob = 0.0
-    return model
+        return timm.create_model(name, drop_path_rate=drop_path_rate, **options)
 
 
 @contextmanager
@@ -149,19 +145,21 @@ def eager(traced: Traced) -> dict[str, Any]:
 
     optimizer = torch.optim.AdamW(step.parameters(), fused=True)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with OperatorCounter() as forward, hooks:
-        (loss,) = step(images, labels)
-    with OperatorCounter() as backward:
-        loss.backward()
-    optimizer.step()  # the first update creates the moments
-    with OperatorCounter() as update:
-        optimizer.step()
+    with HostReads() as reads:
+        with OperatorCounter() as forward, hooks:
+            (loss,) = step(images, labels)
+        with OperatorCounter() as backward:
+            loss.backward()
+        optimizer.step()  # the first update creates the moments
+        with OperatorCounter() as update:
+            optimizer.step()
     counts = {"forward": forward, "backward": backward, "optimizer": update}
     return {
         "operators": {part: count.operators for part, count in counts.items()},
         "bytes": {part: count.bytes for part, count in counts.items()},
         "products": {part: count.products for part, count in counts.items()},
         "saved_bytes": sum(tensor.untyped_storage().nbytes() for tensor in saved.values()),
+        "host_reads": dict(reads),
     }
 
 

@@ -6,20 +6,15 @@ variant than a launch with odd addresses: only the first may load 128 bits at a 
 
 # pyright: reportAttributeAccessIssue=false
 
-import re
-import subprocess
-import tempfile
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
+from benchmarks.gpu_paper import cubins
 from lipsformer.graph.edge_attention import triton as kernels
 
-ARCHITECTURES = {80: "A100", 90: "H100", 100: "B200"}
 INTEGERS = {"ptr", "col", "ptr_t", "row_t", "perm"}
 WIDE = {"out", "shift", "log_sum", "delta"}  # float32 whatever the type of the features
 KERNELS = [
@@ -48,15 +43,15 @@ def resources(
         aligned: Whether all addresses are multiples of 16 bytes.
 
     Returns:
-        Registers per thread, bytes of spills and of shared memory, and how many instructions load
-        how many bits from global memory.
+        See `cubins.resources`.
     """
     function = getattr(kernels, name)
     features = torch.empty(1, heads, channels, device="meta")
     keep = torch.empty(1, device="meta")
+    tile = kernels.TILES["backward" if "backward" in name else "forward"]
     settings = {
         **kernels._max_settings(features),
-        **kernels._settings(features, features, keep),
+        **kernels._settings(features, features, keep, tile),
         "SLOPE": 0.2,
         "KEEP_SCALE": 1.6,
     }
@@ -66,22 +61,10 @@ def resources(
     signature = {key: types.get(key, f"*{dtype}") for key in function.arg_names}
     pointers = [i for i, key in enumerate(function.arg_names) if signature[key].startswith("*")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in pointers} if aligned else {}
-    source = triton.compiler.ASTSource(function, signature, constants, attributes)
-    target = GPUTarget("cuda", architecture, 32)
-    compiled = triton.compile(source, target=target, options=kernels.LAUNCH)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _run(triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
-        code = _run(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
-    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED):(\d+)", usage)}
-    loads = Counter(_bits(modifiers) for modifiers in re.findall(r"\bLDG\.E([.\w]*)", code))
-    return {
-        "registers": used["REG"],
-        "spilled_bytes": used["STACK"],
-        "shared_bytes": used["SHARED"],
-        "loads_by_bits": dict(sorted(loads.items(), reverse=True)),
-    }
+    source = ASTSource(function, signature, constants, attributes)
+    options = {key: settings[key] for key in kernels.LAUNCH}
+    compiled = triton.compile(source, target=cubins.target(architecture), options=options)
+    return cubins.resources(compiled, architecture)
 
 
 def all_resources() -> list[dict[str, Any]]:
@@ -94,18 +77,6 @@ def all_resources() -> list[dict[str, Any]]:
             **resources(name, architecture, channels=channels),
         }
         for name in KERNELS
-        for architecture in ARCHITECTURES
+        for architecture in cubins.ARCHITECTURES
         for channels in ((8, 32) if "C" in getattr(kernels, name).arg_names else (8,))
     ]
-
-
-def _run(program: str, *arguments: str) -> str:
-    return subprocess.run(
-        [str(Path(program)), *arguments], capture_output=True, text=True, check=True
-    ).stdout
-
-
-def _bits(modifiers: str) -> int:
-    """Return the width of a load: `LDG.E.128` loads 128 bits, `LDG.E.U8` 8 and `LDG.E` 32."""
-    widths = re.findall(r"\.[US]?(8|16|64|128|256)\b", modifiers)
-    return int(widths[0]) if widths else 32

@@ -116,6 +116,7 @@ class LocalAttention:
             qkv[2], real, None if raw else attention.eps, 1.0 if raw else float(nu)
         )
         self.sigma = norm_above(weight)
+        weight = _without_silent_inputs(weight)
         q, k, v = self.query.values, self.key.values, self.value.values
         scores = tau[:, None, None] * (q @ k.mT)
         weights = (scores if bias is None else scores + bias).softmax(-1)  # [W, H, N, N]
@@ -131,6 +132,7 @@ class LocalAttention:
         direction = torch.einsum("whie,whjec->whijc", q, slopes[1])  # of dk_j that changes score ij
         apart_v = v[:, :, None] - mean_v[..., :, None, :]  # [W, H, i, j, d]
         by_score = tau[:, None, None, None] * weights[..., None] * apart_v
+
         query = by_score.mT @ k[:, :, None] @ slopes[0]
         key = torch.einsum("whija,whijc->whiajc", by_score, direction)
         value = torch.einsum("whij,whjac->whiajc", weights, slopes[2])
@@ -208,6 +210,22 @@ class LocalAttention:
         n, steep = self.num_tokens, self.query.eps**-0.5
         q, k, v = self.sigma
         return self.value.length * steep * (self.tau * (q + (n / 2) ** 0.5 * k) + n**0.5 * v)
+
+
+def _without_silent_inputs(weight: Tensor) -> Tensor:
+    """Return weights with the same norms of all their products, and at most 3 d inputs.
+
+    The three projections of a head have 3 d outputs together. Inputs that are orthogonal to all of
+    their rows change nothing, so the rows are written in an orthonormal basis of their span.
+
+    Args:
+        weight: [3, H, d, C].
+    """
+    rows = weight.transpose(0, 1).flatten(1, 2)  # [H, 3 d, C]
+    if rows.shape[1] >= rows.shape[2]:
+        return weight
+    triangle = torch.linalg.qr(rows.mT, mode="r").R.mT  # [H, 3 d, 3 d]
+    return triangle.unflatten(1, (3, -1)).transpose(0, 1)
 
 
 def _derivative(x: Normalized) -> Tensor:

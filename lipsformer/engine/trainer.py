@@ -11,6 +11,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lipsformer import kernels
 from lipsformer._configfile import dump_config
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
@@ -200,14 +203,16 @@ class Trainer:
         """
         figures: dict[str, dict[str, Any]] = {}
         for kind, module in self.state.weights().items():
-            result = evaluate(
-                self.accelerator,
-                module,
-                self.parts.eval_batches,
-                normalize=self.parts.normalize,
-                num_images=self.parts.num_eval_images,
-                interrupted=self._interrupted,
-            )
+            # Evaluation is short. Compiling it for its sizes of batches would take longer.
+            with torch.compiler.set_stance("force_eager"):
+                result = evaluate(
+                    self.accelerator,
+                    module,
+                    self.parts.eval_batches,
+                    normalize=self.parts.normalize,
+                    num_images=self.parts.num_eval_images,
+                    interrupted=self._interrupted,
+                )
             if result is None:
                 self._save()
                 return
@@ -296,6 +301,7 @@ class Trainer:
             "world_size": self.accelerator.num_processes,
             "micro_batch": list(self.parts.micro_batch),
             "classes": list(self.parts.classes),
+            "kernels": kernels.verdicts(),
         }
 
         self.writer.save(
@@ -329,6 +335,7 @@ class Trainer:
         self.best = state["best"]
         self.run_id = state["run_id"]
         self.metrics.load_state_dict(state["metrics"])
+        kernels.restore_verdicts(state.get("kernels", {}))  # older checkpoints have none
         return state["metrics_bytes"]
 
     def _leave(self) -> None:

@@ -16,9 +16,8 @@ from lipsformer.graph.edge_attention.csr import (
     SortedEdges,
     add_one_self_loop,
     plain_edges,
-    why_messages,
 )
-from lipsformer.graph.edge_attention.operator import edge_attention
+from lipsformer.graph.edge_attention.operator import edge_attention, why_messages
 from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
 from lipsformer.layers.spectral import spectral_init_
 

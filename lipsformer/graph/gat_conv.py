@@ -20,9 +20,8 @@ from lipsformer.graph.edge_attention.csr import (
     SortedEdges,
     add_one_self_loop,
     plain_edges,
-    why_messages,
 )
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
 from lipsformer.graph.norm import check_score_norm
 from lipsformer.layers.lipschitz_norm import (
     linear_scale,

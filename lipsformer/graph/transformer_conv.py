@@ -12,8 +12,8 @@ from torch import Tensor
 from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor
 
-from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges, why_messages
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
+from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
 from lipsformer.graph.norm import check_score_norm
 from lipsformer.layers.lipschitz_norm import Reduce, quadratic_scale, segment_max, squared_norm
 

@@ -1,4 +1,10 @@
-"""Compile the kernels in ``csrc`` at their first use and keep the library in the user's cache."""
+"""Find the compiled kernels: in the wheel, in the user's cache, or by compiling ``csrc`` once.
+
+    python -m lipsformer.kernels.build FOLDER
+
+The command compiles the libraries for all processors into FOLDER; `make wheel` puts them into the
+wheel.
+"""
 
 import ctypes
 import hashlib
@@ -16,6 +22,7 @@ from pathlib import Path
 import torch
 
 _SOURCES = Path(__file__).parent / "csrc"
+_PREBUILT = Path(__file__).parent / "prebuilt"
 _TARGETS = {
     "AVX512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
     "AVX2": ["-march=x86-64-v3"],
@@ -31,46 +38,56 @@ _FLAGS = [
     "-fno-trapping-math",
     "-Wno-psabi",
 ]
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 _logger = logging.getLogger(__name__)
 
 
 @cache
 def compiled_library() -> ctypes.CDLL | None:
-    """Compile the kernels or find them in the cache.
+    """Find the kernels for this processor in the wheel or in the cache, or compile them.
 
     ``CXX`` names the compiler, with arguments if need be. A compilation that failed is not tried
     again until the sources or the compiler change.
 
-    Returns None where the system is not Linux, the processor has no AVX2 or there is no compiler.
+    Returns None where the system is not Linux, the processor has no AVX2, or there is neither a
+    library nor a compiler.
     """
     target = _TARGETS.get(torch.backends.cpu.get_cpu_capability())
     if sys.platform != "linux" or target is None:
         return None
+    prebuilt = _PREBUILT / _file_name([*_FLAGS, *target])
     try:
+        if prebuilt.exists():
+            try:
+                return _load(prebuilt, as_safe_as=Path(__file__))
+            except OSError as error:
+                _logger.warning("%s is not used, the kernels are compiled: %s", prebuilt, error)
         compiler = _compiler()
         if compiler is None:
             return None
-        compile_only = [*compiler, *_FLAGS, *target]
-        sources = sorted(_SOURCES.iterdir())
-        digest = hashlib.sha256(repr(compile_only).encode())
-        for path in sources:
-            digest.update(path.read_bytes())
+        command = [*compiler, *_FLAGS, *target]
         folder = _own_folder()
-        library = folder / f"kernels-{digest.hexdigest()[:16]}.so"
-        units = [path for path in sources if path.suffix == ".cpp"]
+        library = folder / _file_name(command)
         if library.exists():
             try:
-                return _load(library)
+                return _load(library, as_safe_as=folder)
             except OSError as error:
                 _logger.warning("%s is compiled once more: %s", library, error)
                 library.unlink(missing_ok=True)
-        _compile(compiler, compile_only, units, library)
-        return _load(library)
+        return _compile_and_load(compiler, command, library)
     except (OSError, RuntimeError, ValueError) as error:  # or no home folder, or a bad CXX
         reason = str(error).partition("\n")[0]
         _logger.warning("no CPU kernels, PyTorch's operators take their place: %s", reason)
         return None
+
+
+def _file_name(command: list[str]) -> str:
+    """Return the name of the library that a command makes of the sources as they are."""
+    digest = hashlib.sha256(repr(command).encode())
+    for path in sorted(_SOURCES.iterdir()):
+        digest.update(path.read_bytes())
+    return f"csrc-{digest.hexdigest()[:16]}.so"
 
 
 def _compiler() -> list[str] | None:
@@ -94,46 +111,88 @@ def _own_folder() -> Path:
     return folder
 
 
-def _others_may_write(path: Path) -> bool:
-    return bool(path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+def _others_may_write(path: Path) -> int:
+    return path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _load(library: Path) -> ctypes.CDLL:
-    if library.stat().st_uid != os.getuid() or _others_may_write(library):
+def _load(library: Path, as_safe_as: Path) -> ctypes.CDLL:
+    """Load a library that only those could change who could change ``as_safe_as`` too.
+
+    Raises:
+        OSError: If others could, or if the library is damaged.
+    """
+    same_owner = library.stat().st_uid == as_safe_as.stat().st_uid
+    if not same_owner or _others_may_write(library) & ~_others_may_write(as_safe_as):
         raise PermissionError("another user made it or could have changed it")
+    content = library.read_bytes()
+    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+        raise OSError("it is damaged")  # loading it might kill the process
     return ctypes.CDLL(str(library))
 
 
-def _compile(compiler: list[str], command: list[str], units: list[Path], library: Path) -> None:
-    """Compile the units into a library, and remember a failure in a file beside it."""
+class _BuildError(OSError):
+    """A compilation that would fail again."""
+
+
+def _compile_and_load(compiler: list[str], command: list[str], library: Path) -> ctypes.CDLL:
+    """Compile the sources into a library, and remember a failure in a file beside it."""
     failure = library.with_suffix(".failed")
     if failure.exists():
         raise OSError(f"{failure.read_text()} (remembered; remove {failure} to try again)")
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        _logger.info("compiling the CPU kernels into %s, once", library)
-        objects = [f"{scratch}/{unit.stem}.o" for unit in units]
-        builds = [
-            subprocess.Popen([*command, "-c", str(unit), "-o", out], stderr=subprocess.PIPE)
-            for unit, out in zip(units, objects, strict=True)
-        ]
-        # All are waited for: none may write into a folder that is gone.
-        said = [build.communicate()[1].decode(errors="replace") for build in builds]
-        codes = [build.returncode for build in builds]
-        errors = [text for text, code in zip(said, codes, strict=True) if code != 0]
-        built = f"{scratch}/kernels.so"
-        if not errors:
-            linked = subprocess.run(
-                [*compiler, "-shared", *objects, "-o", built],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            errors = [linked.stderr] if linked.returncode != 0 else []
-        if errors:
-            lines = [line for line in errors[0].splitlines() if "error" in line] or [errors[0]]
-            reason = f"{command[0]} failed: {lines[0].strip() or 'it said nothing'}"
-            if min(codes) >= 0:  # not killed for memory or by the user
-                failure.write_text(reason)
-            raise OSError(reason)
-        os.chmod(built, 0o755)
-        os.replace(built, library)  # atomic: processes may start together
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            _logger.info("compiling the CPU kernels into %s, once", library)
+            built = Path(scratch, library.name)
+            _compile(compiler, command, built)
+            try:
+                loaded = _load(built, as_safe_as=library.parent)
+            except OSError as error:
+                raise _BuildError(f"what {command[0]} made cannot be loaded: {error}") from error
+            os.replace(built, library)  # atomic: processes may start together
+            return loaded
+    except _BuildError as error:
+        failure.write_text(str(error))
+        raise
+
+
+def _compile(compiler: list[str], command: list[str], built: Path) -> None:
+    """Compile and link the sources, and append a digest by which damage is noticed."""
+    units = sorted(_SOURCES.glob("*.cpp"))
+    objects = [str(built.with_name(f"{unit.stem}.o")) for unit in units]
+    builds = [
+        subprocess.Popen([*command, "-c", str(unit), "-o", out], stderr=subprocess.PIPE)
+        for unit, out in zip(units, objects, strict=True)
+    ]
+    # All are waited for: none may write into a folder that is gone.
+    said = [build.communicate()[1].decode(errors="replace") for build in builds]
+    codes = [build.returncode for build in builds]
+    errors = [text for text, code in zip(said, codes, strict=True) if code != 0]
+    if not errors:
+        link = [*compiler, "-shared", *objects, "-o", str(built)]
+        linked = subprocess.run(link, capture_output=True, text=True, check=False)
+        errors = [linked.stderr] if linked.returncode != 0 else []
+    if errors:
+        lines = [line for line in errors[0].splitlines() if "error" in line] or [errors[0]]
+        reason = f"{command[0]} failed: {lines[0].strip() or 'it said nothing'}"
+        killed = min(codes) < 0  # for memory or by the user, who may try again
+        raise OSError(reason) if killed else _BuildError(reason)
+    content = built.read_bytes()
+    built.write_bytes(content + hashlib.sha256(content).digest())
+    built.chmod(0o755)
+
+
+def main(folder: Path) -> None:
+    """Compile the libraries for all processors into a folder; older ones in it are removed."""
+    compiler = _compiler()
+    if compiler is None:
+        raise SystemExit("error: there is no g++, and CXX names no other compiler")
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("csrc-*"):
+        old.unlink()
+    for target in _TARGETS.values():
+        command = [*compiler, *_FLAGS, *target]
+        _compile_and_load(compiler, command, folder / _file_name([*_FLAGS, *target]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

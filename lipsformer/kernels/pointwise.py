@@ -135,7 +135,9 @@ def center(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
         gain: [C].
         shift: [C] or of the shape of ``x``.
     """
-    fits = gain.shape == x.shape[-1:] and shift.shape in (gain.shape, x.shape)
+    # The number of dimensions decides first: sizes of another kind would be compared in an export,
+    # which then excludes the batch that is as large as the number of channels.
+    fits = gain.shape == x.shape[-1:] and shift.shape == (x if shift.ndim == x.ndim else gain).shape
     if fits and usable("center.csrc", x, gain, shift):
         y = torch.empty_like(x)
         run("center", x, gain, *_rows(shift), y, x.numel() // x.shape[-1], x.shape[-1])

@@ -41,6 +41,8 @@ class WeightedResidual(nn.Module):
         Qi et al. 2023 (LipsFormer), weighted residual shortcut and Theorem 2.
     """
 
+    keep_rate: Tensor | None
+
     def __init__(
         self,
         branch: nn.Module,
@@ -69,13 +71,18 @@ class WeightedResidual(nn.Module):
             raise ValueError(f"drop_path must lie in [0, 1), got {drop_path}")
         self.init_value = init_value
         self.drop_path = drop_path
+        # A number would be a constant of compiled kernels, which blocks could then not share.
+        keep_rate = torch.empty((), device=device) if drop_path > 0.0 else None
+        self.register_buffer("keep_rate", keep_rate, persistent=False)
         self.residual_scale = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.branch = branch
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set every channel's weight to its initial value."""
+        """Set every channel's weight to its initial value, and fill the buffer of drop path."""
         nn.init.constant_(self.residual_scale, self.init_value)
+        if self.keep_rate is not None:
+            nn.init.constant_(self.keep_rate, 1.0 - self.drop_path)
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
         """Return ``x + residual_scale * drop_path(branch(x))``.
@@ -106,11 +113,14 @@ class WeightedResidual(nn.Module):
             [B, 1, ..., 1]: 0 for a dropped sample, 1 / (1 - drop_path) for any other. None if
             nothing can be dropped.
         """
-        if not self.training or self.drop_path == 0.0:
+        if not self.training or self.keep_rate is None:
             return None
-        keep = 1.0 - self.drop_path
         shape = [x.shape[0]] + [1] * (x.ndim - 1)
         dtype = self.residual_scale.dtype
+        if torch.compiler.is_compiling():
+            kept = torch.rand(shape, device=x.device) < self.keep_rate
+            return kept.to(dtype) / self.keep_rate.to(dtype)
+        keep = 1.0 - self.drop_path
         return torch.empty(shape, dtype=dtype, device=x.device).bernoulli_(keep) / keep
 
     def extra_repr(self) -> str:

@@ -11,7 +11,7 @@ import torch
 
 import train
 from lipsformer.engine import claim, steps
-from lipsformer.engine.distributed import EXIT_NONFINITE
+from lipsformer.engine.exits import EXIT_NONFINITE
 from lipsformer.engine.lock import LOCK, FolderLock
 from lipsformer.engine.signals import STOP_SIGNALS
 from tests.data.trees import write_tree

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
-from lipsformer.engine.distributed import EXIT_BOUND
+from lipsformer.engine.exits import EXIT_BOUND
 from tests.launch import Event, launch
 from tests.runs import DIGITS, outcome, write_config
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lipsformer.engine.distributed import EXIT_STOPPED
+from lipsformer.engine.exits import EXIT_STOPPED
 from tests.launch import Event, launch, running
 from tests.runs import DIGITS, outcome, write_config
 

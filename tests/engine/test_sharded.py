@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from lipsformer.engine.distributed import EXIT_STOPPED
+from lipsformer.engine.exits import EXIT_STOPPED
 from tests.engine.test_distributed import PLAIN
 from tests.launch import Event, fsdp2_environment, hsdp_options, launch
 from tests.runs import DIGITS, outcome, write_config

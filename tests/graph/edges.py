@@ -31,14 +31,15 @@ def looped_attention(edge_index, query, key, value, slope, keep=None, dropout=0.
     """Definition, one head and one target at a time; the mask goes by edges sorted by target."""
     order = edge_index[1].sort(stable=True).indices
     source, target = edge_index[:, order].tolist()
+    targets, heads, channels = len(query), query.size(1), value.size(2)
     out = []
-    for i in range(TARGETS):
-        edges = [e for e in range(EDGES) if target[e] == i]
+    for i in range(targets):
+        edges = [e for e in range(len(target)) if target[e] == i]
         sources = [source[e] for e in edges]
-        for head in range(HEADS):
+        for head in range(heads):
             scores = F.leaky_relu(key[sources, head] @ query[i, head], slope)
             attn = scores.softmax(0)
             if keep is not None:
                 attn = attn * keep[head, edges] / (1 - dropout)
             out.append(attn @ value[sources, head])
-    return torch.stack(out).view(TARGETS, HEADS, CHANNELS)
+    return torch.stack(out).view(targets, heads, channels)

@@ -1,9 +1,11 @@
 import copy
 import importlib
+import itertools
 import math
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -19,8 +21,10 @@ from lipsformer.graph import (
     transformer_conv,
 )
 from lipsformer.graph.edge_attention import operator
-from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, why_messages
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
+from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
+from lipsformer.graph.edge_attention.trial import triton_is_used
+from lipsformer.kernels import verdict
 from lipsformer.layers.lipschitz_norm import segment_max
 from tests.conftest import ROOT
 from tests.graph.edges import (
@@ -78,6 +82,31 @@ def test_more_edges_than_pairs_of_nodes():
     conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS, add_self_loops=False)
     x = torch.randn(3, FEATURES)
     torch.testing.assert_close(conv(x, edge_index), message_by_message(conv)(x, edge_index))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.37])
+@pytest.mark.parametrize("differentiates", [True, False])
+def test_trial_of_right_kernels_finds_no_fault(monkeypatch, dropout, differentiates):
+    """The passes of the CPU stand in for the Triton kernels."""
+    monkeypatch.setattr(verdict, "_VERDICTS", {})
+    monkeypatch.setattr(verdict, "_milliseconds", lambda work: 1.0)  # as fast, so not used
+    csr = SortedEdges(random_edges(), SOURCES, TARGETS).csr
+    keep = torch.rand(HEADS, EDGES) >= dropout if dropout else None
+    inputs = random_inputs(3.0, torch.float)
+    with warnings.catch_warnings(), torch.set_grad_enabled(differentiates):
+        warnings.simplefilter("error")
+        used = triton_is_used(
+            inputs,
+            csr,
+            (0.2, 1 / (1 - dropout), keep),
+            kernel=operator._fused,
+            plain=operator._reference,
+        )
+    (name,) = verdict._VERDICTS
+    assert (
+        not used and "3 heads, 2 and 5 channels" in name and f"gradients {differentiates}" in name
+    )
+    assert all(x.grad is None for x in inputs)
 
 
 def test_second_derivative_equals_that_of_a_loop():
@@ -340,7 +369,11 @@ class TestWhatNeedsTheMessagesGetsThem:
         torch.testing.assert_close(pushed, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_triton_kernels_equal_a_loop_in_the_interpreter():
+@pytest.mark.parametrize(
+    ("which", "passed"),
+    [("gpu and not slow", 7), pytest.param("gpu and slow", 11, marks=pytest.mark.slow)],
+)
+def test_triton_kernels_equal_a_loop_in_the_interpreter(which, passed):
     """In a process of its own: the interpreter takes the kernels' place where they are defined."""
     pytest.importorskip("triton", reason="the kernels are Triton's")
     done = subprocess.run(
@@ -350,7 +383,7 @@ def test_triton_kernels_equal_a_loop_in_the_interpreter():
             "pytest",
             "-q",
             "-m",
-            "gpu",
+            which,
             "tests/graph/test_edge_attention_gpu.py",
         ],
         cwd=ROOT,
@@ -358,7 +391,7 @@ def test_triton_kernels_equal_a_loop_in_the_interpreter():
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"{passed} passed" in done.stdout, done.stdout + done.stderr
 
 
 OTHERS = [pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
@@ -383,12 +416,13 @@ def test_triton_kernels_compile_for_a_gpu_that_is_not_there(architecture, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_triton_kernels_compile_for_odd_sizes_in_half_precision(
+def test_triton_kernels_compile_for_other_sizes_in_half_precision(
     architecture, monkeypatch, tmp_path
 ):
     pytest.importorskip("triton", reason="the kernels are Triton's")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     workbench = importlib.import_module("benchmarks.gpu_paper.triton_kernels")
-    for name in workbench.KERNELS:
-        found = workbench.resources(name, architecture, heads=3, channels=5, dtype="bf16")
-        assert found["spilled_bytes"] == 0, name
+    for name, (heads, channels) in itertools.product(workbench.KERNELS, ((3, 5), (8, 64))):
+        size = {"heads": heads, "channels": channels}
+        found = workbench.resources(name, architecture, dtype="bf16", **size)
+        assert found["spilled_bytes"] == 0, (name, channels)

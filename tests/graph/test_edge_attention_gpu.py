@@ -1,6 +1,7 @@
 """The Triton kernels, on a GPU or, with TRITON_INTERPRET=1 set, in Triton's interpreter."""
 
 import os
+import random
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.layers.lipschitz_norm import segment_max
 from tests.graph.edges import (
     CHANNELS,
-    EDGES,
     FEATURES,
     HEADS,
     SOURCES,
@@ -28,6 +28,35 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 pytestmark = [pytest.mark.gpu, *([] if INTERPRETED else [needs_cuda])]
 
 
+TOLERANCES = {torch.double: 1e-9, torch.float: 1e-4, torch.bfloat16: 2e-2, torch.half: 4e-3}
+# Primes, and the powers of two at which blocks are exactly full.
+WIDTHS = (1, 2, 3, 5, 7, 11, 16, 17, 31, 32, 37, 61, 64, 67, 127)
+
+
+def check_value_and_gradient(edge_index, inputs, slope, dropout=0.0):
+    """Compare the kernels with a loop in float64; inputs have the shapes of `edge_attention`."""
+    heads, dtype = inputs[2].size(1), inputs[2].dtype
+    keep = torch.rand(heads, edge_index.size(1)) >= dropout if dropout else None
+    exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
+    expected = looped_attention(edge_index, *exact, slope, keep, dropout)
+    weight = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad(expected, exact, weight)
+
+    graph = SortedEdges(edge_index.to(DEVICE), len(inputs[1]), len(inputs[0])).csr
+    arguments = [graph, *(x.detach() for x in inputs)]
+    settings = [slope, 1 / (1 - dropout), None if keep is None else keep.to(DEVICE)]
+    out, *residuals = kernels.forward(*arguments, *settings)
+    weight = weight.to(DEVICE, out.dtype)
+    grads = kernels.backward(*arguments, weight, *settings, *residuals)
+    assert all(grad.dtype is dtype for grad in grads)
+    torch.testing.assert_close(
+        [x.double().cpu() for x in (out, *grads)],
+        [expected, *expected_grads],
+        rtol=TOLERANCES[dtype],
+        atol=TOLERANCES[dtype],
+    )
+
+
 @pytest.mark.parametrize(
     ("dtype", "size", "slope", "dropout"),
     [
@@ -38,28 +67,29 @@ pytestmark = [pytest.mark.gpu, *([] if INTERPRETED else [needs_cuda])]
     ],
 )
 def test_value_and_gradient_equal_a_loop(dtype, size, slope, dropout):
-    edge_index = random_edges()
-    inputs = random_inputs(size, dtype, DEVICE)
-    keep = torch.rand(HEADS, EDGES) >= dropout if dropout else None
-    exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
-    expected = looped_attention(edge_index, *exact, slope, keep, dropout)
-    weight = torch.randn_like(expected)
-    expected_grads = torch.autograd.grad(expected, exact, weight)
+    check_value_and_gradient(random_edges(), random_inputs(size, dtype, DEVICE), slope, dropout)
 
-    graph = SortedEdges(edge_index.to(DEVICE), SOURCES, TARGETS).csr
-    arguments = [graph, *(x.detach() for x in inputs)]
-    settings = [slope, 1 / (1 - dropout), None if keep is None else keep.to(DEVICE)]
-    out, *residuals = kernels.forward(*arguments, *settings)
-    weight = weight.to(DEVICE, out.dtype)
-    grads = kernels.backward(*arguments, weight, *settings, *residuals)
-    assert all(grad.dtype is dtype for grad in grads)
-    tolerance = {torch.double: 1e-9, torch.float: 1e-4, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(
-        [x.double().cpu() for x in (out, *grads)],
-        [expected, *expected_grads],
-        rtol=tolerance,
-        atol=tolerance,
-    )
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(11))
+def test_random_shapes_equal_a_loop(group):
+    """231 shapes in all, with targets of no edge and of more edges than a block holds."""
+    for seed in range(21 * group, 21 * (group + 1)):
+        chance = random.Random(seed)
+        torch.manual_seed(seed)
+        sources, targets, heads = (chance.choice((1, 2, 3, 5)) for _ in range(3))
+        width, channels = chance.choice(WIDTHS), chance.choice(WIDTHS)
+        num_edges = chance.choice((1, 2, 7, 17, 31, 67))
+        dtype = chance.choice(list(TOLERANCES))
+        limits = torch.tensor([[sources], [max(1, targets - 1)]])
+        edge_index = (torch.rand(2, num_edges) * limits).long()
+        sizes = ((targets, width), (sources, width), (sources, channels))
+        inputs = [
+            (torch.randn(nodes, heads, size) * size**-0.5).to(DEVICE, dtype)
+            for nodes, size in sizes
+        ]
+        slope, dropout = chance.choice((1.0, 0.2)), chance.choice((0.0, 0.37))
+        check_value_and_gradient(edge_index, inputs, slope, dropout)
 
 
 def test_weights_of_large_equal_scores_are_shared_in_the_gradient_too():

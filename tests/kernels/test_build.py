@@ -245,6 +245,62 @@ def test_a_library_that_cannot_be_trusted_is_compiled_once_more(
     assert not caplog.records
 
 
+def test_a_damaged_library_is_noticed_before_it_is_loaded(compiled):
+    """One changed byte, or a missing end, might kill the process that loads it."""
+    (library,) = compiled.iterdir()
+    whole = library.read_bytes()
+    middle = len(whole) // 2
+    for damaged in (
+        whole[:-1],
+        whole[:middle],
+        whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+    ):
+        copy = library.with_name("copy.so")
+        copy.write_bytes(damaged)
+        copy.chmod(0o755)
+        with pytest.raises(OSError, match="damaged"):
+            build._load(copy, as_safe_as=compiled)
+
+
+def test_what_cannot_be_loaded_is_built_once(folder, tmp_path, monkeypatch, caplog):
+    """A library that needs a symbol that nobody has, or a compiler that writes no library."""
+    (tmp_path / "csrc" / "fill.cpp").write_text(
+        'extern "C" void nowhere(); extern "C" void fill() { nowhere(); }'
+    )
+    monkeypatch.setenv("CXX", "g++ -Wl,-z,now")
+    for _ in range(2):
+        assert again() is None
+    assert [path.suffix for path in folder.iterdir()] == [".failed"]
+    first, second = (record.message for record in warnings(caplog))
+    assert "g++ made cannot be loaded" in first and "nowhere" in first
+    assert "remembered" in second
+
+
+@pytest.mark.parametrize("others_may_write", [False, True])
+def test_a_library_of_the_wheel_needs_no_compiler(
+    folder, tmp_path, monkeypatch, caplog, others_may_write
+):
+    prebuilt = tmp_path / "prebuilt"
+    build.main(prebuilt)
+    (prebuilt / "csrc-of-before.so").touch()
+    build.main(prebuilt)
+    assert len(list(prebuilt.iterdir())) == 2  # AVX2 and AVX-512
+    monkeypatch.setattr(build, "_PREBUILT", prebuilt)
+    monkeypatch.setenv("PATH", "")
+    if others_may_write:
+        for library in prebuilt.iterdir():
+            library.chmod(0o777)
+        assert again() is None
+        (record,) = warnings(caplog)
+        assert "is not used, the kernels are compiled: another user" in record.message
+    else:
+        test_arguments_arrive_and_threads_come_last(folder)
+        (prebuilt.parent / "csrc" / "note.h").write_text("// a later version")
+        assert again() is None
+        assert not warnings(caplog)
+    assert not folder.exists()
+
+
 def test_a_cache_of_another_user_is_refused(compiled, caplog):
     if os.getuid() != 0:
         pytest.skip("only root can give a folder away")

@@ -6,55 +6,88 @@ import torch
 from safetensors.torch import save_file
 
 from scripts import export_model as script
+from scripts._runtimes import FORMATS, load, trace, write
 from scripts.export_model import ExportError, export_model, main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the exporters' own
 
 NANO = ["lipsformer_nano", "lipsformer_swin_nano"]
 EXPORTED = [
-    ("lipsformer_nano", "hf"),
-    pytest.param("lipsformer_nano", "torch", marks=pytest.mark.slow),
-    pytest.param("lipsformer_nano", "onnx", marks=pytest.mark.slow),
-    ("lipsformer_swin_nano", "hf"),
-    pytest.param("lipsformer_swin_nano", "torch", marks=pytest.mark.slow),
-    pytest.param("lipsformer_swin_nano", "onnx", marks=pytest.mark.slow),
+    *((name, "hf") for name in NANO),
     *(
         pytest.param(name, key, marks=pytest.mark.slow)
-        for name in ("lipsformer_tiny", "lipsformer_swin_tiny")
-        for key in ("hf", "torch", "onnx")
+        for name in (*NANO, "lipsformer_tiny", "lipsformer_swin_tiny")
+        for key in ("hf", *FORMATS)
+        if (name, key) not in [(nano, "hf") for nano in NANO]
     ),
 ]
+PACKAGES = {
+    "onnx": ["onnxruntime"],
+    "onnx-int8": ["onnxruntime"],
+    "openvino": ["openvino"],
+    "openvino-int8": ["openvino", "nncf"],
+}
+
+
+def need_runtime(key: str) -> None:
+    """Skip where the packages of a format are not installed."""
+    for package in PACKAGES.get(key, ()):
+        pytest.importorskip(package)
+
+
+def assert_close(logits, expected, tolerance):
+    """Compare logits relative to the largest one."""
+    assert logits.shape == expected.shape
+    assert (logits - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize(("name", "key"), EXPORTED)
 def test_exports_give_the_models_logits(tmp_path, name, key):
+    """The plain model's logits, within 1e-4 of the largest; with 8-bit weights within 0.1."""
+    need_runtime(key)
     torch.manual_seed(0)
     model = timm.create_model(name).eval()
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     weights, out = tmp_path / "weights.safetensors", tmp_path / "out"
-    tolerance = 0.0 if key == "hf" else 1e-4
+    tolerance = 0.0 if key == "hf" else FORMATS[key].tolerance
     differences = export_model(name, out, [key], checkpoint=weights, img_size=64)
     assert differences[key] <= tolerance
     images = torch.randn(5, 3, 64, 64)  # another batch
     if key == "hf":
         logits = timm.create_model(f"local-dir:{out}", pretrained=True).eval()(images)
-    elif key == "torch":
-        logits = torch.export.load(out / "model.pt2").module()(images)
     else:
-        onnxruntime = pytest.importorskip("onnxruntime")
-        session = onnxruntime.InferenceSession(out / "model.onnx")
-        logits = torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
-    torch.testing.assert_close(logits, model(images), rtol=0, atol=tolerance)
+        logits = load(out / FORMATS[key].file)(images)
+    assert_close(logits, model(images), tolerance)
+
+
+@pytest.mark.parametrize(
+    "key", ["torch-export", "openvino", pytest.param("onnx", marks=pytest.mark.slow)]
+)
+def test_a_trace_takes_every_batch(tmp_path, key):
+    """Also one image, and as many as there are channels, which a comparison of shapes excluded."""
+    need_runtime(key)
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "lipsformer_swin_nano", embed_dim=14, depths=(1, 1), num_heads=(2, 4), num_classes=5
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        program = trace(model, torch.randn(3, 3, 44, 44))
+        logits = load(write(key, lambda: program, tmp_path))
+        for batch in (1, 2, 11, 14, 28):
+            images = torch.randn(batch, 3, 44, 44)
+            assert_close(logits(images), model(images), 1e-4)
 
 
 def test_an_export_that_differs_leaves_nothing_behind(tmp_path, monkeypatch):
     def wrong(_model, images, folder):
         (folder / "model.bin").touch()
-        return script._difference(images, images + 0.5, script.TOLERANCE)
+        return script._difference(0.5 * images, images, 0.0)
 
-    monkeypatch.setitem(script.EXPORTS, "torch", wrong)
-    with pytest.raises(ExportError, match=r"logits differ by 0.5, more than 0.0001"):
-        export_model(NANO[0], tmp_path / "out", ["torch"], checkpoint=None, img_size=None)
+    monkeypatch.setattr(script, "export_hf", wrong)
+    with pytest.raises(ExportError, match=r"logits differ by 0.5 of the largest, more than 0"):
+        export_model(NANO[0], tmp_path / "out", ["hf"], checkpoint=None, img_size=None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import train
-from lipsformer.engine.distributed import EXIT_NONFINITE
+from lipsformer.engine.exits import EXIT_NONFINITE
 from scripts import replay
 from tests.engine.conftest import fresh_process  # noqa: F401
 from tests.launch import launch

@@ -48,7 +48,8 @@ from lipsformer.graph.diagnostics import (
     normalized_adjacency,
 )
 from lipsformer.graph.dropout import Dropout
-from lipsformer.graph.edge_attention.csr import SortedEdges, changed_messages
+from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.edge_attention.operator import changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models import ConvLayer, GraphNet
 from lipsformer.graph.models.lips import AttentionBranch, LipsLayer

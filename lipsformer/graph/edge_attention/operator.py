@@ -15,24 +15,133 @@ node are embedding bags. The dot products of the two ends of every edge are a sa
 product. Each head of a pass works on its own copy of the graph. The copies lie node by node, so
 that no tensor of nodes x channels is copied. `triton.py` has the CUDA kernels.
 
+`why_messages` decides which calls of a layer take this pass.
+
 Shapes: S sources, T targets, E edges, H heads, D channels of queries and keys, C of values.
 """
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch_geometric.nn import MessagePassing, SumAggregation
 
+from lipsformer import kernels
 from lipsformer.graph.edge_attention.csr import EdgeCSR
+from lipsformer.graph.edge_attention.trial import triton_is_used
+from lipsformer.kernels import dispatch
 from lipsformer.layers.lipschitz_norm import segment_max
 
-__all__ = ["edge_attention", "neighbor_max"]
+__all__ = ["changed_messages", "edge_attention", "neighbor_max", "why_messages"]
+
+_MAX_EDGES = 2**31 - 2**24  # positions are int32, and self loops are added
+_STEPS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+_DEVICES = ("cpu", "cuda") if find_spec("triton") else ("cpu",)
 
 # Heads share a pass while it has at most this many edges. Small graphs then need few calls, and the
 # arrays of large graphs stay in the cache.
 _EDGES_PER_PASS = 2**20
+
+
+def why_messages(
+    conv: Any,
+    kind: type[MessagePassing],
+    edge_index: Tensor,
+    source: Tensor,
+    target: Tensor | None,
+    *,
+    size: tuple[int, int] | None = None,
+    edge_features: bool = False,
+    attention_weights: bool = False,
+) -> str | None:
+    """Return why a layer has to compute message by message, or None if one fused pass will do.
+
+    Args:
+        conv: The layer.
+        kind: The class that defines the layer's messages. Subclasses may override them.
+        edge_index: The edges.
+        source: Representations of the source nodes.
+        target: Representations of the target nodes.
+        size: The numbers of source and target nodes that the caller asked for.
+        edge_features: Whether the call has edge features.
+        attention_weights: Whether the call returns the attention weights.
+    """
+    return (
+        _unsupported_context(source)
+        or _unsupported_layer(conv, kind)
+        or _unsupported_edges(edge_index, source, target, size)
+        or ("edge features enter the scores" if edge_features else None)
+        or ("the attention weights are returned" if attention_weights else None)
+    )
+
+
+def _unsupported_context(x: Tensor) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile needs plain operators"
+    if (transform := kernels.active_transform()) is not None:
+        return transform
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "something records the operators or replaces the tensors"
+    if x.is_cuda and not dispatch.ENABLED:
+        return "LIPSFORMER_NATIVE=0 switches the kernels off"
+    if x.device.type not in _DEVICES:
+        return f"there is no kernel for {x.device.type}"
+    return None
+
+
+def changed_messages(conv: Any, kind: type[MessagePassing]) -> str | None:
+    """Return what makes a layer send other messages than its class, or None.
+
+    Args:
+        conv: The layer.
+        kind: The class that defines the messages.
+    """
+    for step in _STEPS:
+        if getattr(conv, f"_{step}_forward_hooks") or getattr(conv, f"_{step}_forward_pre_hooks"):
+            return f"a hook watches {step}"
+        # PyG replaces `propagate` in every class by generated code, so it is not compared
+        overridden = getattr(type(conv), step, None) is not getattr(kind, step, None)
+        if step != "propagate" and overridden:
+            return f"{type(conv).__name__} overrides {step}"
+    if conv.explain:
+        return "an explainer watches the messages"
+    if not isinstance(conv.aggr_module, SumAggregation):
+        return "the messages are not summed"
+    if conv.flow != "source_to_target":
+        return "messages flow from target to source"
+    if conv.decomposed_layers != 1:
+        return "the layer is decomposed"
+    return None
+
+
+def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
+    reason = changed_messages(conv, kind)
+    if reason is not None:
+        return reason
+    if conv.dropout >= 1:
+        return "every attention weight is dropped"
+    if getattr(conv, "released_code", False):
+        return "released_code computes the maxima per edge"
+    return None
+
+
+def _unsupported_edges(
+    edge_index: Tensor, source: Tensor, target: Tensor | None, size: tuple[int, int] | None
+) -> str | None:
+    if type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
+        return "the edges are not a dense tensor"
+    if edge_index.dtype is not torch.int64 or edge_index.dim() != 2 or len(edge_index) != 2:
+        return "the edges are not [2, E] in int64"
+    if not 0 < edge_index.size(1) < _MAX_EDGES:
+        return f"there are {edge_index.size(1)} edges"
+    if target is None:
+        return "the targets have no representations"
+    if size is not None and tuple(size) != (len(source), len(target)):
+        return f"size={size} is not the number of inputs"
+    return None
 
 
 def edge_attention(
@@ -70,8 +179,16 @@ def edge_attention(
     if value.device.type == "cpu":
         exact = torch.promote_types(dtype, torch.float)
         query, key, value = query.to(exact), key.to(exact), value.to(exact)
-    out = _EdgeAttention.apply(query, key, value, csr, negative_slope, 1 / (1 - dropout), keep)
-    return cast(Tensor, out).to(dtype)
+    settings = (negative_slope, 1 / (1 - dropout), keep)
+    if value.is_cuda and not triton_is_used(
+        (query, key, value), csr, settings, kernel=_fused, plain=_reference
+    ):
+        return _reference(csr, query, key, value, *settings).to(dtype)
+    return _fused(csr, query, key, value, *settings).to(dtype)
+
+
+def _fused(csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
+    return cast(Tensor, _EdgeAttention.apply(query, key, value, csr, *settings))
 
 
 def _reference(
@@ -85,6 +202,8 @@ def _reference(
 ) -> Tensor:
     """Compute `edge_attention` from messages; it can be differentiated any number of times."""
     row, col = csr.row.long(), csr.col.long()
+    dtype = torch.promote_types(query.dtype, value.dtype)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scores = F.leaky_relu((query[row] * key[col]).sum(-1), negative_slope)
     index = row[:, None].expand_as(scores)
     largest = scores.detach().new_zeros(csr.num_targets, scores.size(1))

@@ -18,6 +18,13 @@ struct Map {
     int64_t rows = (height + h - 1) / h, cols = (width + w - 1) / w;
     int64_t windows = batch * rows * cols;
     int64_t n = h * w, padded_n = round_up(n), padded_dim = round_up(dim);
+    // A head's biases, scores and their gradients then have more than 256 KB each. The windows are
+    // taken head by head, so that a thread adds up the gradients of the biases of few heads.
+    bool wide = n > 256;
+
+    int64_t head(int64_t task) const { return wide ? task / windows : task % heads; }
+
+    int64_t window(int64_t task) const { return wide ? task % windows : task / heads; }
 
     // Token number of every place of a window in the map, -1 beyond its edge.
     void places(int64_t window, int64_t *place) const {
@@ -50,19 +57,19 @@ struct Map {
     template <typename T>
     void prefetch(int64_t task, std::initializer_list<const T *> parts, int64_t *place) const {
         if (task >= windows * heads) return;
-        places(task / heads, place);
+        places(window(task), place);
         for (const T *part : parts)
             for (int64_t t = 0; t < n; ++t)
                 for (int64_t c = 0; c < dim && place[t] >= 0; c += LANES)
-                    __builtin_prefetch(part + place[t] * in_stride + task % heads * dim + c);
+                    __builtin_prefetch(part + place[t] * in_stride + head(task) * dim + c);
     }
 
     // Gather one task's queries, keys and values while the next one's are asked for.
     template <typename T>
     void gather_task(int64_t task, const T *q, const T *k, const T *v, int64_t *place,
                      int64_t *place_next, float *queries, float *keys, float *values) const {
-        const int64_t channel = task % heads * dim;
-        places(task / heads, place);
+        const int64_t channel = head(task) * dim;
+        places(window(task), place);
         gather(q + channel, in_stride, place, queries);
         gather(k + channel, in_stride, place, keys);
         gather(v + channel, in_stride, place, values);
@@ -176,21 +183,37 @@ void softmax(float *x, int64_t n, int64_t padded_n) {
     }
 }
 
-// The biases [heads][n][n], or zeros for one head, in rows of padded_n that end in -1e30.
+// One head's biases [n][n], or zeros, in rows of padded_n that end in -1e30.
+void pad_rows(const Map &map, const float *bias, float *padded) {
+    for (int64_t i = 0; i < map.n; ++i) {
+        float *row = padded + i * map.padded_n;
+        if (bias)
+            memcpy(row, bias + i * map.n, map.n * sizeof(float));
+        else
+            clear(row, map.n);
+        for (int64_t j = map.n; j < map.padded_n; ++j) row[j] = -1e30f;
+    }
+}
+
+// The biases of all heads like that; null for wide windows, whose biases are padded when needed.
 std::unique_ptr<float[]> pad_bias(const Map &map, const float *bias) {
+    if (map.wide) return nullptr;
     const int64_t heads = bias ? map.heads : 1;
     std::unique_ptr<float[]> padded(new float[heads * map.n * map.padded_n]);
-    for (int64_t i = 0; i < heads * map.n; ++i)
-        for (int64_t j = 0; j < map.padded_n; ++j)
-            padded[i * map.padded_n + j] = j >= map.n ? -1e30f : bias ? bias[i * map.n + j] : 0.0f;
+    for (int64_t head = 0; head < heads; ++head)
+        pad_rows(map, bias ? bias + head * map.n * map.n : nullptr,
+                 padded.get() + head * map.n * map.padded_n);
     return padded;
 }
 
-// attn = softmax(queries keys^T + bias), in rows of padded_n.
-void weigh(const Map &map, const float *queries, const float *keys_t, const float *bias,
-           float *attn) {
+// attn = softmax(queries keys^T + bias), in rows of padded_n; padded is what pad_bias returned.
+void weigh(const Map &map, int64_t head, const float *queries, const float *keys_t,
+           const float *bias, const float *padded, float *attn) {
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
-    memcpy(attn, bias, n * pn * sizeof(float));
+    if (padded)
+        memcpy(attn, padded + (bias ? head * n * pn : 0), n * pn * sizeof(float));
+    else
+        pad_rows(map, bias ? bias + head * n * n : nullptr, attn);
     product(n, queries, pd, 1, keys_t, pn, map.dim, attn, pn, pn);
     softmax(attn, n, pn);
 }
@@ -239,7 +262,7 @@ void forward(const T *q, const T *k, const T *v, T *out, const float *bias, cons
         float *keys_t = scratch.take(pd * pn), *attn = scratch.take(n * pn);
         float *inverse = scratch.take(n), *kernels = scratch.take(10 * pd);
         team.share(map.windows * heads, [&](int64_t task) {
-            const int64_t head = task % heads, channel = head * dim;
+            const int64_t head = map.head(task), channel = head * dim;
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
             clear(result, n * pd);
             if (lepe) {
@@ -257,7 +280,7 @@ void forward(const T *q, const T *k, const T *v, T *out, const float *bias, cons
             map.normalize(keys, 1.0f, eps, inverse);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse);
             map.transpose(keys, keys_t);
-            weigh(map, queries, keys_t, padded_bias + (bias ? head * n * pn : 0), attn);
+            weigh(map, head, queries, keys_t, bias, padded_bias, attn);
             product(n, attn, pn, 1, values, pd, n, result, pd, pd);
             map.scatter(result, place.get(), out_stride, out + channel);
         });
@@ -277,7 +300,11 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
     const float *padded_bias = padded.get();
     parallel(threads, [=](const Team &team) {
         std::unique_ptr<int64_t[]> place(new int64_t[n]), place_next(new int64_t[n]);
-        const int64_t bias_floats = grad_bias ? heads * n * pn : 0;
+        const int64_t tasks = map.windows * heads;
+        const int64_t first_head = map.wide ? team.begin(tasks) / map.windows : 0;
+        const int64_t last_head =
+            map.wide ? (team.end(tasks) + map.windows - 1) / map.windows : heads;
+        const int64_t bias_floats = grad_bias ? (last_head - first_head) * n * pn : 0;
         const int64_t lepe_floats = lepe ? heads * 10 * pd : 0;
         Scratch scratch(n * (2 * pn + 8 * pd + 3) + pd * (2 * pn + 10) + heads + bias_floats +
                         lepe_floats);
@@ -291,8 +318,8 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
         float *inverse_v = scratch.take(n), *kernels = scratch.take(10 * pd);
         float *own_tau = scratch.take(heads), *own_bias = scratch.take(bias_floats);
         float *own_lepe = scratch.take(lepe_floats);
-        team.share(map.windows * heads, [&](int64_t task) {
-            const int64_t head = task % heads, channel = head * dim;
+        team.share(tasks, [&](int64_t task) {
+            const int64_t head = map.head(task), channel = head * dim;
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
             map.gather(grad_out + channel, out_stride, place.get(), grads);
             if (lepe) memcpy(raw, values, n * pd * sizeof(float));
@@ -301,7 +328,7 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse_v);
             map.transpose(keys, keys_t);
             map.transpose(values, values_t);
-            weigh(map, queries, keys_t, padded_bias + (bias ? head * n * pn : 0), attn);
+            weigh(map, head, queries, keys_t, bias, padded_bias, attn);
 
             clear(grad_values, n * pd);
             product(n, attn, 1, pn, grads, pd, n, grad_values, pd, pd);
@@ -317,7 +344,7 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
                     store(g + j, load(p + j) * (load(g + j) - mean));
             }
             if (grad_bias) {
-                float *total = own_bias + head * n * pn;
+                float *total = own_bias + (head - first_head) * n * pn;
                 for (int64_t i = 0; i < n * pn; i += LANES)
                     store(total + i, load(total + i) + load(grad_attn + i));
             }
@@ -357,10 +384,12 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
         });
         // thread after thread, so that the sums repeat
         team.in_turn([&] {
+            for (int64_t head = first_head; grad_bias && head < last_head; ++head)
+                for (int64_t i = 0; i < n * n; ++i)
+                    grad_bias[head * n * n + i] +=
+                        own_bias[((head - first_head) * n + i / n) * pn + i % n];
             for (int64_t head = 0; head < heads; ++head) {
                 grad_tau[head] += own_tau[head];
-                for (int64_t i = 0; grad_bias && i < n * n; ++i)
-                    grad_bias[head * n * n + i] += own_bias[(head * n + i / n) * pn + i % n];
                 for (int64_t i = 0; lepe && i < 10 * dim; ++i)
                     grad_lepe[i / dim * heads * dim + head * dim + i % dim] +=
                         own_lepe[(head * 10 + i / dim) * pd + i % dim];

@@ -16,13 +16,16 @@ int omp_get_num_threads();
 struct Team {
     int64_t thread, threads;
 
-    // Call f(i) for this thread's share of i = 0 ... n - 1, one run of neighbours per thread.
+    // This thread's share of 0 ... n - 1 is one run of neighbours, from begin(n) to end(n) - 1.
+    int64_t begin(int64_t n) const { return thread * (n / threads) + std::min(thread, n % threads); }
+
+    int64_t end(int64_t n) const { return Team{thread + 1, threads}.begin(n); }
+
+    // Call f(i) for this thread's share of i = 0 ... n - 1.
     template <class F>
     void share(int64_t n, F f) const {
-        const int64_t each = n / threads, rest = n % threads;
-        const int64_t begin = thread * each + std::min(thread, rest);
-        const int64_t end = begin + each + (thread < rest);
-        for (int64_t i = begin; i < end; ++i) f(i);
+        const int64_t last = end(n);
+        for (int64_t i = begin(n); i < last; ++i) f(i);
     }
 
     // Call f() in one thread after the other.

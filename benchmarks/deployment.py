@@ -1,0 +1,232 @@
+"""Inference on a CPU: eager, folded and compiled PyTorch, ONNX Runtime and OpenVINO.
+
+    python -m benchmarks.deployment --output benchmarks/results/deployment_cpu.json
+    python -m benchmarks.deployment --table benchmarks/results/deployment_cpu.json
+    python -m benchmarks.deployment --accuracy outputs/demo --output benchmarks/results/int8.json
+
+A piece of the first command is one model at one batch size beside the first model. The forms of
+both take turns within every round, so that a busy machine slows all alike. The JSON file is written
+after every piece, and the same command goes on where it was stopped. Exports stay in --exports.
+
+`--accuracy` takes a trained run instead, and compares what all forms answer to its validation
+images.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import lipsformer  # noqa: F401  (registers the models)
+from benchmarks.machine import commit, machine
+from benchmarks.records import markdown, run, write_record
+from data import Normalize, build_eval_dataset, collate
+from lipsformer._commands import documented_parser
+from lipsformer.engine.run_folder import find_weights, load_model
+from scripts._runtimes import FORMATS, Logits, fold, load, trace, write
+
+MODELS = (
+    *("swin_tiny_patch4_window7_224", "convnext_tiny", "vit_small_patch16_224"),
+    *("lipsformer_swin_tiny", "lipsformer_tiny", "lipsformer_vit_small"),
+)
+SIZE = 224
+RUNTIMES = {  # form: format of the export
+    "ONNX Runtime": {"fp32": "onnx", "int8": "onnx-int8"},
+    "OpenVINO": {"fp32": "openvino", "bf16": "openvino", "int8": "openvino-int8"},
+}
+FORMS = ("eager", "folded", "compiled", *RUNTIMES)
+
+
+def autocast(model: Callable[[Tensor], Tensor], precision: str) -> Logits:
+    """Return the model as a function that runs in float32 or under autocast to bf16."""
+
+    def logits(images: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            return model(images).float()
+
+    return logits
+
+
+def contestants(
+    model: nn.Module, images: Tensor, exports: Path, options: argparse.Namespace
+) -> dict[tuple[str, str], Logits]:
+    """Return (form, precision) -> function, for all forms and precisions that exist.
+
+    Args:
+        model: A model in evaluation mode.
+        images: At least two images.
+        exports: Folder of the model's exports, which are written if they are not there.
+        options: ``forms``, ``precisions`` and ``threads``.
+    """
+    found: dict[tuple[str, str], Logits] = {}
+    traced = cache(lambda: trace(model, images))
+    folded = fold(model)
+    eager = {"eager": lambda: model, "folded": lambda: folded}
+    eager["compiled"] = lambda: torch.compile(folded, dynamic=False)
+    for form, precision in itertools.product(options.forms, options.precisions):
+        if form in eager and precision != "int8" and (form != "folded" or folded is not model):
+            found[form, precision] = autocast(eager[form](), precision)
+        key = RUNTIMES.get(form, {}).get(precision)
+        if key is not None:
+            done = exports / f"{key}.done"
+            if not done.exists():
+                exports.mkdir(parents=True, exist_ok=True)
+                write(key, traced, exports)
+                done.touch()
+            found[form, precision] = load(exports / FORMATS[key].file, precision, options.threads)
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Time all pieces that the output does not hold yet."""
+    torch.set_num_threads(options.threads)
+    record: dict[str, Any] = {
+        "machine": machine(torch.device("cpu")),
+        "commit": commit(),
+        "rounds": options.rounds,
+        "pieces": [],
+    }
+    if options.output is not None and options.output.exists():
+        record = json.loads(options.output.read_text())
+    done = {(piece["model"], piece["batch"]) for piece in record["pieces"]}
+    base, *others = options.models
+    for name, batch in itertools.product(others, options.batch_size):
+        if (name, batch) in done:
+            continue
+        images = torch.randn(max(batch, 2), 3, SIZE, SIZE)
+        torch.manual_seed(0)
+        ways = {
+            (one, *form): logits
+            for one in (base, name)
+            for form, logits in contestants(
+                timm.create_model(one).eval(), images, options.exports / one, options
+            ).items()
+        }
+        load_before = os.getloadavg()[0]
+        seconds = time_rounds(ways, images[:batch], options.rounds)
+        piece = {"model": name, "batch": batch, "load": round(load_before, 2)}
+        piece["seconds"] = [[*way, [round(t, 5) for t in own]] for way, own in seconds.items()]
+        record["pieces"].append(piece)
+        torch.compiler.reset()
+        write_record(options.output, record)
+    return record
+
+
+def time_rounds(
+    ways: dict[tuple[str, str, str], Logits], images: Tensor, rounds: int
+) -> dict[tuple[str, str, str], list[float]]:
+    """Return the seconds of every round; the first call of every function is not counted."""
+    seconds: dict[tuple[str, str, str], list[float]] = {way: [] for way in ways}
+    for index in range(rounds + 1):
+        for way, logits in ways.items():
+            start = time.perf_counter()
+            logits(images)
+            if index > 0:
+                seconds[way].append(time.perf_counter() - start)
+    return seconds
+
+
+@torch.no_grad()
+def measure_accuracy(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the answers of all forms of a run's best weights on its validation images."""
+    weights = find_weights(options.accuracy, "best")
+    config = weights.config([])
+    assert config is not None
+    model = load_model(weights).eval()
+    dataset = build_eval_dataset(config.data, classes=weights.classes())
+    count = min(len(dataset), options.images)
+    pixels, labels = collate([dataset[i] for i in range(count)])
+    images = Normalize(config.data.mean, config.data.std)(pixels).contiguous()
+    expected = model(images)
+    rows = []
+    ways = contestants(model, images, options.exports / weights.folder.name, options)
+    for (form, precision), logits in ways.items():
+        found = torch.cat([logits(part.contiguous()) for part in images.split(32)])
+        rows.append(
+            {
+                "form": form,
+                "precision": precision,
+                "top1": 100.0 * (found.argmax(1) == labels).double().mean().item(),
+                "changed": int((found.argmax(1) != expected.argmax(1)).sum()),
+                "difference": ((found - expected).abs().max() / expected.abs().max()).item(),
+            }
+        )
+    return {
+        "machine": machine(torch.device("cpu")),
+        "model": config.model.name,
+        "data": config.data.name if config.data.source != "digits" else "digits",
+        "images": count,
+        "accuracy": rows,
+    }
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return the tables of one record: speed, or accuracy."""
+    host = record["machine"]
+    if "accuracy" in record:
+        rows = (
+            (
+                r["form"],
+                r["precision"],
+                f"{r['top1']:.2f} %",
+                r["changed"],
+                f"{r['difference']:.1e}",
+            )
+            for r in record["accuracy"]
+        )
+        header = ("form", "precision", "top-1", "answers changed", "difference of the logits")
+        title = f"`{record['model']}` on {record['images']} images of {record['data']}:\n\n"
+        return title + markdown(header, rows)
+    loads = [piece["load"] for piece in record["pieces"]]
+    text = (
+        f"{host['cpu']}, {host['threads']} threads, torch {host['torch']}, {record['rounds']} "
+        f"rounds, {host['date']}; load average at the start of a piece {min(loads):.1f} to "
+        f"{max(loads):.1f}\n\n"
+    )
+    header = ("model", "form", "precision", "batch", "ms", "images/s", "ratio (range)")
+    rows = []
+    for piece in record["pieces"]:
+        seconds = {tuple(way): own for *way, own in piece["seconds"]}
+        base = next(iter(seconds))
+        for (name, form, precision), own in seconds.items():
+            if name == base[0] and piece is not _first(record, piece["batch"]):
+                continue
+            ratios = [b / t for b, t in zip(seconds[base], own, strict=True)]
+            median = statistics.median(own)
+            figures = (f"{1e3 * median:.1f}", f"{piece['batch'] / median:.1f}")
+            ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            rows.append((f"`{name}`", form, precision, piece["batch"], *figures, ratio))
+    return text + markdown(header, rows)
+
+
+def _first(record: dict[str, Any], batch: int) -> dict[str, Any]:
+    return next(piece for piece in record["pieces"] if piece["batch"] == batch)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = documented_parser(__doc__, prog="python -m benchmarks.deployment")
+    parser.add_argument("models", nargs="*", default=MODELS, help="the first is the base")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "int8"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--exports", type=Path, default=Path("outputs/deployment"))
+    parser.add_argument("--accuracy", metavar="RUN", help="a run whose accuracy is compared")
+    parser.add_argument("--images", type=int, default=10_000, help="at most, with --accuracy")
+    run(parser, lambda o: measure_accuracy(o) if o.accuracy else measure(o), table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Check a Triton kernel where it first runs, time it, and remember whether it is used.
+
+A kernel that was tested in an interpreter may still be wrong or slow on a GPU that nobody has
+tried. So each class of shapes begins with a trial against the plain operators.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+from lipsformer.kernels import dispatch
+
+Work = Callable[[], Sequence[Tensor]]
+
+_VERDICTS: dict[str, bool] = {}  # a run stores them, so that it continues with the same kernels
+# A kernel may round in another order than the plain operators. Right ones of graph attention had
+# up to 5 times their error.
+ERROR_RATIO = 16.0
+ROUNDINGS = 64.0  # so many units in the last place of the largest value are no fault either
+PATIENCE = timedelta(minutes=1)
+
+
+def is_used(name: str, kernel: Work, plain: Work, exact: Work) -> bool:
+    """Return whether a kernel is used for a class of shapes; it must be right and faster.
+
+    Rank 0 decides for all ranks. A rank that gets no answer takes the plain operators, which are
+    always right. With `torch.use_deterministic_algorithms` nothing is timed, and a kernel that is
+    right is used. ``LIPSFORMER_NATIVE=0`` switches all kernels off.
+
+    Args:
+        name: Operator and class of shapes.
+        kernel: Computes results and gradients with the kernel.
+        plain: Computes the same with the operators that would take the kernel's place.
+        exact: Computes the same with plain operators in float64.
+
+    Example:
+        >>> x = torch.arange(5.0)
+        >>> is_used("wrong", lambda: [2 * x + 1], lambda: [2 * x], lambda: [2 * x.double()])
+        False
+    """
+    if not dispatch.ENABLED:
+        return False
+    if name not in _VERDICTS:
+        verdict = _ask(name, lambda: _judge(name, kernel, plain, exact))
+        if verdict is None:
+            return False
+        _VERDICTS[name] = verdict
+    return _VERDICTS[name]
+
+
+def verdicts() -> dict[str, bool]:
+    """Return which kernels this process uses, by operator and class of shapes.
+
+    Example:
+        >>> restore_verdicts({"an operator": False})
+        >>> verdicts()["an operator"]
+        False
+    """
+    return dict(_VERDICTS)
+
+
+def restore_verdicts(known: Mapping[str, bool]) -> None:
+    """Take over the verdicts of the run that is continued.
+
+    Example:
+        >>> restore_verdicts({"an operator": False})
+    """
+    _VERDICTS.update(known)
+
+
+def _ask(name: str, judge: Callable[[], bool | None]) -> bool | None:
+    """Return the verdict of rank 0; None without one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return judge()
+    store, key = dist.distributed_c10d._get_default_store(), f"lipsformer/verdict/{name}"
+    if dist.get_rank() == 0:
+        verdict = judge()
+        if verdict is not None:
+            store.set(key, str(int(verdict)))
+        return verdict
+    try:
+        store.wait([key], PATIENCE)
+    except RuntimeError:  # rank 0 has not met this class of shapes
+        return False
+    return store.get(key) == b"1"
+
+
+def _judge(name: str, kernel: Work, plain: Work, exact: Work) -> bool | None:
+    """Try a kernel; return None if the inputs cannot tell, because the truth is not finite."""
+    try:
+        others, truth = plain(), exact()
+    except torch.OutOfMemoryError:
+        return _say(name, "kernel, because the plain operators do not fit into the memory", True)
+    if not all(bool(t.isfinite().all()) for t in truth):
+        return None
+    try:
+        fault = _fault(kernel(), others, truth)
+    except Exception as error:  # a compiler and a driver raise whatever they raise
+        fault = f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if fault is not None:
+        warnings.warn(
+            f"the Triton kernel of {name} is not used, because {fault}; plain operators take its "
+            "place, and the results are right",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return False
+    if torch.are_deterministic_algorithms_enabled():
+        return _say(name, "kernel, without timing", True)
+    ours, theirs = _milliseconds(kernel), _milliseconds(plain)
+    return _say(name, f"kernel {ours:.3g} ms, plain operators {theirs:.3g} ms", ours < theirs)
+
+
+@torch.no_grad()
+def _fault(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]) -> str | None:
+    for index, (own, other, truth) in enumerate(zip(found, plain, exact, strict=True)):
+        error, usual = (float((x.double() - truth).abs().max()) for x in (own, other))
+        # Sums are kept in float32 at least, and the result is rounded once.
+        inside, outside = (torch.finfo(t).eps for t in (torch.float32, own.dtype))
+        rounding = (ROUNDINGS * min(inside, outside) + outside) * float(truth.abs().max())
+        if not error <= max(ERROR_RATIO * usual, rounding):  # also if it is not a number
+            return f"result {index} is off by {error:.3g}, plain operators by {usual:.3g}"
+    return None
+
+
+def _milliseconds(work: Work) -> float:
+    """Return the median time of a call; the timer waits for the GPU."""
+    timer = Timer("work()", globals={"work": work})
+    timer.timeit(2)
+    return 1e3 * sorted(timer.timeit(1).median for _ in range(5))[2]
+
+
+def _say(name: str, reason: str, verdict: bool) -> bool:
+    if dispatch.LOG:
+        sys.stderr.write(f"lipsformer kernels: {name}: {reason}: {'used' if verdict else 'not'}\n")
+    return verdict

@@ -1,0 +1,106 @@
+"""Classify pictures over HTTP: an example of a server on a CPU.
+
+    python -m scripts.export_model outputs/demo OUT --formats hf openvino
+    python -m scripts.serve OUT
+    curl --data-binary @picture.jpg http://127.0.0.1:8000
+
+The answer is JSON: the five best classes with their probabilities. OpenVINO runs the folder's
+model.xml; without that file PyTorch runs the model folded for inference. Pictures are taken one at
+a time and are not stored. The server listens on localhost unless --host names another address. It
+needs `pip install 'lipsformer[train]'`, and `lipsformer[deploy]` for OpenVINO. Exit code 2 for a
+mistake.
+"""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+from data import UnreadableImageError
+from data.images import EncodedPicture
+from lipsformer._commands import documented_parser, user_errors
+from lipsformer._configfile import ConfigError
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
+from scripts._demo_model import MAX_UPLOAD, DemoModel
+from scripts._runtimes import FORMATS, load
+
+BEST = 5  # classes in an answer
+WAIT_S = 10  # for the bytes of a picture, before its connection is closed
+
+
+def load_classifier(folder: Path, which: str = "best") -> DemoModel:
+    """Return the model of a run or an export, run by OpenVINO if the folder has its files.
+
+    Raises:
+        CheckpointError: If there are no usable weights.
+        ConfigError: If it is not known which model they belong to, or OpenVINO is missing.
+    """
+    model = DemoModel.from_weights(find_weights(folder, which))
+    exported = folder / FORMATS["openvino"].file
+    if exported.exists():
+        try:
+            model.fast = load(exported)
+        except ImportError as error:
+            raise ConfigError(
+                f"{exported} needs OpenVINO: pip install 'lipsformer[deploy]'"
+            ) from error
+    return model
+
+
+def make_server(model: DemoModel, host: str, port: int) -> HTTPServer:
+    """Return a server that answers with a model. Port 0 is the first free one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = WAIT_S
+
+        def do_POST(self) -> None:
+            """Classify the picture in the body."""
+            length = self.headers.get("Content-Length") or ""
+            if not length.isdecimal() or not 0 < int(length) <= MAX_UPLOAD:
+                return self.send_error(413, f"send a picture of at most {MAX_UPLOAD} bytes")
+            try:
+                image = model.prepare(EncodedPicture(self.rfile.read(int(length)), "picture"))
+            except UnreadableImageError as error:
+                return self.send_error(400, "this is no picture that can be used", str(error))
+            best = model.probabilities(image).topk(min(BEST, len(model.classes)))
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            answer = json.dumps({model.classes[index]: share for index, share in pairs}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Keep silent."""
+
+    return HTTPServer((host, port), Handler)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = documented_parser(__doc__)
+    parser.add_argument("folder", type=Path, help="run, checkpoint or export")
+    parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="0 for the first free one")
+    return parser
+
+
+@user_errors(CheckpointError, ConfigError, OSError)
+def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Run the command line."""
+    args = (parser or make_parser()).parse_intermixed_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    model = load_classifier(args.folder, args.weights)
+    with suppress(KeyboardInterrupt), make_server(model, args.host, args.port) as server:
+        print(f"open http://{args.host}:{server.server_port}", flush=True)
+        server.serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Compilation by regions: which they are, what they share, and a step that never waits."""
+
+import pytest
+import timm
+import torch
+
+import lipsformer  # noqa: F401  (registers the models)
+from benchmarks.gpu_paper.host import HostReads, compiled_regions
+from lipsformer._configfile import read_config
+from lipsformer.config import Config
+from lipsformer.engine.compilation import compiles, regions
+from lipsformer.engine.distributed import start
+from lipsformer.engine.steps import train_step
+from lipsformer.layers import WeightedResidual
+from scripts._assemble import assemble
+
+
+def test_regions_hold_every_parameter_once():
+    names = ("lipsformer_swin_nano", "swin_tiny_patch4_window7_224", "vit_tiny_patch16_224")
+    for name in (*names, "resnet10t"):
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        owned = [id(p) for region in regions(model) for p in region.parameters()]
+        own = {id(p) for p in model.parameters(recurse=False)}  # used between regions
+        assert len(owned) == len(set(owned))
+        assert set(owned) | own == {id(p) for p in model.parameters()}
+
+
+def test_compiled_on_a_gpu_unless_it_is_switched_off():
+    assert [compiles(setting, torch.device("cuda")) for setting in (None, True, False)] == [
+        *(True, True, False)
+    ]
+    assert [compiles(setting, torch.device("cpu")) for setting in (None, True, False)] == [
+        *(False, True, False)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at all inputs
+def test_equal_blocks_share_a_graph_whatever_their_drop_path_rate():
+    with torch.device("meta"):
+        model = timm.create_model(
+            "lipsformer_swin_nano",
+            depths=(4,),
+            num_heads=(2,),
+            embed_dim=16,
+            window_size=8,
+            drop_path_rate=0.3,
+        )
+    found = compiled_regions(model, torch.empty(2, 3, 32, 32, device="meta"))
+    # Stem, first block (never dropped), the others, norm and head; 8 tokens fill one window.
+    assert found == {"graphs": 5, "breaks": {}}
+
+
+def test_drop_path_of_compiled_code_has_the_rate_and_the_scale():
+    residual = WeightedResidual(torch.nn.Identity(), dim=1, init_value=1.0, drop_path=0.3).train()
+    residual.compile(backend="eager", dynamic=False)
+    torch.manual_seed(0)
+    branch = residual(torch.ones(20011, 1)).detach() - 1
+    kept = branch > 0
+    torch.testing.assert_close(branch[kept], torch.full_like(branch[kept], 1 / 0.7))
+    assert abs(kept.double().mean().item() - 0.7) < 5 * (0.3 * 0.7 / 20011) ** 0.5
+
+
+def test_the_step_of_a_run_never_waits_for_the_host(tmp_path):
+    settings = [
+        *("train.global_batch_size=14", "train.batch_size_per_device=7", "train.epochs=1"),
+        *("train.precision=bf16", "train.ema_decay=0.9", "optim.clip_grad=1.0", "data.img_size=32"),
+        *("augment.mixup=0.8", "augment.cutmix=1.0", "augment.reprob=0.5", "data.num_workers=0"),
+        *("lipschitz.monitor_every=null", f"run.output_dir={tmp_path}", "run.trackers=[]"),
+        "model.name=lipsformer_swin_nano",
+        "model.kwargs={depths: [2], num_heads: [2], embed_dim: 16, drop_path_rate: 0.2}",
+    ]
+    config = read_config(Config, "configs/demo.yaml", settings)
+    parts = assemble(config, start(config), None)
+    state = parts.state
+    state.model.train()
+    batches = iter(parts.train_batches.epoch(0))
+    (first, count), (second, _) = next(batches), next(batches)
+    train_step(state, first, count, 0, parts.transform)  # the first step creates the moments
+    with HostReads() as reads:
+        train_step(state, second, count, 1, parts.transform)
+    assert dict(reads) == {}

@@ -1,0 +1,35 @@
+"""The kernels' own tests with every compiler that is installed here."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+COMPILERS = (
+    *("g++", "g++-9", "g++-11", "g++-12", "g++-13", "g++-14"),
+    *("clang++-14", "clang++-16", "clang++-19"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_the_kernels_pass_their_tests_with_a_compiler(compiler, tmp_path):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    files = [str(FOLDER / f"test_{name}.py") for name in ("windows", "pointwise", "derivatives")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    run = subprocess.run(
+        command,
+        cwd=FOLDER.parents[1],
+        env={**os.environ, "CXX": f"{compiler} -DUNUSED", "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+    assert [path.suffix for path in (tmp_path / "lipsformer").iterdir()] == [".so"]

@@ -1,0 +1,130 @@
+"""The trial of a kernel at its first use, with stand-ins for kernels."""
+
+import time
+import warnings
+
+import pytest
+import torch
+
+from lipsformer.kernels import dispatch, verdict
+
+X = torch.randn(31, 17, generator=torch.Generator().manual_seed(0))
+
+
+def exact():
+    return [X.double().softmax(1), X.double().exp()]
+
+
+def plain():
+    time.sleep(0.002)
+    return [X.softmax(1), X.exp()]
+
+
+def right():
+    weights = (X - X.amax(1, keepdim=True)).exp()
+    return [weights / weights.sum(1, keepdim=True), X.exp()]
+
+
+def slow():
+    time.sleep(0.02)
+    return right()
+
+
+def wrong():
+    softmax, exponential = right()
+    exponential[29, 13] *= 1.01  # one value in 527
+    return [softmax, exponential]
+
+
+def not_a_number():
+    return [torch.full_like(X, torch.nan), X.exp()]
+
+
+def raising():
+    raise RuntimeError("out of resource: shared memory\nRequired: 1")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(verdict, "_VERDICTS", {})
+    monkeypatch.setattr(dispatch, "ENABLED", True)
+
+
+def test_right_and_faster_is_used_and_tried_only_once():
+    calls = []
+
+    def counted():
+        calls.append(1)
+        return right()
+
+    assert verdict.is_used("a", counted, plain, exact)
+    tried = len(calls)
+    assert verdict.is_used("a", counted, plain, exact) and len(calls) == tried
+    assert {"a": True} == verdict._VERDICTS
+
+
+def test_slow_is_not_used_and_nobody_is_warned():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not verdict.is_used("a", slow, plain, exact)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (wrong, "result 1 is off by"),
+        (not_a_number, "result 0 is off by nan"),
+        (raising, "RuntimeError: out of resource: shared memory;"),
+    ],
+)
+def test_wrong_is_not_used_with_one_warning(kernel, message):
+    with pytest.warns(RuntimeWarning, match=message):
+        assert not verdict.is_used("a", kernel, plain, exact)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not verdict.is_used("a", kernel, plain, exact)
+
+
+def test_a_deterministic_run_takes_no_timing(monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(verdict, "_milliseconds", lambda work: pytest.fail("timed"))
+    assert verdict.is_used("a", slow, plain, exact)
+
+
+def test_switched_off():
+    dispatch.ENABLED = False
+    assert not verdict.is_used("a", right, plain, exact)
+    assert not verdict._VERDICTS
+
+
+def test_a_continued_run_reuses_its_verdicts():
+    verdict.restore_verdicts({"a": False, "b": True})
+    assert not verdict.is_used("a", right, plain, exact)
+    assert verdict.is_used("b", wrong, plain, exact)
+
+
+def test_inputs_that_are_not_finite_decide_nothing():
+    def infinite():
+        return [torch.full((3,), torch.inf).double()]
+
+    assert not verdict.is_used("a", infinite, infinite, infinite)
+    assert not verdict._VERDICTS
+
+
+def test_rank_zero_decides_for_all(monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(verdict, "PATIENCE", verdict.PATIENCE / 1000)
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    rank = [1]
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank[0])
+    assert not verdict.is_used("unknown to rank 0", right, plain, exact)
+    for kernel, expected in ((right, True), (slow, False)):
+        rank[0] = 0
+        assert verdict.is_used(kernel.__name__, kernel, plain, exact) is expected
+        rank[0] = 1
+        verdict._VERDICTS.clear()
+        # this rank would decide otherwise
+        other = slow if expected else right
+        assert verdict.is_used(kernel.__name__, other, plain, exact) is expected

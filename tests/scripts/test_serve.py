@@ -1,0 +1,50 @@
+"""The example server: its answers are timm's, and what is no picture is refused."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from timm.data import create_transform, resolve_model_data_config
+
+from lipsformer.engine.build import timm_config
+from scripts import serve
+from scripts._runtimes import trace, write
+from tests.scripts.test_demo import CLASSES, SIZE, encoded, network, photo
+
+
+@pytest.fixture(params=["folded", "openvino"])
+def address(request, tmp_path):
+    """A server that runs what the folder holds."""
+    model = network()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(timm_config(model, CLASSES))
+    if request.param == "openvino":
+        pytest.importorskip("openvino")
+        write("openvino", lambda: trace(model, torch.zeros(2, 3, SIZE, SIZE)), tmp_path)
+    with serve.make_server(serve.load_classifier(tmp_path), "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+def test_answers_are_timms_and_what_is_no_picture_is_refused(address):
+    for wrong, code in ((b"no picture", 400), (encoded(photo())[:99], 400), (b"", 413)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(address, data=wrong)
+        assert refused.value.code == code
+        refused.value.close()
+    with urllib.request.urlopen(address, data=encoded(photo())) as response:
+        answer = json.loads(response.read())
+    model = network()
+    transform = create_transform(**resolve_model_data_config(model))
+    expected = model(transform(photo())[None]).softmax(-1)[0]
+    assert list(answer) == [CLASSES[i] for i in expected.argsort(descending=True)[:5]]
+    found = torch.tensor(list(answer.values()))
+    torch.testing.assert_close(found, expected.topk(5).values, rtol=1e-4, atol=1e-6)
