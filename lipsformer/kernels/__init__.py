@@ -23,6 +23,7 @@ from lipsformer.kernels.gpu_windows import (
 )
 from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
 from lipsformer.kernels.pointwise import add_gelu, center, centered_affine, gelu_residual
+from lipsformer.kernels.trial import is_proven, try_kernel
 from lipsformer.kernels.verdict import is_used, restore_verdicts, verdicts
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
 
@@ -43,12 +44,14 @@ __all__ = [
     "gelu_residual",
     "gpu_block",
     "gpu_cosine_windows",
+    "is_proven",
     "is_used",
     "normalize_rows",
     "pack_weight",
     "packed_linear",
     "recomputed_attention",
     "restore_verdicts",
+    "try_kernel",
     "usable",
     "verdicts",
 ]

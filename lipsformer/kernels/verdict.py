@@ -54,6 +54,11 @@ def is_used(name: str, kernel: Work, plain: Work, exact: Work) -> bool:
     return _VERDICTS[name]
 
 
+def known_verdict(name: str) -> bool:
+    """Return the verdict on a kernel without a trial; False if it has not been tried."""
+    return dispatch.ENABLED and _VERDICTS.get(name, False)
+
+
 def verdicts() -> dict[str, bool]:
     """Return which kernels this process uses, by operator and class of shapes.
 

@@ -246,8 +246,18 @@ def attend_in_windows(
         qkv,
         training=attentions[0].training,
         unless=lambda: gpu_obstacle(windows, attentions, bias, lepes),
-    ):
+    ) and _gpu_proven(qkv, windows, attentions, bias, lepes):
         return kernels.gpu_cosine_windows(qkv, gpu_arguments(windows, attentions, bias, lepes))
+    return _plain_windows(qkv, windows, attentions, bias, lepes)
+
+
+def _plain_windows(
+    qkv: Tensor,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[nn.Module],
+    bias: Tensor | None,
+    lepes: Sequence[nn.Module],
+) -> Tensor:
     bias = None if bias is None else bias.to(qkv.dtype)
     outputs = []
     for part, (attention, window) in enumerate(zip(attentions, windows, strict=True)):
@@ -265,7 +275,7 @@ def attend_in_windows(
 
 def _kernel_obstacle(
     windows: Sequence[tuple[int, int]],
-    attentions: Sequence[nn.Module],
+    attentions: Sequence[Any],
     lepes: Sequence[nn.Module],
 ) -> str | None:
     """Return why the kernel would not compute what these modules compute, None if it would."""
@@ -282,7 +292,7 @@ def _kernel_obstacle(
 
 def gpu_obstacle(
     windows: Sequence[tuple[int, int]],
-    attentions: Sequence[nn.Module],
+    attentions: Sequence[Any],
     bias: Tensor | None,
     lepes: Sequence[nn.Module],
 ) -> str | None:
@@ -301,6 +311,36 @@ def gpu_obstacle(
         if isinstance(first.tau(), float) and other.tau() != first.tau():
             return "the attentions of the partitions differ"
     return None
+
+
+def _gpu_proven(
+    qkv: Tensor,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[Any],
+    bias: Tensor | None,
+    lepes: Sequence[nn.Module],
+) -> bool:
+    """Return whether the GPU's kernel is right and faster for attention of this class."""
+    count, heads = len(attentions), attentions[0].num_heads
+    name = (
+        f"windows {list(windows)}, {heads} heads, bias {bias is not None}, LePE {len(lepes) > 0}, "
+        f"learned tau {isinstance(attentions[0].tau(), Tensor)}"
+    )
+    modules: Any = attentions[0]
+    if not torch.compiler.is_compiling():  # which cannot trace the copies of a trial
+        modules = nn.ModuleList([*attentions, *lepes])
+        modules.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
+
+    def parts(m: Any) -> tuple[Any, ...]:
+        return windows, list(m)[:count], m.bias, list(m)[count:]
+
+    return kernels.is_proven(
+        name,
+        modules,
+        qkv,
+        kernel=lambda m, x: kernels.gpu_cosine_windows(x, gpu_arguments(*parts(m))),
+        plain=lambda m, x: _plain_windows(x, *parts(m)),
+    )
 
 
 def gpu_arguments(
@@ -326,7 +366,7 @@ def gpu_arguments(
     )
 
 
-def _module_obstacle(attentions: Sequence[nn.Module], lepes: Sequence[nn.Module]) -> str | None:
+def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[nn.Module]) -> str | None:
     """Return why no kernel would compute what these modules compute, None if it would."""
     for attention in attentions:
         if not isinstance(attention, ScaledCosineAttention):

@@ -1,5 +1,7 @@
 """A whole block in one call of the kernels: which modules may be joined, and their tensors."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +10,55 @@ from torch import Tensor, nn
 from lipsformer import kernels
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear, WeightedResidual
 from lipsformer.layers.cosine_attention import gpu_arguments, gpu_obstacle
+
+
+def on_gpu(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Let the kernels for a GPU compute a block's forward pass where they are usable and proven.
+
+    Args:
+        forward: The block and its input x ([B, H, W, C]) to its output.
+    """
+
+    @functools.wraps(forward)
+    def either(block: Any, x: Tensor) -> Tensor:
+        if usable(block, x) and _proven(block, x, forward):
+            return fused_block(block, x)
+        return forward(block, x)
+
+    return either
+
+
+def _proven(block: Any, x: Tensor, forward: Callable[[Any, Tensor], Tensor]) -> bool:
+    attn = block.attn.branch
+    side = getattr(attn, "window_size", None) or getattr(attn, "split_size", None)
+    heads = getattr(attn, "num_heads", None) or attn.heads_per_branch
+    hidden = block.mlp.branch.fc1.weight.shape[0]
+    drops = any(residual.drop_path > 0.0 for residual in residuals(block))
+    name = (
+        f"block, {type(attn).__name__} {side}, {heads} heads, {hidden} hidden channels, "
+        f"drop path {drops}"
+    )
+
+    def drop_alternately(twin: Any) -> Any:  # the same samples on both ways, and no random numbers
+        for residual in residuals(twin):
+            residual.draw_mask = functools.partial(_alternate_mask, residual)
+        return twin
+
+    return kernels.is_proven(
+        name,
+        block,
+        x,
+        kernel=lambda twin, y: fused_block(drop_alternately(twin), y),
+        plain=lambda twin, y: forward(drop_alternately(twin), y),
+    )
+
+
+def _alternate_mask(residual: Any, x: Tensor) -> Tensor | None:
+    """Return a mask as of drop path that drops every second sample."""
+    if residual.drop_path == 0.0:
+        return None
+    mask = torch.arange(len(x), device=x.device).remainder(2) / (1.0 - residual.drop_path)
+    return mask.to(residual.residual_scale.dtype).view(-1, *[1] * (x.ndim - 1))
 
 
 def usable(block: Any, x: Tensor) -> bool:

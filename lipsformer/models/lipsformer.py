@@ -21,8 +21,8 @@ from lipsformer.layers import (
     WeightedResidual,
     spectral_init_modules_,
 )
-from lipsformer.models import _fused
 from lipsformer.models._core import check_attn, make_core
+from lipsformer.models._fused import on_gpu
 from lipsformer.models._timm import TimmInterface
 from lipsformer.models.embed import ConvStem, PatchEmbed
 from lipsformer.models.inference import (
@@ -165,10 +165,9 @@ class LipsFormerBlock(nn.Module):
         self.mlp = residual(Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, **dd))
         self.norm2 = CenterNorm(dim, **dd)
 
+    @on_gpu
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block to ``x`` ([B, H, W, C])."""
-        if _fused.usable(self, x):
-            return _fused.fused_block(self, x)
         x = self.conv1(x)
         x = self.conv2(x)
         x = self.norm1(self.attn(x))

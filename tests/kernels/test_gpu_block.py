@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lipsformer import kernels
 from lipsformer.kernels import dispatch, gpu_cosine_windows
 from lipsformer.layers import ScaledCosineAttention
 from lipsformer.layers.cosine_attention import gpu_arguments
@@ -131,3 +132,19 @@ def test_compiler_takes_the_kernels_in_one_graph(monkeypatch):
         results.append([out.detach(), *(p.grad.clone() for p in fused.parameters())])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_the_trial_takes_the_kernels_of_a_block_and_refuses_wrong_ones(monkeypatch):
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # so that nothing is timed
+    try:
+        fused, x = block("windows", 18).to(DEVICE).train(), torch.randn(2, 3, 5, 18, device=DEVICE)
+        fused.mlp.drop_path = 0.5
+        monkeypatch.setattr(kernels, "is_proven", kernels.try_kernel)
+        plain = LipsFormerBlock.forward.__wrapped__
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert _fused._proven(fused, x, plain)
+            with pytest.warns(RuntimeWarning, match="is off by"):
+                assert not _fused._proven(fused, x[..., :1, :], lambda b, y: 1.2 * plain(b, y))
+    finally:
+        torch.use_deterministic_algorithms(False)
