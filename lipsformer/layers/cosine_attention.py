@@ -375,7 +375,8 @@ def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[nn.Module]) -> s
             return "fused attention is switched off"
         if attention.training and attention.attn_drop > 0.0:
             return "the attention weights have dropout"
-    hooked = bool(torch.nn.modules.module._has_any_global_hook())
+    compiling = torch.compiler.is_compiling()  # which cannot ask for global hooks
+    hooked = not compiling and bool(torch.nn.modules.module._has_any_global_hook())
     for module in (*attentions, *lepes):
         hooked |= bool(module._forward_hooks or module._forward_pre_hooks)
         hooked |= bool(module._backward_hooks or module._backward_pre_hooks)

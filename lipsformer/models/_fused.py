@@ -117,6 +117,6 @@ def _obstacle(block: Any, x: Tensor) -> str | None:
             or module._backward_pre_hooks
         ):
             return "a module has hooks, which the kernels would not call"
-    if torch.nn.modules.module._has_any_global_hook():
+    if not torch.compiler.is_compiling() and torch.nn.modules.module._has_any_global_hook():
         return "a module has hooks, which the kernels would not call"
     return None

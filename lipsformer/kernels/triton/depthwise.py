@@ -123,4 +123,4 @@ def weight_sums(x: Tensor, grad: Tensor, sums: Tensor) -> None:
     channels = x.shape[-1]
     grid = (7 * triton.cdiv(channels, GRADIENT_BLOCKS["BLOCK_C"]), sums.shape[0])
     with torch.cuda.device_of(x):
-        _weight_sums[grid](x, grad, sums, *x.shape[:3], channels, 7, **GRADIENT_BLOCKS, num_warps=1)
+        _weight_sums[grid](x, grad, sums, *x.shape[:3], channels, 7, **GRADIENT_BLOCKS, num_warps=2)

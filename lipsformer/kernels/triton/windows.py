@@ -312,6 +312,7 @@ def settings(qkv: Tensor, windows: Sequence[int], heads: int) -> dict[str, Any]:
         "BLOCK_N": block_n,
         "DOT": "ieee" if qkv.dtype == torch.float32 else "tf32",
         "num_warps": 8,
+        "num_stages": 1,
     }
 
 
