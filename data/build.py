@@ -20,6 +20,7 @@ from data.root import data_root
 from data.shards import ShardSource
 from data.sources import (
     FolderSource,
+    InMemory,
     Source,
     Subset,
     WithClasses,
@@ -204,7 +205,8 @@ def build_source(data: DataConfig, split: str) -> Source:
     if data.source == "digits":
         return digits(split, img_size=data.img_size, interpolation=data.interpolation)
     if data.source == "folder":
-        return FolderSource(folder, skip=_skipped(data, split))
+        images = FolderSource(folder, skip=_skipped(data, split))
+        return InMemory(images) if data.in_memory else images
     if data.source == "shards":
         return ShardSource(folder)
     if data.source == "parquet":

@@ -170,6 +170,33 @@ class WithClasses:
         return self.source.load(index)
 
 
+class InMemory:
+    """A source whose images stay in memory, decoded, after they were first loaded.
+
+    Every worker process of a loader has a copy of its own.
+
+    Args:
+        source: The source.
+
+    Example:
+        >>> kept = InMemory(digits("val", img_size=8))
+        >>> kept.load(3).size
+        (8, 8)
+    """
+
+    def __init__(self, source: Source):
+        self.source = source
+        self.classes = source.classes
+        self.labels = source.labels
+        self.pictures: dict[int, ArrayPicture] = {}
+
+    def load(self, index: int) -> ArrayPicture:
+        """Return one image."""
+        if index not in self.pictures:
+            self.pictures[index] = ArrayPicture(self.source.load(index).pixels())
+        return self.pictures[index]
+
+
 class Subset:
     """Some images of a source.
 

@@ -110,6 +110,7 @@ class DataConfig:
     num_workers: int = 4
     download: bool = False
     skip_list: str | None = None
+    in_memory: bool = False
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     crop_pct: float = 0.875
     exact_eval: bool = True
@@ -133,9 +134,10 @@ class DataConfig:
         for name, sources in (
             ("name", ("folder", "shards", "parquet")),
             ("skip_list", ("folder", "parquet")),
+            ("in_memory", ("folder",)),
         ):
             value = getattr(self, name)
-            if self.source not in sources and value is not None:
+            if self.source not in sources and value not in (None, False):
                 raise ConfigError(
                     f"data.{name}={value!r} has no effect with data.source={self.source!r}: "
                     f"remove it or use data.source={' or '.join(sources)}"
@@ -248,7 +250,8 @@ class LipschitzConfig:
     convolution. `residual_scale_cap` is the largest absolute scale of a residual branch, and
     `gain_cap` the largest absolute gain of CenterNorm. With `cap_mode: project` these caps hold
     after every update. With `soft`, every update removes the share `cap_strength` of what exceeds
-    a cap, and the end of an epoch removes the rest. `update_limit` is the largest norm of a
+    a cap, and the end of an epoch removes the rest. `orthogonal` keeps every matrix but the
+    classifier orthogonal, so that no norm exceeds 1. `update_limit` is the largest norm of a
     weight's update, as a share of the weight's norm. The proved bound of the model is computed at
     every evaluation, and the run stops if it exceeds `bound_limit`.
 
@@ -263,6 +266,7 @@ class LipschitzConfig:
     gain_cap: float | None = None
     cap_mode: Literal["project", "soft"] = "project"
     cap_strength: float = 0.1
+    orthogonal: bool = False
     update_limit: float | None = None
     bound_limit: float | None = None
 
@@ -277,6 +281,10 @@ class LipschitzConfig:
             most = math.inf if name == "bound_limit" else 1e15  # far below float32's range
             allowed = f"must be > 0 and at most {most:g}, or null for off"
             require(value is None or 0 < value <= most, f"lipschitz.{name}", value, allowed)
+        if self.orthogonal and self.sigma_cap is not None:
+            raise ConfigError(
+                f"lipschitz.sigma_cap={self.sigma_cap} has no effect with lipschitz.orthogonal=true"
+            )
         strength = self.cap_strength
         require(0 < strength <= 1, "lipschitz.cap_strength", strength, "must be in (0, 1]")
         if self.cap_mode == "soft" and all(getattr(self, name) is None for name in caps):

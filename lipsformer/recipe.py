@@ -77,22 +77,27 @@ class AugmentConfig:
 class LossConfig:
     """What training minimizes, in timm's terms: cross entropy or BCE, with or without a teacher.
 
-    `type: bce` is the binary cross entropy of each class, averaged over the classes, or summed with
-    `bce_sum`. Targets above `bce_target_thresh` become 1 and the others 0. `teacher` switches
-    distillation on. It is a run, a checkpoint, a folder of timm's format, or a timm model with
-    pretrained weights, such as `resnet50.a1_in1k`. With `distill_type: logit` the model learns the
-    teacher's probabilities at this `temperature`. With `token` the distillation head of a distilled
-    model learns them, or with `token_distill_type: hard` the class that the teacher predicts. The
-    loss is `task_loss_weight` times the loss above plus `distill_loss_weight` times that of
-    distillation. Both weights are 1 by default. If only `task_loss_weight` is given, the other
-    weight is 1 minus it.
+    `type: margin` is the cross entropy of the distances (z_y - z_j) / |w_y - w_j| to the borders
+    between the classes, less `margin` and divided by `margin_temperature`, where w are the rows of
+    the classifier. If the network before it has the constant 1, the distances are certified, in the
+    units of the normalized images. `type: bce` is the binary cross entropy of each class, averaged
+    over the classes, or summed with `bce_sum`. Targets above `bce_target_thresh` become 1 and the
+    others 0. `teacher` switches distillation on. It is a run, a checkpoint, a folder of timm's
+    format, or a timm model with pretrained weights, such as `resnet50.a1_in1k`. With
+    `distill_type: logit` the model learns the teacher's probabilities at this `temperature`. With
+    `token` the distillation head of a distilled model learns them, or with
+    `token_distill_type: hard` the class that the teacher predicts. The loss is `task_loss_weight`
+    times the loss above plus `distill_loss_weight` times that of distillation. Both weights are 1
+    by default. If only `task_loss_weight` is given, the other weight is 1 minus it.
 
     Example:
         >>> LossConfig(type="bce", bce_target_thresh=0.2).teacher is None
         True
     """
 
-    type: Literal["ce", "bce"] = "ce"
+    type: Literal["ce", "bce", "margin"] = "ce"
+    margin: float = 1.0
+    margin_temperature: float = 1.0
     bce_target_thresh: float | None = None
     bce_sum: bool = False
     teacher: str | None = None
@@ -113,6 +118,8 @@ class LossConfig:
         require(
             threshold is None or 0 <= threshold < 1, "loss.bce_target_thresh", threshold, allowed
         )
+        for name in ("margin", "margin_temperature"):
+            require(getattr(self, name) > 0, f"loss.{name}", getattr(self, name), "must be > 0")
         require(self.temperature > 0, "loss.temperature", self.temperature, "must be > 0")
         require(task is None or task >= 0, "loss.task_loss_weight", task, "must be >= 0, or null")
         allowed = "must be <= 1 without loss.distill_loss_weight, which is then 1 minus it"
@@ -126,6 +133,8 @@ class LossConfig:
         for name, works, needs in (
             ("bce_target_thresh", bce, "loss.type=bce"),
             ("bce_sum", bce, "loss.type=bce"),
+            ("margin", self.type == "margin", "loss.type=margin"),
+            ("margin_temperature", self.type == "margin", "loss.type=margin"),
             ("distill_type", self.teacher is not None, "loss.teacher"),
             ("token_distill_type", token, "loss.distill_type=token"),
             ("temperature", self.teacher is not None, "loss.teacher"),

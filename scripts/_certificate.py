@@ -48,6 +48,8 @@ PROOFS = {
         ("SelectAdaptivePool2d", "Identity", "Dropout", "DropPath", "PatchDropout"),
         "theorem 5: pooling, cutting and joining",
     ),
+    **dict.fromkeys(("FoldShift", "JoinTokens"), "theorem 30: folds, shifts and joins"),
+    "ContractiveResidual": "theorem 31: attention whose residual keeps the constant 1",
     **dict.fromkeys(
         ("WindowAttention", "StripeAttention", "CosineAttention", "CosineWindowAttention"),
         "theorem 11: heads, projections, windows",

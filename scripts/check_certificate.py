@@ -3,7 +3,8 @@
 WEIGHTS is a file of weights, its folder or a run, with timm's config.json. All claims are derived
 again from the weights, in NumPy and the standard library alone, and a stronger one is refused.
 Logits, labels, source and sizes of the data's images are taken from the certificate. It covers
-`lipsformer_swin_*` with cosine attention and normalized values. Proofs: docs/lipschitz.md.
+`lipsformer_swin_*` with cosine attention and normalized values, and `lipsformer_contractive_*`
+(`_check_contractive.py`). Proofs: docs/lipschitz.md.
 """
 
 import argparse
@@ -12,16 +13,19 @@ import hashlib
 import json
 import math
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from scripts._check_contractive import contractive
+
 U, U32, UP = 2.0**-53, 2.0**-24, 1.0 + 2.0**-44  # float64, float32, rounding up
 GELU = UP * (0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi))
 GELU_ERROR, EXP_ERROR, FFT_ERROR, TINY = 2.0**-20, 2.0**-18, 2.0**-43, 2.0**-90
-MAX_DENSE_TOKENS, MAX_LOGIT_SCALE, EPS, MAX_NORM = 64, 100.0, 1e-2, 2.0**50
+MAX_DENSE_TOKENS, MAX_LOGIT_SCALE, MAX_NORM = 64, 100.0, 2.0**50
 # Arguments of a model that are read here, follow from the weights, or matter in training only.
 ARGUMENTS = (
     "num_classes in_chans img_size patch_size embed_dim depths num_heads mlp_ratio window_size "
@@ -47,12 +51,10 @@ def require(holds: Any, otherwise: str) -> None:
 
 
 class Map(NamedTuple):
-    """Maps of tokens: size, norm, error of float32, and constant of the layer that makes them."""
-
     size: tuple[int, ...]
-    norm: float
-    error: float
-    value: float = 1.0
+    norm: float  # of maps of tokens
+    error: float  # of float32
+    value: float = 1.0  # constant of the layer that makes them
 
     @property
     def rms(self) -> float:
@@ -94,7 +96,6 @@ def sigma(matrix: np.ndarray) -> float:
 
 
 def product_rounding(matrix: np.ndarray, value: float, bias: float, length: float) -> float:
-    """Bound the error of W x + b, where |x| <= length and |W| <= value."""
     m, v, more = np.abs(matrix), np.ones(len(matrix)), 1.0 + 4.0 * U * (sum(matrix.shape) + 8)
     for _ in range(3):
         v = m @ (m.T @ v)
@@ -105,7 +106,6 @@ def product_rounding(matrix: np.ndarray, value: float, bias: float, length: floa
 
 
 def channel_sigmas(kernels: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """Bound the norms of zero padded depthwise convolutions [C, k, k] on a map."""
     k, (height, width) = kernels.shape[-1], size
     if height * width <= MAX_DENSE_TOKENS:
         y, x = np.divmod(np.arange(height * width), width)
@@ -119,14 +119,16 @@ def channel_sigmas(kernels: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
 
 
 class Model:
-    """The bounds of a LipsFormer-Swin, module by module: `nodes` holds the logarithms by name."""
+    """The bounds of a LipsFormer-Swin, module by module: `nodes` holds the constants by name."""
+
+    prefix, arguments, eps, logit_scale = "lipsformer_swin_", ARGUMENTS, 1e-2, 10.0
 
     def __init__(self, weights: dict[str, np.ndarray], config: dict[str, Any]):
         args, name = config["model_args"], config["architecture"]
         self.weights, self.args, self.nodes, self.used, self.noting = weights, args, {}, set(), True
         self.paths = {name[: end.start()] for name in weights for end in re.finditer(r"\.", name)}
         usual = {"attn": "cosine", "global_pool": "avg", "official_compat": False}
-        covered = name.startswith("lipsformer_swin_") and set(args) <= set(ARGUMENTS.split())
+        covered = name.startswith(self.prefix) and set(args) <= set(self.arguments.split())
         covered = covered and {**usual, **args} == {**args, **usual}
         require(covered, f"{name} with {args} is not covered")
 
@@ -140,28 +142,29 @@ class Model:
         bias = scale * self.of(name) if name in self.weights else np.zeros(1)
         return UP * (1.0 + 2.0 * U * (bias.size + 8)) * float(np.linalg.norm(bias))
 
-    def bound(self, x: Map) -> Map:
-        norm, linear, gelu = ("norm", self.center_norm), self.linear, ("", self.gelu)
-        conv1 = (("depthwise", self.depthwise), gelu, ("pointwise", linear), gelu)
+    def block(self) -> Any:
+        linear, gelu = self.linear, ("", self.gelu)
         conv2 = (("depthwise", self.depthwise), gelu)
+        conv1 = (*conv2, ("pointwise", linear), gelu)
         mlp = (("fc1", linear), gelu, ("fc2", linear))
-        block = (
+        return (
             *(("conv1", partial(self.residual, conv1)), ("conv2", partial(self.residual, conv2))),
             *(("attn", partial(self.residual, self.windows)), ("norm1", self.center_norm)),
             *(("mlp", partial(self.residual, mlp)), ("norm2", self.center_norm)),
         )
-        stage = (("downsample", self.merging), ("blocks", partial(self.numbered, block)))
-        head = (("global_pool", self.pool), ("drop", self.identity), ("fc", linear))
+
+    def bound(self, x: Map) -> Map:
+        norm, blocks = ("norm", self.center_norm), partial(self.numbered, self.block())
+        stage = (("downsample", self.merging), ("blocks", blocks))
+        head = (("global_pool", self.pool), ("drop", self.identity), ("fc", self.linear))
         parts = (("patch_embed", (("proj", self.patches), norm)),)
         parts += (("stages", partial(self.numbered, stage)), norm, ("head", head))
         whole = self.apply(parts, "", x, 1.0)
-        extra = set(self.weights) - self.used
-        require(not extra, f"the weights {sorted(extra)} belong to no known layer")
+        require(not (extra := set(self.weights) - self.used), f"{sorted(extra)} have no layer")
         self.nodes[""] = whole.value
         return whole
 
     def apply(self, rule: Any, path: str, x: Map, scale: Any) -> Map:
-        """Apply a rule, or named rules in order. GELU has no name. The last name gets the scale."""
         if callable(rule):
             return rule(path, x, scale)
         value, last = 1.0, [name for name, _ in rule if name][-1]
@@ -200,7 +203,6 @@ class Model:
         return layer(value, x, bias, product_rounding(matrix, value, bias, x.rms))
 
     def patches(self, path: str, x: Map, _: Any) -> Map:
-        """A convolution whose stride is the side of its kernel."""
         weight, bias = self.of(f"{path}.weight"), self.bias(path)
         k, matrix = weight.shape[-1], weight.reshape(len(weight), -1)
         require(all(side % k == 0 for side in x.size), f"{x.size} is no multiple of {k}")
@@ -247,11 +249,11 @@ class Model:
         n, index = h * w, np.arange(h * w)
         y, z = (i[:, None] - i[None] + side - 1 for i in (index // w, index % w))
         bias = table[y * (2 * side - 1) + z].transpose(2, 0, 1)
-        tau = np.full(heads, float(self.args.get("logit_scale", 10.0)))
+        tau = np.full(heads, float(self.args.get("logit_scale", self.logit_scale)))
         if self.args.get("learn_logit_scale"):
             learned = self.of(f"{path}.attention.log_logit_scale").ravel()
             tau = np.exp(np.minimum(learned, math.log(MAX_LOGIT_SCALE))) * UP
-        nu, steep = abs(float(self.of(f"{path}.attention.value_scale"))), EPS**-0.5
+        nu, steep = abs(float(self.of(f"{path}.attention.value_scale"))), self.eps**-0.5
         p, odds = np.exp(bias - bias.max(-1, keepdims=True)), np.exp(-2.0 * tau)[:, None, None]
         p = p / p.sum(-1, keepdims=True)
         mass = (p / (p + (1.0 - p) * odds)).sum(1).max(1) * UP * (1.0 + 4.0 * U * (n + 500.0))
@@ -280,11 +282,11 @@ class Model:
         error = carried(constant, x.error, rounding, tokens)
         between = Map(x.size, UP * math.sqrt(tokens) * longest, error)
         proj = self.linear(f"{path}.proj", between, scale)
+        self.core = (float(mass.max()), n, nu * steep, steepest, longest, core)
         return proj._replace(value=UP * proj.value * constant)
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Read a file: the length of a JSON header, the header, and the values."""
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header, arrays = json.loads(content[8:start]), {}
@@ -297,7 +299,6 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def resize_norm(old: int, new: int, interpolation: str) -> float:
-    """Return the norm of Pillow's resize of a line of pixels."""
     centers = (np.arange(new)[:, None] + 0.5) * old / new
     t = np.abs(np.arange(old) + 0.5 - centers) / max(old / new, 1.0)
     cubic = np.where(t < 1, (1.5 * t - 2.5) * t**2 + 1, ((2.5 - 0.5 * t) * t - 4) * t + 2)
@@ -306,7 +307,6 @@ def resize_norm(old: int, new: int, interpolation: str) -> float:
 
 
 def own_factor(size: list[int], settings: dict[str, Any]) -> float:
-    """Bound the norm of the map from the data's pixels to those of the network."""
     *sides, channels = size
     new, kind, factor = settings["img_size"], settings["interpolation"], math.sqrt(3.0 / channels)
     if settings["source"] == "digits":
@@ -317,12 +317,11 @@ def own_factor(size: list[int], settings: dict[str, Any]) -> float:
 
 
 def digest(content: Any) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def check(claims: dict[str, Any], path: Path) -> str:
-    """Return what was derived; raise an error for a claim that does not follow."""
     require(claims["format"] == "lipsformer certificate 1", "the format is unknown")
     require(digest(claims["says"]) == SAYS and set(claims) == set(FILE.split()), "other claims")
     files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
@@ -341,7 +340,9 @@ def check(claims: dict[str, Any], path: Path) -> str:
     x = Map(tuple(size), UP * math.sqrt(pixels) * radius, carried(0.0, 0.0, added, pixels))
     domain = {"size": size, "pixels": [0, 1], "radius": radius}
     require(claims["domain"] == domain, f"the domain is not {domain}")
-    model = Model(read_safetensors(file), config)
+    swin = config["architecture"].startswith(Model.prefix)
+    kind: Any = Model if swin else contractive(sys.modules[__name__])
+    model = kind(read_safetensors(file), config)
     whole = model.bound(x)
     require(all(set(row) == set(ROW.split()) for row in claims["layers"]), "a layer claims more")
     stated = unique([(row["name"], row["log10"]) for row in claims["layers"]])
@@ -377,15 +378,14 @@ def check(claims: dict[str, Any], path: Path) -> str:
             for share in content["shares"]:
                 held = 100.0 * float((right & (claimed > share["distance"])).mean())
                 require(share[key] <= held, f"{name}: the {key} share {share[key]} exceeds {held}")
-    taken = "logits, labels, source and sizes of the images are taken from the certificate"
-    return f"all claims follow: bound {whole.value:.6g}, rounding {whole.error:.3e}; {taken}"
+    follow = f"all claims follow: bound {whole.value:.6g}, rounding {whole.error:.3e}"
+    return f"{follow}; taken from the file: logits, labels, source and sizes of the images"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("certificate", type=Path, metavar="FILE")
-    parser.add_argument("weights", type=Path, metavar="WEIGHTS")
+    for name in ("certificate", "weights"):
+        parser.add_argument(name, type=Path)
     args = parser.parse_args(argv)
     try:
         claims = json.loads(args.certificate.read_text(), object_pairs_hook=unique)

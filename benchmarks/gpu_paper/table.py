@@ -86,6 +86,8 @@ def _host_table(rows: Sequence[Record]) -> str:
         regions = row.get("regions")
         waits = row["eager"].get("host_reads")
         kernels = row.get("compiled", {}).get("generated", {}).get("H100")
+        if regions is None and waits is None and kernels is None:
+            continue
         cells = [
             f"`{row['model']}`",
             *((regions["graphs"], sum(regions["breaks"].values())) if regions else ("", "")),
@@ -109,16 +111,15 @@ def _host_table(rows: Sequence[Record]) -> str:
 def _kernel_table(kernels: Sequence[Record]) -> str:
     lines = [
         "Triton kernels of graph attention, 8 heads, float32:\n",
-        "| kernel | GPU | channels | registers | spilled bytes | shared bytes | occupancy | "
-        "loads by bits |",
-        "|---|---|---|---|---|---|---|---|",
+        "| kernel | GPU | channels | registers | spilled bytes | occupancy | loads by bits |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in kernels:
         loads = ", ".join(f"{bits}: {number}" for bits, number in row["loads_by_bits"].items())
         cells = (
             f"`{row['kernel']}`",
             ARCHITECTURES[row["architecture"]].gpu,
-            *(str(row[key]) for key in ("channels", "registers", "spilled_bytes", "shared_bytes")),
+            *(str(row[key]) for key in ("channels", "registers", "spilled_bytes")),
             f"{100 * row['occupancy']:.0f} %",
             loads,
         )

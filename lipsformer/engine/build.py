@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
-from lipsformer.analysis.instruments import BoundCheck, Monitor, SpectralCap, UpdateLimit
+from lipsformer.analysis.instruments import (
+    BoundCheck,
+    Monitor,
+    SpectralCap,
+    UpdateLimit,
+)
+from lipsformer.analysis.orthogonal import Orthogonal
 from lipsformer.config import Config, LipschitzConfig
 from lipsformer.engine.instrument import Instrument
 from lipsformer.engine.run_folder import TIMM_CONFIG, CheckpointError, find_weights, load_weights
@@ -166,7 +172,7 @@ def make_instruments(
 ) -> list[Instrument]:
     """Build the instruments in the order in which they run; caps hold from the beginning.
 
-    The order is update limit, spectral cap, monitor, check of the bound.
+    The order is update limit, spectral cap, orthogonal matrices, monitor, check of the bound.
 
     Args:
         options: Which instruments are on.
@@ -192,6 +198,9 @@ def make_instruments(
         # Caps the initial weights. The EMA needs none: its first step replaces its initial weights.
         cap.before_eval()
         instruments.append(cap)
+    if options.orthogonal:
+        instruments.append(Orthogonal(module))
+        instruments[-1].before_eval()  # for initial weights that are not orthogonal
     if (every := options.monitor_every) is not None:
         instruments.append(Monitor(module, write, every=every, probe=probe, domain=domain))
     if domain is not None:

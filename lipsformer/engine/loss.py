@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -67,11 +68,56 @@ def _named_model(name: str) -> tuple[nn.Module, Sequence[str] | None]:
     return load_model(weights), weights.classes()
 
 
-def make_criterion(config: Config, num_classes: int) -> Callable[[Tensor, Tensor], Tensor]:
+class MarginLoss(nn.Module):
+    r"""Cross entropy of the distances to the borders between classes, less a margin.
+
+    .. math:: T \log(1 + \sum_{j \ne y} e^{(\mu - r_j) / T}), \quad r_j = (z_y - z_j) / |w_y - w_j|
+
+    If the network before the classifier has the constant 1, the input can move by :math:`r_j`
+    before class j wins. The scale of the classifier has no effect. Targets that are not one class
+    weight the losses of the classes.
+
+    Example:
+        >>> loss = MarginLoss(nn.Linear(3, 10), margin=0.5, temperature=1.0)
+        >>> loss(torch.zeros(2, 10), torch.eye(10)[:2]).shape
+        torch.Size([])
+
+    Reference:
+        Prach and Lampert 2022, "Almost-Orthogonal Layers for Efficient General-Purpose Lipschitz
+        Networks" (temperature and margin); Leino et al. 2021, "Globally-Robust Neural Networks"
+        (differences of rows).
+    """
+
+    def __init__(self, classifier: nn.Module, margin: float, temperature: float):
+        super().__init__()
+        self.classifier = (classifier,)  # not a part: the model owns its weights
+        self.margin, self.temperature = margin, temperature
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of logits [B, K] and target probabilities [B, K]."""
+        weight: Any = self.classifier[0].weight
+        rows = weight.float()
+        squares = (rows[:, None] - rows).square().sum(-1)
+        same = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+        lengths = squares.masked_fill(same, 1.0).clamp_min(1e-12).sqrt()
+        distances = (logits[:, :, None] - logits[:, None]) / lengths  # [B, right class, other]
+        excess = (self.margin - distances).masked_fill(same, 0.0) / self.temperature
+        return (targets * excess.logsumexp(-1)).sum(1).mean() * self.temperature
+
+
+def make_criterion(
+    config: Config, num_classes: int, model: nn.Module
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Build the mean loss of logits [B, K] and target probabilities [B, K], in float32.
 
+    Args:
+        config: The config of the run.
+        num_classes: Number of classes K.
+        model: The model, of whose classifier the margin loss reads the weight.
+
     Raises:
-        ConfigError: If the threshold of the targets makes all classes, or none, the target.
+        ConfigError: If the threshold of the targets makes all classes, or none, the target, or the
+            margin loss finds no linear classifier.
     """
     loss, smoothing = config.loss, config.augment.label_smoothing
     criterion: nn.Module = nn.CrossEntropyLoss()
@@ -85,6 +131,14 @@ def make_criterion(config: Config, num_classes: int) -> Callable[[Tensor, Tensor
             fits = low <= threshold < 1 - smoothing + low
             require(fits, "loss.bce_target_thresh", threshold, allowed)
         criterion = BinaryCrossEntropy(target_threshold=threshold, sum_classes=loss.bce_sum)
+    if loss.type == "margin":
+        classifier = getattr(model, "get_classifier", lambda: None)()
+        if not isinstance(classifier, nn.Linear):
+            raise ConfigError(
+                f"loss.type='margin' needs a model with one linear classifier, and model.name="
+                f"{config.model.name!r} has {type(classifier).__name__}"
+            )
+        criterion = MarginLoss(classifier, loss.margin, loss.margin_temperature)
     return lambda logits, targets: criterion(logits.float(), targets)
 
 
@@ -109,7 +163,7 @@ def make_task(
         ConfigError: If the model has no distillation head for `loss.distill_type=token`.
     """
     loss, device = config.loss, accelerator.device
-    criterion = make_criterion(config, num_classes)
+    criterion = make_criterion(config, num_classes, accelerator.unwrap_model(model))
     if teacher is None:
         return ClassificationTask(model, criterion, device=device, verbose=False)
     settings = {

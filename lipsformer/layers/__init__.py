@@ -2,6 +2,12 @@
 
 from lipsformer._renamed import renamed
 from lipsformer.layers.center_norm import CenterNorm
+from lipsformer.layers.contractive import (
+    ContractiveResidual,
+    FoldShift,
+    JoinTokens,
+    orthogonalize,
+)
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import (
     Arrangement,
@@ -27,7 +33,10 @@ from lipsformer.layers.windows import (
 __all__ = [
     "Arrangement",
     "CenterNorm",
+    "ContractiveResidual",
     "DepthwiseConv2d",
+    "FoldShift",
+    "JoinTokens",
     "Linear",
     "LipschitzNormAttention",
     "ScaledCosineAttention",
@@ -36,6 +45,7 @@ __all__ = [
     "cosine_normalize",
     "largest_singular_value",
     "merge_heads",
+    "orthogonalize",
     "pad_to_even",
     "partition_heads",
     "relative_position_index",

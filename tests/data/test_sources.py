@@ -1,4 +1,5 @@
 import json
+import shutil
 import zipfile
 from pathlib import Path
 from urllib.error import URLError
@@ -90,6 +91,19 @@ def test_files_of_the_skip_list_are_left_out_and_counted(tmp_path):
     assert files == ["/train/a/000.png", "/train/a/002.png", "/train/b/001.png"]
     assert train.labels.tolist() == [0, 0, 1]
     assert val.labels.tolist() == [0, 1]
+
+
+def test_images_in_memory_are_those_of_the_files_and_are_read_once(tmp_path):
+    write_tree(tmp_path / "train", {"a": 3, "b": 2})
+    write_tree(tmp_path / "val", {"a": 1, "b": 2})
+    from_files, kept = (
+        build_datasets(folder_config(tmp_path, in_memory=kept), AugmentConfig(), seed=0)
+        for kept in (False, True)
+    )
+    expected = [from_files[0][2, index][0] for index in range(5)]
+    for _ in range(2):
+        assert all((kept[0][2, index][0] == expected[index]).all() for index in range(5))
+        shutil.rmtree(tmp_path / "train", ignore_errors=True)
 
 
 def test_a_skip_list_that_does_not_fit_is_one_clear_error(tmp_path):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import train
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
-from lipsformer.engine.loss import make_task
+from lipsformer.engine.loss import MarginLoss, make_task
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.steps import backward
 from lipsformer.engine.train_state import TrainState
@@ -245,3 +245,32 @@ def test_a_whole_recipe_with_a_teacher_resumes_exactly(
     capsys.readouterr()
     assert train.main([*command[:-1], f"loss.teacher={tmp_path / 'whole' / 'out'}"]) == 2
     assert "was made with another teacher" in capsys.readouterr().err
+
+
+def test_the_margin_loss_is_that_of_a_loop_and_does_not_see_the_scale_of_the_classifier():
+    torch.manual_seed(0)
+    classifier, margin, temperature = nn.Linear(11, CLASSES).double(), 0.7, 0.3
+    features, labels = torch.randn(5, 11).double(), torch.randint(CLASSES, (5,))
+    targets = targets_of(labels).double()
+    logits, rows = classifier(features), classifier.weight
+    expected = torch.zeros(()).double()
+    for sample in range(5):
+        for right in range(CLASSES):
+            total = torch.ones(()).double()
+            for other in set(range(CLASSES)) - {right}:
+                difference = logits[sample, right] - logits[sample, other]
+                distance = difference / (rows[right] - rows[other]).norm()
+                total = total + ((margin - distance) / temperature).exp()
+            expected = expected + targets[sample, right] * temperature * total.log() / 5
+    found = MarginLoss(classifier, margin, temperature)(logits, targets)
+    torch.testing.assert_close(found, expected.detach(), check_dtype=False, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        rows.mul_(3.0)
+    scaled = MarginLoss(classifier, margin, temperature)(3.0 * logits.detach(), targets)
+    torch.testing.assert_close(scaled, found, rtol=1e-5, atol=1e-6)
+
+
+def test_the_margin_loss_needs_one_linear_classifier(tmp_path):
+    config = config_of(tmp_path, "loss.type=margin")
+    with pytest.raises(ConfigError, match="one linear classifier"):
+        make_task(config, nn.Linear(3, 2), Accelerator(cpu=True), teacher=None, num_classes=2)

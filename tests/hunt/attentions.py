@@ -5,7 +5,11 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import nn
 
-from lipsformer.layers import LipschitzNormAttention, ScaledCosineAttention
+from lipsformer.layers import (
+    ContractiveResidual,
+    LipschitzNormAttention,
+    ScaledCosineAttention,
+)
 from lipsformer.models.lipsformer_cswin import StripeAttention
 from lipsformer.models.lipsformer_swin import WindowAttention
 from tests.hunt.cases import Subject, kind
@@ -77,3 +81,21 @@ def _register(form: str) -> None:
 
 for _form in FORMS:
     _register(_form)
+
+
+@kind(
+    "ContractiveResidual",
+    size=SIZE,
+    kept=st.sampled_from([0, 1, 3]),
+    heads=HEADS,
+    head_dim=HEAD_DIM,
+    window=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    cosine=COSINE,
+)
+def _contractive(
+    size: Any, kept: int, heads: int, head_dim: int, window: Any, cosine: Any
+) -> Subject:
+    dim = heads * head_dim
+    core = attention(heads, "cosine", {**cosine, "learn": False})
+    branch = WindowAttention(dim, heads, tuple(window), core)
+    return tokens(ContractiveResidual(branch, dim), size, kept + dim, False)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from timm.layers import ClassifierHead, DropPath, Mlp, SelectAdaptivePool2d
 from torch import nn
 
-from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
+from lipsformer.layers import CenterNorm, DepthwiseConv2d, FoldShift, JoinTokens, Linear
 from tests.hunt.cases import Subject, kind
 
 CHANNELS = st.sampled_from([2, 1, 3, 5])
@@ -66,6 +66,16 @@ def _linear(size: Any, channels: int, out: int, bias: bool) -> Subject:
 @kind("CenterNorm", size=SIZE, channels=st.sampled_from([2, 3, 5, 7]))
 def _center_norm(size: Any, channels: int) -> Subject:
     return tokens(CenterNorm(channels), size, channels, True)
+
+
+@kind("FoldShift", size=MAP, groups=st.sampled_from([1, 3]))
+def _fold_shift(size: Any, groups: int) -> Subject:
+    return tokens(FoldShift(), size, 8 * groups, True)
+
+
+@kind("JoinTokens", size=MAP, channels=CHANNELS)
+def _join_tokens(size: Any, channels: int) -> Subject:
+    return tokens(JoinTokens(), size, channels, True)
 
 
 @kind("DepthwiseConv2d", size=MAP, channels=CHANNELS, kernel=st.sampled_from([3, 1, 5, 7]))

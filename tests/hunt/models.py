@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lipsformer import convert
 from lipsformer.analysis.instruments import SpectralCap
 from lipsformer.models.inference import optimize_for_inference
+from lipsformer.models.lipsformer_contractive import LipsFormerContractive
 from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
 from lipsformer.models.lipsformer_swin import LipsFormerSwin
 from lipsformer.models.lipsformer_vit import LipsFormerViT
@@ -240,6 +241,36 @@ def converted_swin(
     )
     convert(model, spectral_init=False, **attention_of(nu, form))
     return model_subject(model, chans, _plus(img_size, extra))
+
+
+@kind(
+    "contractive",
+    size=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    dims=st.sampled_from([(8,), (8, 16)]),
+    depth=st.sampled_from([1, 2]),
+    share=st.sampled_from([0.25, 0.5, 1.0, 0.0]),
+    chans=st.sampled_from([1, 3]),
+    classes=st.sampled_from([2, 3]),
+    tau=st.sampled_from([0.25, 3.0]),
+    eps=st.sampled_from([1.0, 16.0]),
+)
+def contractive(
+    size: Any, dims: Any, depth: int, share: float, chans: int, classes: int, tau: float, eps: float
+) -> Subject:
+    img_size = pixels(size, 2 * 2 ** (len(dims) - 1))
+    model = LipsFormerContractive(
+        img_size=img_size,
+        dims=tuple(dims),
+        depths=(depth,) * len(dims),
+        window_size=(2,) * len(dims),
+        attn_share=share,
+        head_dim=2,
+        in_chans=chans,
+        num_classes=classes,
+        logit_scale=tau,
+        eps=eps,
+    )
+    return model_subject(model, chans, img_size)
 
 
 MODELS = {

@@ -22,6 +22,7 @@ def create(name, **kwargs):
 # every saved checkpoint
 STATE_DICTS = {
     "lipsformer_base": (1052, "7b89dee6cbab09d5"),
+    "lipsformer_contractive_nano": (83, "17b5b1a7c29fc1a9"),
     "lipsformer_nano": (223, "864606270382ea3d"),
     "lipsformer_small": (1052, "a341993f847bf4f4"),
     "lipsformer_swin_base": (593, "559aaef58ee36714"),

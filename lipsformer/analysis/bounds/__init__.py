@@ -5,7 +5,12 @@ attention are registered together, with `bound_rule(cls, layout=...)`.
 """
 
 from lipsformer._renamed import renamed
-from lipsformer.analysis.bounds import layers, lipsformer, timm  # noqa: F401  (registers rules)
+from lipsformer.analysis.bounds import (  # noqa: F401  (registers rules)
+    contractive,
+    layers,
+    lipsformer,
+    timm,
+)
 from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,

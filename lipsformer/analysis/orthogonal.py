@@ -1,0 +1,61 @@
+"""The instrument that keeps the matrices of a model orthogonal during training."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from lipsformer.analysis.instruments import _Instrument
+from lipsformer.analysis.sigma import assign, full_tensor, operators
+from lipsformer.layers import orthogonalize
+
+
+class Orthogonal(_Instrument):
+    r"""Keep every hidden matrix orthogonal, with rows or columns of length 1.
+
+    Every update is followed by one step of Newton and Schulz's iteration towards the nearest
+    orthogonal matrix (`orthogonalize`). The singular values are then at most 1 for any update that
+    left them below 2. Queries, keys and values are three matrices. The classifier is left as it is,
+    because a certificate does not depend on its scale.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.orthogonal import Orthogonal
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> _ = torch.nn.init.constant_(layer.weight, 0.0)
+        >>> with torch.no_grad():
+        ...     _ = layer.weight.fill_diagonal_(0.9)
+        >>> Orthogonal(layer).before_eval()
+        {}
+        >>> torch.linalg.svdvals(layer.weight.detach())
+        tensor([1., 1.])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the matrices.
+
+        Args:
+            model: The model without the wrappers of DDP or the compiler.
+        """
+        classifier = getattr(model, "get_classifier", lambda: None)()
+        last = getattr(classifier, "weight", None)
+        self.operators = [op for op in operators(model) if op.is_matrix and op.weight is not last]
+        self.trackers = {}
+
+    def after_step(self, step: int) -> None:
+        """Make one step towards the nearest orthogonal matrices.
+
+        Args:
+            step: Number of optimizer steps made before this one.
+        """
+        self._move(exact=False)
+
+    def before_eval(self) -> Mapping[str, Mapping[str, float]]:
+        """Take the nearest orthogonal matrices, whatever the weights are."""
+        self._move(exact=True)
+        return {}
+
+    def _move(self, *, exact: bool) -> None:
+        for op in self.operators:
+            parts = full_tensor(op.weight).chunk(3 if op.name.endswith("qkv.weight") else 1)
+            assign(op.weight, torch.cat([orthogonalize(part, exact) for part in parts]))

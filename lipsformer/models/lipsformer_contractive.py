@@ -1,0 +1,292 @@
+"""LipsFormer whose layers all have the Lipschitz constant 1, for certificates.
+
+The components are the paper's attention (Qi et al., "LipsFormer", ICLR 2023) in windows, with a
+residual that keeps the constant 1, between orthogonal linear layers. There are no norms: an
+orthogonal layer keeps the length of every change. Shifts of channels in the place of convolutions
+are those of Wu et al. 2018, "Shift: A Zero FLOP, Zero Parameter Alternative to Spatial
+Convolutions", arXiv:1711.08141. The combination is ours, and no published figure belongs to it.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from timm.layers import ClassifierHead, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._manipulate import checkpoint_seq
+from torch import Tensor, nn
+
+from lipsformer.layers import (
+    ContractiveResidual,
+    FoldShift,
+    JoinTokens,
+    Linear,
+    ScaledCosineAttention,
+)
+from lipsformer.models._timm import TimmInterface, model_cfg
+from lipsformer.models.embed import PatchEmbed
+from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention, checkpoint_filter_fn
+
+__all__ = ["LipsFormerContractive"]
+
+
+class ContractiveBlock(nn.Module):
+    r"""Two orthogonal layers with a fold and a shift, and attention on some channels between them.
+
+    .. math:: y = \phi(W_2\, A(\phi(W_1 x + b_1)) + b_2)
+
+    Here :math:`\phi` is `FoldShift` and A a `ContractiveResidual`.
+
+    Shape:
+        x: [B, H, W, C]; the output has the same shape.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.lipsformer_contractive import ContractiveBlock
+        >>> ContractiveBlock(16, torch.nn.Identity())(torch.zeros(1, 4, 4, 16)).shape
+        torch.Size([1, 4, 4, 16])
+    """
+
+    def __init__(self, dim: int, attn: nn.Module, **dd: Any) -> None:
+        """Create the layers.
+
+        Args:
+            dim: Number of channels C, a multiple of 8.
+            attn: Attention with its residual, on [B, H, W, C]; an identity for none.
+            **dd: ``device`` and ``dtype`` of the parameters.
+        """
+        super().__init__()
+        self.fc1 = Linear(dim, dim, **dd)
+        self.act1 = FoldShift()
+        self.attn = attn
+        self.fc2 = Linear(dim, dim, **dd)
+        self.act2 = FoldShift()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block to ``x`` ([B, H, W, C])."""
+        x = self.attn(self.act1(self.fc1(x)))
+        return self.act2(self.fc2(x))
+
+
+class ContractiveStage(nn.Module):
+    """Downsampling, except in the first stage, and then blocks."""
+
+    def __init__(self, downsample: nn.Module, blocks: list[ContractiveBlock]) -> None:
+        """Create the stage.
+
+        Args:
+            downsample: From [B, H, W, C] to [B, H / 2, W / 2, C']; an identity in the first stage.
+            blocks: Blocks of C' channels.
+        """
+        super().__init__()
+        self.downsample = downsample
+        self.blocks = nn.Sequential(*blocks)
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the stage to ``x`` ([B, H, W, C])."""
+        x = self.downsample(x)
+        if self.grad_checkpointing and self.training:
+            return checkpoint_seq(self.blocks, x)
+        return self.blocks(x)
+
+
+class LipsFormerContractive(TimmInterface):
+    """LipsFormer of layers with the constant 1, up to the classifier.
+
+    The constant is 1 as long as every matrix has norms of at most 1, which
+    `lipschitz.orthogonal=true` keeps during training. All tokens of the last stage enter the
+    classifier, so the image size is fixed.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models import LipsFormerContractive
+        >>> model = LipsFormerContractive(img_size=16, dims=(16, 64), depths=(1, 1), num_classes=5)
+        >>> model(torch.zeros(1, 3, 16, 16)).shape
+        torch.Size([1, 5])
+    """
+
+    def __init__(
+        self,
+        *,
+        dims: tuple[int, ...] = (48, 192, 384),
+        depths: tuple[int, ...] = (1, 3, 3),
+        attn_share: float = 0.25,
+        attn_least: float = 0.0,
+        head_dim: int = 32,
+        window_size: tuple[int, ...] = (4, 8, 4),
+        logit_scale: float = 0.25,
+        eps: float = 16.0,
+        img_size: int | tuple[int, int] = 32,
+        patch_size: int = 2,
+        in_chans: int = 3,
+        num_classes: int = 10,
+        global_pool: Literal["avg"] = "avg",
+        drop_rate: float = 0.0,
+        weight_init: str = "",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Build the model.
+
+        Args:
+            dims: Channels of each stage, multiples of 8.
+            depths: Number of blocks of each stage.
+            attn_share: Share of the channels on which a block attends, in [0, 1]; 0 for a model
+                without attention.
+            attn_least: Smallest weight a of attention in its residual, in [0, 1].
+            head_dim: Channels of a head; a block with fewer channels of attention has one head.
+            window_size: Largest side of a window in tokens, for each stage.
+            logit_scale: tau, which multiplies the cosines.
+            eps: Smoothing constant of the normalization of queries, keys and values. The values are
+                normalized to the length eps^(1/2), so that short values keep theirs.
+            img_size: Image size in pixels, a multiple of the patch size times 2 per further stage.
+            patch_size: Side of a patch in pixels.
+            in_chans: Number of image channels.
+            num_classes: Number of classes; 0 leaves out the classifier.
+            global_pool: Only "avg", which has no effect on the single joined token.
+            drop_rate: Dropout before the classifier.
+            weight_init: "" for orthogonal initialization, "skip" for none.
+            device: Device of the parameters.
+            dtype: Data type of the parameters.
+
+        Raises:
+            ValueError: If a size does not fit.
+        """
+        super().__init__()
+        height, width = to_2tuple(img_size)
+        reduction = patch_size * 2 ** (len(dims) - 1)
+        if height % reduction != 0 or width % reduction != 0:
+            raise ValueError(f"img_size={img_size} is not a multiple of {reduction}")
+        if any(dim % 8 != 0 for dim in dims):
+            raise ValueError(f"dims={dims} must be multiples of 8")
+        if not len(dims) == len(depths) == len(window_size):
+            raise ValueError(f"{dims=}, {depths=} and {window_size=} must be of one length")
+        if not (0.0 <= attn_share <= 1.0 and 0.0 <= attn_least <= 1.0):
+            raise ValueError(f"{attn_share=} and {attn_least=} must lie in [0, 1]")
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
+        self.output_fmt, self.img_size = "NHWC", (height, width)
+        self.attn_share, self.attn_least, self.head_dim = attn_share, attn_least, head_dim
+        self.logit_scale, self.eps = logit_scale, eps
+        self.feature_info: list[dict[str, Any]] = []
+        self.patch_embed = PatchEmbed(patch_size, in_chans, dims[0], **dd)
+        self.patch_embed.norm = nn.Identity()
+        stages = []
+        for stage, (dim, depth) in enumerate(zip(dims, depths, strict=True)):
+            downsample = nn.Identity()
+            if stage > 0:
+                downsample = PatchMerging(dims[stage - 1], dim, **dd)
+                downsample.norm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
+            window = window_size[stage]
+            attns = [self.make_attn(dim, window, dd) for _ in range(depth)]
+            blocks = [ContractiveBlock(dim, attn, **dd) for attn in attns]
+            stages.append(ContractiveStage(downsample, blocks))
+            reduction = patch_size * 2**stage
+            info = {"num_chs": dim, "reduction": reduction, "module": f"stages.{stage}"}
+            self.feature_info.append(info)
+        self.stages = nn.Sequential(*stages)
+        self.norm = JoinTokens()
+        self.num_features = dims[-1] * (height // reduction) * (width // reduction)
+        self.head = ClassifierHead(
+            self.num_features, num_classes, "avg", drop_rate, input_fmt="NHWC", **dd
+        )
+        self.head_hidden_size = self.num_features
+        if weight_init != "skip":
+            self.init_weights(needs_reset=False)
+
+    def make_attn(self, dim: int, window_size: int, dd: dict[str, Any]) -> nn.Module:
+        """Build the attention of a block with its residual, or an identity for none."""
+        attended = round(dim * self.attn_share)
+        if attended == 0:
+            return nn.Identity()
+        heads = max(1, attended // self.head_dim)
+        value_scale = math.sqrt(self.eps)
+        core = ScaledCosineAttention(
+            heads, self.logit_scale, value_scale=value_scale, eps=self.eps, **dd
+        )
+        attention = WindowAttention(attended, heads, window_size, core, **dd)
+        return ContractiveResidual(attention, attended, self.attn_least, **dd)
+
+    @torch.no_grad()
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Initialize every matrix orthogonally, and set the biases to zero.
+
+        Args:
+            needs_reset: Reset all other parameters and the buffers first, as after ``to_empty``.
+        """
+        if needs_reset:
+            for module in self.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()  # pyright: ignore[reportCallIssue]
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d)) and not module.weight.is_meta:
+                for part in module.weight.chunk(3 if name.endswith("qkv") else 1):
+                    values = torch.empty(part.shape, device=part.device)
+                    part.copy_(nn.init.orthogonal_(values))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    @torch.no_grad()
+    def restart_attention(self) -> None:
+        """Let every attention begin as a mean over near tokens, with the weight a of its start.
+
+        The output projection undoes that of the values, and the bias is minus twice the squared
+        distance of two tokens. For models whose training turned attention off.
+        """
+        for module in self.modules():
+            if isinstance(module, ContractiveResidual):
+                module.reset_parameters()
+                attention: WindowAttention = module.branch
+                rows, columns = (
+                    torch.arange(1 - side, side).square() for side in attention.window_size
+                )
+                bias = -2.0 * (rows[:, None] + columns).flatten()[:, None]
+                attention.relative_position_bias_table.copy_(
+                    bias.expand_as(attention.relative_position_bias_table)
+                )
+                attention.proj.weight.copy_(attention.qkv.weight.chunk(3)[2].T)
+                for layer in (attention.qkv, attention.proj):
+                    nn.init.zeros_(layer.bias)
+
+    def set_input_size(self, img_size: int | tuple[int, int] | None = None) -> None:
+        """Refuse another image size: the classifier has a weight for every token.
+
+        Args:
+            img_size: Side, or (height, width), in pixels; None keeps it.
+
+        Raises:
+            ValueError: If it is not the size with which the model was built.
+        """
+        if img_size is not None and to_2tuple(img_size) != self.img_size:
+            raise ValueError(f"{img_size=} must be {self.img_size}: build a model of that size")
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return all tokens of the last stage as one, [B, 1, 1, H' W' C]."""
+        return self.norm(self.stages(self.patch_embed(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify images [B, 3, H, W]; returns logits [B, num_classes]."""
+        return self.forward_head(self.forward_features(x))
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "lipsformer_contractive_nano.untrained": model_cfg(
+            input_size=(3, 32, 32), pool_size=None, fixed_input_size=True
+        ),
+    }
+)
+
+
+@register_model
+def lipsformer_contractive_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerContractive:
+    """LipsFormer of layers with the constant 1, for images of 8 to 64 px; not from the paper."""
+    return build_model_with_cfg(
+        LipsFormerContractive,
+        "lipsformer_contractive_nano",
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": (0, 1, 2), "flatten_sequential": True},
+        **kwargs,
+    )
