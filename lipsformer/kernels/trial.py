@@ -57,4 +57,7 @@ def try_kernel(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: A
 
         return run
 
-    return is_used(name, work(kernel), work(plain), work(plain, exact=True))
+    device = x.device.type
+    half = torch.is_autocast_enabled(device)
+    between = torch.get_autocast_dtype(device) if half else x.dtype
+    return is_used(name, work(kernel), work(plain), work(plain, exact=True), between)

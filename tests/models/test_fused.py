@@ -23,6 +23,7 @@ def block(window: int = 3, **kwargs) -> LipsFormerBlock:
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     monkeypatch.setattr(dispatch, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(dispatch, "GPU_BLOCKS", True)
 
 
 def test_bfloat16_training_takes_the_kernels_and_nothing_else_does():
