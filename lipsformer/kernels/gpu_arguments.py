@@ -47,7 +47,9 @@ class WindowArguments(NamedTuple):
         for group in (self.tau, self.nu, self.lepe, self.offset):
             groups.append(rest[: len(group)])
             rest = rest[len(group) :]
-        return WindowArguments(bias, *groups, *self[5:])
+        tau, nu, lepe, offset = groups
+        numbers = (self.windows, self.heads, self.scale, self.eps)
+        return WindowArguments(bias, tau, nu, lepe, offset, *numbers)
 
     def without_tensors(self) -> "WindowArguments":
         """Return the same arguments with None in place of every tensor."""

@@ -3,6 +3,7 @@
 Shapes: maps [B, H, W, C], contiguous; kernels [C, K * K]. Everything is added in float32.
 """
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 import torch
 import triton

@@ -7,6 +7,7 @@ Shapes: maps are [rows, C], contiguous; parameters are [C]. A mask has one numbe
 is ``tokens`` rows.
 """
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 from typing import Any
 

@@ -10,6 +10,7 @@ registers and written once per program. The caller adds the programs.
 Shapes: qkv [B, H, W, 3, P, heads * D] and out [B, H, W, P, heads * D], both contiguous.
 """
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 from collections.abc import Sequence
 from typing import Any
