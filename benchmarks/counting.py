@@ -40,7 +40,11 @@ class OperatorCounter(TorchDispatchMode):
         """Run the operator and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace == "aten" and not _is_view(func) and "empty" not in func.__name__:
+        if (
+            func.namespace in ("aten", "lipsformer")
+            and not _is_view(func)
+            and "empty" not in func.__name__
+        ):
             written = _tensors(result)
             self.operators += 1
             self.bytes += _size([*_tensors((args, kwargs)), *written])
@@ -73,6 +77,25 @@ def product_flops(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) ->
         # torch's own formula does not divide the channels by the groups.
         grad, weight, (of_input, of_weight, _) = args[0], args[2], args[-1]
         return 2 * grad.numel() * weight[0].numel() * (of_input + of_weight)
+    if func.namespace == "lipsformer":
+        return _own_products(func.__name__.partition(".")[0], *args)
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
     return None
+
+
+def _own_products(name: str, *args: Any) -> int | None:
+    """Return the operations of our own operators for a GPU; None for those without products."""
+    if name.startswith("depthwise"):
+        return 2 * args[0].numel() * 49
+    if not name.startswith("cosine_windows"):
+        return None
+    backward = "backward" in name
+    qkv, _, _, _, lepe, _, windows, *_ = args[1:] if backward else args
+    batch, height, width, _, _, channels = qkv.shape
+    total = 0
+    for h, w in zip(windows[::2], windows[1::2], strict=True):
+        tokens = batch * -(-height // h) * -(-width // w) * h * w
+        total += tokens * channels * h * w * (10 if backward else 4)
+        total += tokens * channels * len(lepe[:1]) * 9 * (4 if backward else 2)
+    return total

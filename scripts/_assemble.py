@@ -29,7 +29,7 @@ from lipsformer.engine.build import (
     make_instruments,
     timm_config,
 )
-from lipsformer.engine.compilation import compile_regions, compiles
+from lipsformer.engine.compilation import compile_regions, compiles, try_kernels
 from lipsformer.engine.distributed import micro_batches
 from lipsformer.engine.loss import fingerprint, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
@@ -86,6 +86,8 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     description = timm_config(model, classes)
     domain = bound_domain(config, model)
     state = _train_state(config, accelerator, model, teacher, len(classes), train_batches)
+    if accelerator.device.type == "cuda" and _compiles(config, accelerator):
+        try_kernels(state.module, accelerator, sizes, samples)
     probe = None
     if config.lipschitz.monitor_every is not None:
         images, _ = collate([val_set[i * len(val_set) // PROBES] for i in range(PROBES)])
@@ -118,6 +120,10 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     )
 
 
+def _compiles(config: Config, accelerator: Accelerator) -> bool:
+    return compiles(config.train.compile, accelerator.device, sharded=accelerator.is_fsdp2)
+
+
 def _train_state(
     config: Config,
     accelerator: Accelerator,
@@ -129,7 +135,7 @@ def _train_state(
     """Prepare a model with its initial weights, and build what trains it, without instruments."""
     decay = config.train.ema_decay
     ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
-    if compiles(config.train.compile, accelerator.device, sharded=accelerator.is_fsdp2):
+    if _compiles(config, accelerator):
         compile_regions(model, deterministic=config.train.deterministic)
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, config.optim))
     if ema is not None:

@@ -186,7 +186,8 @@ def _kernels(node: BaseSchedulerNode) -> list[Kernel]:
         products = product_flops(origin.target, args, kwargs, origin.meta["val"])
         if products is not None:
             name = str(origin.target)
-            return [Kernel(name, size, products, "convolution" in name and _groups(name, args) > 1)]
+            grouped = "convolution" in name and _groups(name, args) > 1
+            return [Kernel(name, size, products, grouped or "depthwise" in name)]
     return [Kernel(str(getattr(operation, "op_overload", type(operation).__name__)), size)]
 
 

@@ -124,7 +124,7 @@ def cuda_step(model: nn.Module, shape: Sequence[int]) -> Iterator[Traced]:
         shape: [batch, channels, height, width] of the images.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with patch.object(dispatch, "ENABLED", False), mode:  # without the kernels of the CPU
+    with patch.object(dispatch, "device_type", lambda x: "cuda"), mode:  # the kernels of a GPU
         model = model.train().to_empty(device="cpu")
         images = torch.empty(*shape).contiguous(memory_format=torch.channels_last)
         labels = torch.empty(shape[0], dtype=torch.long)

@@ -1,11 +1,15 @@
 """Compile a model region by region, so that the first step takes seconds instead of minutes."""
 
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+
+from lipsformer.kernels.trial import SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +74,34 @@ def compile_regions(model: nn.Module, *, deterministic: bool, **options: Any) ->
         # Sizes differ between stages. As variables of the kernels they would make them slower.
         region.compile(dynamic=False, **options)
     logger.info("compiling %d regions; train.compile=false switches it off", len(found))
+
+
+def try_kernels(
+    model: nn.Module, accelerator: Accelerator, sizes: Sequence[int], samples: int
+) -> None:
+    """Run a model in training without the compiler, so that kernels are tried where they first run.
+
+    Compiled code takes a Triton kernel only if its verdict is known. Buffers and random numbers
+    stay as they are.
+
+    Args:
+        model: The model, on its device.
+        accelerator: Gives the precision.
+        sizes: Sizes of the images in pixels.
+        samples: Largest number of images of a pass.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = accelerator.device
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch.random.fork_rng(devices),
+        accelerator.autocast(),
+    ):
+        for size in sizes:
+            model.train()(torch.randn(min(samples, SAMPLES), 3, size, size, device=device))
+    for buffer, value in buffers:
+        buffer.copy_(value)
 
 
 def _has_blocks(model: nn.Module) -> bool:

@@ -14,14 +14,26 @@ Example:
 from lipsformer.kernels.attention import normalize_rows, recomputed_attention
 from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
 from lipsformer.kernels.dispatch import active_transform, usable
+from lipsformer.kernels.gpu_arguments import BlockTensors, WindowArguments
+from lipsformer.kernels.gpu_block import gpu_block
+from lipsformer.kernels.gpu_windows import (
+    MAX_GPU_TOKENS,
+    MAX_GPU_TOKENS_WITH_BIAS,
+    gpu_cosine_windows,
+)
 from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
 from lipsformer.kernels.pointwise import add_gelu, center, centered_affine, gelu_residual
+from lipsformer.kernels.trial import is_proven, try_kernel
 from lipsformer.kernels.verdict import is_used, restore_verdicts, verdicts
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
 
 __all__ = [
     "DEPTHWISE_SIZES",
+    "MAX_GPU_TOKENS",
+    "MAX_GPU_TOKENS_WITH_BIAS",
     "MAX_WINDOW_TOKENS",
+    "BlockTensors",
+    "WindowArguments",
     "active_transform",
     "add_gelu",
     "center",
@@ -30,12 +42,16 @@ __all__ = [
     "depthwise_conv",
     "fused_linear",
     "gelu_residual",
+    "gpu_block",
+    "gpu_cosine_windows",
+    "is_proven",
     "is_used",
     "normalize_rows",
     "pack_weight",
     "packed_linear",
     "recomputed_attention",
     "restore_verdicts",
+    "try_kernel",
     "usable",
     "verdicts",
 ]

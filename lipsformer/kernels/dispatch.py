@@ -1,9 +1,11 @@
 """Decide whether a call may take a kernel, and say why not.
 
-``LIPSFORMER_NATIVE=0`` switches every kernel off. ``LIPSFORMER_LOG=kernels`` prints, once per
+``LIPSFORMER_NATIVE=0`` switches every kernel off. ``LIPSFORMER_GPU_BLOCKS=1`` switches those on
+that no GPU has run yet. ``LIPSFORMER_LOG=kernels`` prints, once per
 operator and reason, which calls took a kernel and which did not.
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -16,10 +18,14 @@ from torch.autograd import forward_ad
 from lipsformer.kernels.build import compiled_library
 
 ENABLED = os.environ.get("LIPSFORMER_NATIVE") != "0"
+# The kernels for blocks and windows on a GPU have run in Triton's interpreter only.
+GPU_BLOCKS = os.environ.get("LIPSFORMER_GPU_BLOCKS") == "1"
 LOG = "kernels" in os.environ.get("LIPSFORMER_LOG", "").split(",")
 
 _FLOAT32 = (torch.float32,)
 _FLOAT32_BFLOAT16 = (torch.float32, torch.bfloat16)
+_HALF = (torch.bfloat16, torch.float16)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Needs(NamedTuple):
@@ -36,6 +42,8 @@ class Needs(NamedTuple):
             operator whose ``casts`` is true, this holds only under autocast.
         contiguous: Whether all tensors must be contiguous.
         min_dims: Least number of dimensions of the first tensor.
+        device: "cpu" or "cuda". The kernels for CUDA are written in Triton and read tensors of all
+            floating-point types beside the first one.
     """
 
     backends: tuple[str, ...] = ()
@@ -44,6 +52,7 @@ class Needs(NamedTuple):
     mixed: bool = False
     contiguous: bool = False
     min_dims: int = 1
+    device: str = "cpu"
 
 
 _POINTWISE = Needs(("csrc",), contiguous=True)
@@ -60,6 +69,9 @@ NEEDS = {
     "kept_samples": Needs((), _FLOAT32_BFLOAT16),
     "linear": Needs(("onednn",), min_dims=3),
     "packed_linear": Needs(("onednn",)),
+    # asked by the layers on a GPU
+    "block.gpu": Needs(dtypes=(torch.bfloat16,), casts=True, device="cuda"),
+    "cosine_windows.gpu": Needs(dtypes=_HALF, device="cuda"),
     # asked inside the kernels, where PyTorch's operators are the other choice
     "center.csrc": _POINTWISE,
     "depthwise.csrc": Needs(("csrc",), _FLOAT32_BFLOAT16, mixed=True),
@@ -90,9 +102,15 @@ def usable(
         training: Whether the layer is in training mode.
         unless: Called last; returns a reason of the caller against the kernel, or None.
     """
-    if torch.compiler.is_compiling():  # must come first: the compiler cannot trace what follows
+    needs = NEEDS[operator]
+    if needs.device == "cuda":
+        if device_type(x) != "cuda":
+            return False
+        obstacle = _gpu_obstacle(needs, x, training)
+    elif torch.compiler.is_compiling():  # which cannot trace what follows
         return False
-    obstacle = _obstacle(NEEDS[operator], x, others, training)
+    else:
+        obstacle = _obstacle(needs, x, others, training)
     if obstacle is None and unless is not None:
         obstacle = unless()
     if LOG and (operator, obstacle) not in _said:
@@ -126,13 +144,37 @@ def refuse_second_derivatives() -> None:
         )
 
 
+def device_type(x: Tensor) -> str:
+    """Return the type of device that chooses the kernel; predictions for absent GPUs replace it."""
+    return x.device.type
+
+
+def _gpu_obstacle(needs: Needs, x: Tensor, training: bool) -> str | None:
+    """Return why a Triton kernel may not be used; the compiler traces this."""
+    if not ENABLED:
+        return "LIPSFORMER_NATIVE=0 switches the kernels off"
+    if not GPU_BLOCKS:
+        return "LIPSFORMER_GPU_BLOCKS=1 is not set"
+    if not _HAS_TRITON:
+        return "Triton is not installed"
+    if torch.is_grad_enabled() and not training:
+        return "gradients outside training may be differentiated twice"
+    autocast = needs.casts and torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    if dtype not in needs.dtypes:
+        return f"the input is {dtype}"
+    if x.numel() == 0:
+        return "the input is empty"
+    return None if torch.compiler.is_compiling() else active_transform()
+
+
 def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: bool) -> str | None:
     if not ENABLED:
         return "LIPSFORMER_NATIVE=0 switches the kernels off"
     if torch.is_grad_enabled() and not training:
         return "gradients outside training may be differentiated twice"
-    if x.device.type != "cpu":
-        return f"the input is on {x.device.type}"
+    if device_type(x) != "cpu":
+        return f"the input is on {device_type(x)}"
     if not torch.jit.is_tracing() and x.numel() == 0:  # a tracer warns about such a choice
         return "the input is empty"
     if x.ndim < needs.min_dims:

@@ -23,10 +23,13 @@ _VERDICTS: dict[str, bool] = {}  # a run stores them, so that it continues with 
 # up to 5 times their error.
 ERROR_RATIO = 16.0
 ROUNDINGS = 64.0  # so many units in the last place of the largest value are no fault either
+STEPS = 4.0  # so many more of the type between the steps of a kernel
 PATIENCE = timedelta(minutes=1)
 
 
-def is_used(name: str, kernel: Work, plain: Work, exact: Work) -> bool:
+def is_used(
+    name: str, kernel: Work, plain: Work, exact: Work, between: torch.dtype = torch.float32
+) -> bool:
     """Return whether a kernel is used for a class of shapes; it must be right and faster.
 
     Rank 0 decides for all ranks. A rank that gets no answer takes the plain operators, which are
@@ -38,6 +41,7 @@ def is_used(name: str, kernel: Work, plain: Work, exact: Work) -> bool:
         kernel: Computes results and gradients with the kernel.
         plain: Computes the same with the operators that would take the kernel's place.
         exact: Computes the same with plain operators in float64.
+        between: Type to which the kernel rounds between its steps.
 
     Example:
         >>> x = torch.arange(5.0)
@@ -47,11 +51,16 @@ def is_used(name: str, kernel: Work, plain: Work, exact: Work) -> bool:
     if not dispatch.ENABLED:
         return False
     if name not in _VERDICTS:
-        verdict = _ask(name, lambda: _judge(name, kernel, plain, exact))
+        verdict = _ask(name, lambda: _judge(name, kernel, plain, exact, between))
         if verdict is None:
             return False
         _VERDICTS[name] = verdict
     return _VERDICTS[name]
+
+
+def known_verdict(name: str) -> bool:
+    """Return the verdict on a kernel without a trial; False if it has not been tried."""
+    return dispatch.ENABLED and _VERDICTS.get(name, False)
 
 
 def verdicts() -> dict[str, bool]:
@@ -91,7 +100,7 @@ def _ask(name: str, judge: Callable[[], bool | None]) -> bool | None:
     return store.get(key) == b"1"
 
 
-def _judge(name: str, kernel: Work, plain: Work, exact: Work) -> bool | None:
+def _judge(name: str, kernel: Work, plain: Work, exact: Work, between: torch.dtype) -> bool | None:
     """Try a kernel; return None if the inputs cannot tell, because the truth is not finite."""
     try:
         others, truth = plain(), exact()
@@ -100,7 +109,7 @@ def _judge(name: str, kernel: Work, plain: Work, exact: Work) -> bool | None:
     if not all(bool(t.isfinite().all()) for t in truth):
         return None
     try:
-        fault = _fault(kernel(), others, truth)
+        fault = _fault(kernel(), others, truth, between)
     except Exception as error:  # a compiler and a driver raise whatever they raise
         fault = f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if fault is not None:
@@ -118,12 +127,19 @@ def _judge(name: str, kernel: Work, plain: Work, exact: Work) -> bool | None:
 
 
 @torch.no_grad()
-def _fault(found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]) -> str | None:
+def _fault(
+    found: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    between: torch.dtype,
+) -> str | None:
     for index, (own, other, truth) in enumerate(zip(found, plain, exact, strict=True)):
         error, usual = (float((x.double() - truth).abs().max()) for x in (own, other))
-        # Sums are kept in float32 at least, and the result is rounded once.
+        # Sums are kept in float32 at least, what lies between is rounded a few times, and the
+        # result once.
         inside, outside = (torch.finfo(t).eps for t in (torch.float32, own.dtype))
-        rounding = (ROUNDINGS * min(inside, outside) + outside) * float(truth.abs().max())
+        few = STEPS * torch.finfo(between).eps if between != torch.float32 else 0.0
+        rounding = (ROUNDINGS * min(inside, outside) + outside + few) * float(truth.abs().max())
         if not error <= max(ERROR_RATIO * usual, rounding):  # also if it is not a number
             return f"result {index} is off by {error:.3g}, plain operators by {usual:.3g}"
     return None

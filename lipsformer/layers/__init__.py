@@ -10,6 +10,7 @@ from lipsformer.layers.contractive import (
 )
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import (
+    Arrangement,
     ScaledCosineAttention,
     attend_in_windows,
     cosine_normalize,
@@ -30,6 +31,7 @@ from lipsformer.layers.windows import (
 )
 
 __all__ = [
+    "Arrangement",
     "CenterNorm",
     "ContractiveResidual",
     "DepthwiseConv2d",

@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from lipsformer import kernels
 from lipsformer.layers.windows import merge_heads, partition_heads
 
+# the arguments of attend_in_windows behind the projected tokens
+Arrangement = tuple[
+    Sequence[tuple[int, int]], Sequence[nn.Module], Tensor | None, Sequence[nn.Module]
+]
 MAX_LOGIT_SCALE = 100.0  # the ceiling of a learned logit scale, as in SwinV2
 
 
@@ -237,6 +241,24 @@ def attend_in_windows(
     ):
         tau, nu, eps = _tau_nu_eps(attentions)
         return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, _lepe_table(lepes))
+    if kernels.usable(
+        "cosine_windows.gpu",
+        qkv,
+        training=attentions[0].training,
+        unless=lambda: gpu_obstacle(windows, attentions, bias, lepes),
+    ) and _gpu_proven(qkv, windows, attentions, bias, lepes):
+        return kernels.gpu_cosine_windows(qkv, gpu_arguments(windows, attentions, bias, lepes))
+    return _plain_windows(qkv, windows, attentions, bias, lepes)
+
+
+def _plain_windows(
+    qkv: Tensor,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[nn.Module],
+    bias: Tensor | None,
+    lepes: Sequence[nn.Module],
+) -> Tensor:
+    bias = None if bias is None else bias.to(qkv.dtype)
     outputs = []
     for part, (attention, window) in enumerate(zip(attentions, windows, strict=True)):
         num_heads: Any = attention.num_heads
@@ -253,22 +275,108 @@ def attend_in_windows(
 
 def _kernel_obstacle(
     windows: Sequence[tuple[int, int]],
-    attentions: Sequence[nn.Module],
+    attentions: Sequence[Any],
     lepes: Sequence[nn.Module],
 ) -> str | None:
     """Return why the kernel would not compute what these modules compute, None if it would."""
     if any(h * w > kernels.MAX_WINDOW_TOKENS for h, w in windows):
         return f"a window has more than {kernels.MAX_WINDOW_TOKENS} tokens"
+    obstacle = _module_obstacle(attentions, lepes)
+    if obstacle is not None:
+        return obstacle
+    for attention in attentions:
+        if attention.value_scale is not None and attention.value_scale <= 0.0:
+            return "the value scale is not positive, which the kernel reads as raw values"
+    return None
+
+
+def gpu_obstacle(
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[Any],
+    bias: Tensor | None,
+    lepes: Sequence[nn.Module],
+) -> str | None:
+    """Return why the GPU's kernel would not compute what these modules compute."""
+    most = kernels.MAX_GPU_TOKENS if bias is None else kernels.MAX_GPU_TOKENS_WITH_BIAS
+    if any(h * w > most for h, w in windows):
+        return f"a window has more than {most} tokens"
+    obstacle = _module_obstacle(attentions, lepes)
+    if obstacle is not None:
+        return obstacle
+    first, *others = attentions
+    for other in others:
+        same = other.num_heads == first.num_heads and other.eps == first.eps
+        if not same or (other.value_scale is None) != (first.value_scale is None):
+            return "the attentions of the partitions differ"
+        if isinstance(first.tau(), float) and other.tau() != first.tau():
+            return "the attentions of the partitions differ"
+    return None
+
+
+def _gpu_proven(
+    qkv: Tensor,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[Any],
+    bias: Tensor | None,
+    lepes: Sequence[nn.Module],
+) -> bool:
+    """Return whether the GPU's kernel is right and faster for attention of this class."""
+    count, heads = len(attentions), attentions[0].num_heads
+    name = (
+        f"windows {list(windows)}, {heads} heads, bias {bias is not None}, LePE {len(lepes) > 0}, "
+        f"learned tau {isinstance(attentions[0].tau(), Tensor)}"
+    )
+    modules: Any = attentions[0]
+    if not torch.compiler.is_compiling():  # which cannot trace the copies of a trial
+        modules = nn.ModuleList([*attentions, *lepes])
+        modules.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
+
+    def parts(m: Any) -> tuple[Any, ...]:
+        return windows, list(m)[:count], m.bias, list(m)[count:]
+
+    return kernels.is_proven(
+        name,
+        modules,
+        qkv,
+        kernel=lambda m, x: kernels.gpu_cosine_windows(x, gpu_arguments(*parts(m))),
+        plain=lambda m, x: _plain_windows(x, *parts(m)),
+    )
+
+
+def gpu_arguments(
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[Any],
+    bias: Tensor | None,
+    lepes: Sequence[Any],
+) -> kernels.WindowArguments:
+    """Return what the GPU's kernel computes with, from the arguments of `attend_in_windows`."""
+    first = attentions[0]
+    tau = first.tau()
+    learned = isinstance(tau, Tensor)
+    return kernels.WindowArguments(
+        bias=bias,
+        tau=[attention.tau() for attention in attentions] if learned else [],
+        nu=[] if first.value_scale is None else [a.value_scale for a in attentions],
+        lepe=[lepe.weight for lepe in lepes],
+        offset=[lepe.bias for lepe in lepes],
+        windows=[side for window in windows for side in window],
+        heads=first.num_heads,
+        scale=1.0 if learned else tau,
+        eps=first.eps,
+    )
+
+
+def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[nn.Module]) -> str | None:
+    """Return why no kernel would compute what these modules compute, None if it would."""
     for attention in attentions:
         if not isinstance(attention, ScaledCosineAttention):
             return f"the attention is {type(attention).__name__}"
-        if attention.value_scale is not None and attention.value_scale <= 0.0:
-            return "the value scale is not positive, which the kernel reads as raw values"
         if not attention.fused_attn:
             return "fused attention is switched off"
         if attention.training and attention.attn_drop > 0.0:
             return "the attention weights have dropout"
-    hooked = bool(torch.nn.modules.module._has_any_global_hook())
+    compiling = torch.compiler.is_compiling()  # which cannot ask for global hooks
+    hooked = not compiling and bool(torch.nn.modules.module._has_any_global_hook())
     for module in (*attentions, *lepes):
         hooked |= bool(module._forward_hooks or module._forward_pre_hooks)
         hooked |= bool(module._backward_hooks or module._backward_pre_hooks)

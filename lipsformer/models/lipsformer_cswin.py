@@ -18,6 +18,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from lipsformer.layers import (
+    Arrangement,
     CenterNorm,
     DepthwiseConv2d,
     Linear,
@@ -120,10 +121,14 @@ class StripeAttention(nn.Module):
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
-        height, width = qkv.shape[1], qkv.shape[2]
-        stripes = [self.stripe(branch, height, width) for branch in range(self.num_branches)]
+        arrangement = self.arrangement(qkv.shape[1], qkv.shape[2])
         qkv = qkv.unflatten(-1, (3, self.num_branches, self.dim // self.num_branches))
-        return attend_in_windows(qkv, stripes, list(self.attention), lepes=list(self.lepe))
+        return attend_in_windows(qkv, *arrangement)
+
+    def arrangement(self, height: int, width: int) -> Arrangement:
+        """Return the stripes, attentions, bias (none) and LePE of the directions on a map."""
+        stripes = [self.stripe(branch, height, width) for branch in range(self.num_branches)]
+        return stripes, list(self.attention), None, list(self.lepe)
 
 
 # FX cannot trace stripes that depend on the size of the map

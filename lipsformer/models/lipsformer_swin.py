@@ -22,6 +22,7 @@ from timm.models._input import update_model_args
 from torch import Tensor, nn
 
 from lipsformer.layers import (
+    Arrangement,
     CenterNorm,
     Linear,
     attend_in_windows,
@@ -146,10 +147,13 @@ class WindowAttention(nn.Module):
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
-        h, w = self.window(qkv.shape[1], qkv.shape[2])
-        bias = self.position_bias(h, w).to(qkv.dtype)
-        qkv = qkv.unflatten(-1, (3, 1, self.dim))  # 1 partition: all heads have the same windows
-        return attend_in_windows(qkv, [(h, w)], [self.attention], bias)
+        arrangement = self.arrangement(qkv.shape[1], qkv.shape[2])
+        return attend_in_windows(qkv.unflatten(-1, (3, 1, self.dim)), *arrangement)
+
+    def arrangement(self, height: int, width: int) -> Arrangement:
+        """Return the windows, attention, bias and LePE of the one group of heads on a map."""
+        h, w = self.window(height, width)
+        return [(h, w)], [self.attention], self.position_bias(h, w), []
 
 
 # FX cannot trace windows that depend on the size of the map

@@ -8,8 +8,8 @@ import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.gpu_paper.host import HostReads, compiled_regions
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
-from lipsformer.engine.compilation import compiles, regions
-from lipsformer.engine.distributed import start
+from lipsformer.engine.compilation import compiles, regions, try_kernels
+from lipsformer.engine.distributed import make_accelerator, start
 from lipsformer.engine.steps import train_step
 from lipsformer.layers import WeightedResidual
 from scripts._assemble import assemble
@@ -80,3 +80,17 @@ def test_the_step_of_a_run_never_waits_for_the_host(tmp_path):
     with HostReads() as reads:
         train_step(state, second, count, 1, parts.transform)
     assert dict(reads) == {}
+
+
+def test_trying_kernels_runs_eagerly_and_changes_nothing():
+    torch.manual_seed(0)
+    compiling = []
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Dropout(0.5)).train()
+    model.register_forward_hook(lambda *_: compiling.append(torch.compiler.is_compiling()))
+    model.compile(backend="eager")
+    before = [buffer.clone() for buffer in model.buffers()]
+    random = torch.get_rng_state()
+    try_kernels(model, make_accelerator("bf16"), (7, 11), 2)
+    assert compiling == [False, False]
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(b, old) for b, old in zip(model.buffers(), before, strict=True))

@@ -1,0 +1,87 @@
+"""What the kernels for a GPU compute with."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FLEXIBLE = (torch.Tag.flexible_layout,)  # of an operator: the compiler need not copy views
+
+
+class WindowArguments(NamedTuple):
+    """What the attention needs beside the projected tokens. A partition is a group of heads.
+
+    Attributes:
+        bias: [1, heads, N, N], added to the scores of windows of N tokens; for one partition only.
+        tau: Factors of the cosines, one [heads, 1, 1] per partition; empty for ``scale`` alone.
+        nu: Length of the normalized values, one number per partition; empty leaves them as they
+            are.
+        lepe: Weights [C, 1, 3, 3] of the depthwise convolution of the values of each partition
+            that is added to the output; empty for none.
+        offset: Biases [C] of these convolutions.
+        windows: Height and width in tokens of the windows of each partition, one after the other.
+        heads: Number of heads of a partition.
+        scale: Number that multiplies the cosines.
+        eps: Smoothing constant of the normalization.
+    """
+
+    bias: Tensor | None
+    tau: Sequence[Tensor]
+    nu: Sequence[Tensor]
+    lepe: Sequence[Tensor]
+    offset: Sequence[Tensor]
+    windows: Sequence[int]
+    heads: int
+    scale: float
+    eps: float
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return all tensors in order."""
+        return [self.bias, *self.tau, *self.nu, *self.lepe, *self.offset]
+
+    def with_tensors(self, tensors: Sequence[Any]) -> "WindowArguments":
+        """Return the same arguments with other tensors in the order of ``tensors``."""
+        bias, *rest = tensors
+        groups = []
+        for group in (self.tau, self.nu, self.lepe, self.offset):
+            groups.append(rest[: len(group)])
+            rest = rest[len(group) :]
+        tau, nu, lepe, offset = groups
+        numbers = (self.windows, self.heads, self.scale, self.eps)
+        return WindowArguments(bias, tau, nu, lepe, offset, *numbers)
+
+    def without_tensors(self) -> "WindowArguments":
+        """Return the same arguments with None in place of every tensor."""
+        return self.with_tensors([None] * len(self.tensors()))
+
+
+class BlockTensors(NamedTuple):
+    """The parameters of a block, with a drop path factor per sample, or None, for each branch."""
+
+    depthwise_1: Tensor
+    depthwise_1_bias: Tensor
+    pointwise: Tensor
+    pointwise_bias: Tensor
+    scale_1: Tensor
+    mask_1: Tensor | None
+    depthwise_2: Tensor
+    depthwise_2_bias: Tensor
+    scale_2: Tensor
+    mask_2: Tensor | None
+    qkv: Tensor
+    qkv_bias: Tensor
+    proj: Tensor
+    proj_bias: Tensor
+    scale_3: Tensor
+    mask_3: Tensor | None
+    gain_1: Tensor | None
+    shift_1: Tensor | None
+    fc1: Tensor
+    fc1_bias: Tensor
+    fc2: Tensor
+    fc2_bias: Tensor
+    scale_4: Tensor
+    mask_4: Tensor | None
+    gain_2: Tensor
+    shift_2: Tensor

@@ -1,0 +1,47 @@
+"""Depthwise 7x7 convolution of channels-last maps on a GPU, as operators for `gpu_block`."""
+
+import torch
+from torch import Tensor
+
+from lipsformer.kernels.gpu_arguments import FLEXIBLE
+
+
+@torch.library.custom_op("lipsformer::depthwise", mutates_args=(), tags=FLEXIBLE)
+def depthwise(x: Tensor, weight: Tensor, add: Tensor | None, flip: bool) -> Tensor:
+    """Return w * x + add; with ``flip`` the kernels are turned by 180 degrees.
+
+    Args:
+        x: [B, H, W, C].
+        weight: [C, 1, 7, 7], in any type.
+        add: [B, H, W, C] or None.
+        flip: Compute the gradient of the input from that of the output.
+    """
+    from lipsformer.kernels.triton import depthwise as kernel
+
+    return kernel.convolve(x, weight, add, flip)
+
+
+@depthwise.register_fake
+def _(x: Tensor, weight: Tensor, add: Tensor | None, flip: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("lipsformer::depthwise_sums", mutates_args=(), tags=FLEXIBLE)
+def depthwise_sums(x: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the kernels, one summand per program: [programs, C, 1, 7, 7]."""
+    from lipsformer.kernels.triton import depthwise as kernel
+
+    sums = _sums(x)
+    kernel.weight_sums(x, grad, sums)
+    return sums
+
+
+@depthwise_sums.register_fake
+def _(x: Tensor, grad: Tensor) -> Tensor:
+    return _sums(x)
+
+
+def _sums(x: Tensor) -> Tensor:
+    from lipsformer.kernels.triton import depthwise as kernel
+
+    return x.new_empty(kernel.weight_programs(x), x.shape[-1], 1, 7, 7, dtype=torch.float32)

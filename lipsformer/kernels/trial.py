@@ -1,0 +1,63 @@
+"""The trial of a kernel that computes what some modules compute, on copies of these modules."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from lipsformer.kernels.verdict import Work, is_used, known_verdict
+
+Apply = Callable[[nn.Module, Tensor], Tensor]
+
+SAMPLES = 16  # of the batch, which are enough to fill a GPU
+
+
+def is_proven(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: Apply) -> bool:
+    """Return whether a kernel is right and faster for inputs of this class; see `is_used`.
+
+    The compiler cannot trace a trial. It takes a kernel whose verdict is known and plain operators
+    otherwise. A tensor on the CPU stands for a GPU that is predicted or interpreted, where there is
+    nothing to try.
+
+    Args:
+        name: The operator with those of its settings that the shape of the input does not show.
+        modules: What both ways compute; its parameters get gradients.
+        x: [B, ...].
+        kernel: Takes copies of the modules and of ``x``, and computes with the kernel.
+        plain: Does the same with PyTorch's operators.
+    """
+    if not x.is_cuda:
+        return True
+    differentiates = torch.is_grad_enabled()
+    name = f"{name}, {x.dtype}, {list(x.shape[1:])}, gradients {differentiates}"
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return known_verdict(name)
+    return try_kernel(name, modules, x, kernel, plain)
+
+
+def try_kernel(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: Apply) -> bool:
+    """Return the verdict on a kernel, whatever the device; see `is_proven`."""
+    differentiates = torch.is_grad_enabled()
+
+    def work(apply: Apply, exact: bool = False) -> Work:
+        twin, inputs = copy.deepcopy(modules), x[:SAMPLES].detach()
+        if exact:
+            twin, inputs = twin.double(), inputs.double()
+        inputs = inputs.clone().requires_grad_(differentiates)
+        leaves = [inputs, *(p for p in twin.parameters() if p.requires_grad)]
+
+        def run() -> list[Tensor]:
+            with torch.autocast(x.device.type, enabled=False) if exact else nullcontext():
+                out = apply(twin, inputs)
+            if not differentiates:
+                return [out]
+            return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+        return run
+
+    device = x.device.type
+    half = torch.is_autocast_enabled(device)
+    between = torch.get_autocast_dtype(device) if half else x.dtype
+    return is_used(name, work(kernel), work(plain), work(plain, exact=True), between)

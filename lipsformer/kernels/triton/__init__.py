@@ -1,0 +1,1 @@
+"""Triton kernels for GPUs; imported at the first call only, because Triton may not be installed."""

@@ -1,0 +1,239 @@
+"""Triton: what a block does with its parameters, one launch for all of them.
+
+Tensors that are written together lie in one flat tensor. Each starts at a multiple of `ALIGN`.
+"""
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ALIGN = 1024  # elements, and what a program of `_cast` writes
+COLUMNS = 64  # that a program of `_add_programs` sums
+MAX_TENSORS = 10  # of `_add_programs`
+
+
+def starts(sizes: Sequence[int], align: int) -> list[int]:
+    """Return where tensors of the given sizes start in a flat tensor, and where it ends."""
+    places = [0]
+    for size in sizes:
+        places.append(places[-1] + triton.cdiv(size, align) * align)
+    return places
+
+
+@triton.jit
+def _cast_part(source, scale, out, start, at, size, columns, SCALED: tl.constexpr):
+    i = (tl.program_id(0) - start) * 1024 + tl.arange(0, 1024)
+    value = tl.load(source + i, mask=i < size, other=0.0).to(tl.float32)
+    if SCALED:
+        value *= tl.load(scale + i // columns, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _cast(
+    pointwise,
+    qkv,
+    proj,
+    fc1,
+    fc2,
+    qkv_bias,
+    scale_3,
+    scale_4,
+    out,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    QKV: tl.constexpr,
+    PROJ: tl.constexpr,
+    FC1: tl.constexpr,
+    FC2: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    at = pid.to(tl.int64) * 1024 + tl.arange(0, 1024)
+    if pid < QKV:
+        _cast_part(pointwise, scale_3, out, 0, at, C * C, C, False)
+    elif pid < PROJ:
+        _cast_part(qkv, scale_3, out, QKV, at, 3 * C * C, C, False)
+    elif pid < FC1:
+        _cast_part(proj, scale_3, out, PROJ, at, C * C, C, True)
+    elif pid < FC2:
+        _cast_part(fc1, scale_3, out, FC1, at, HIDDEN * C, C, False)
+    elif pid < BIAS:
+        _cast_part(fc2, scale_4, out, FC2, at, C * HIDDEN, HIDDEN, True)
+    else:
+        _cast_part(qkv_bias, scale_3, out, BIAS, at, 3 * C, C, False)
+
+
+@triton.jit
+def _row(
+    grad,
+    out,
+    at,
+    row,
+    weight,
+    bias,
+    scale,
+    total,
+    grad_bias,
+    grad_scale,
+    COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Write a row of a weight's gradient, and of those of its bias and scale."""
+    summed = tl.full((), 0.0, tl.float32)
+    factor = 1.0
+    if SCALED:
+        factor = tl.load(scale + row).to(tl.float32)
+    for first in range(0, COLUMNS, 1024):
+        c = first + tl.arange(0, 1024)
+        g = tl.load(grad + row * COLUMNS + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
+        if SCALED:
+            w = tl.load(weight + row * COLUMNS + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
+            summed += tl.sum(g * w, 0)
+            g *= factor
+        tl.store(out + at + row * COLUMNS + c, g, mask=c < COLUMNS)
+    if SCALED:
+        b = tl.load(total + row)
+        tl.store(grad_bias + row, b * factor)
+        tl.store(grad_scale + row, summed + b * tl.load(bias + row).to(tl.float32))
+
+
+@triton.jit
+def _weight_gradients(
+    pointwise,
+    qkv,
+    proj,
+    fc1,
+    fc2,
+    proj_weight,
+    proj_bias,
+    scale_3,
+    total_3,
+    fc2_weight,
+    fc2_bias,
+    scale_4,
+    total_4,
+    out,
+    vectors,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    QKV: tl.constexpr,
+    PROJ: tl.constexpr,
+    FC1: tl.constexpr,
+    FC2: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    bias_3, grad_3, bias_4, grad_4 = vectors, vectors + C, vectors + 2 * C, vectors + 3 * C
+    w, b, s, t = proj_weight, proj_bias, scale_3, total_3
+    if pid < C:
+        _row(pointwise, out, 0, pid, w, b, s, t, bias_3, grad_3, C, False)
+    elif pid < 4 * C:
+        _row(qkv, out, QKV, pid - C, w, b, s, t, bias_3, grad_3, C, False)
+    elif pid < 5 * C:
+        _row(proj, out, PROJ, pid - 4 * C, w, b, s, t, bias_3, grad_3, C, True)
+    elif pid < 5 * C + HIDDEN:
+        _row(fc1, out, FC1, pid - 5 * C, w, b, s, t, bias_3, grad_3, C, False)
+    else:
+        row, w, b = pid - 5 * C - HIDDEN, fc2_weight, fc2_bias
+        _row(fc2, out, FC2, row, w, b, scale_4, total_4, bias_4, grad_4, HIDDEN, True)
+
+
+@triton.jit
+def _sum_part(sums, out, pid, at, programs, columns):
+    c = pid * 64 + tl.arange(0, 64)
+    total = tl.zeros((16, 64), tl.float32)
+    for first in range(0, programs, 16):
+        row = first + tl.arange(0, 16)
+        inside = (row < programs)[:, None] & (c < columns)[None, :]
+        total += tl.load(
+            sums + row[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0
+        )
+    tl.store(out + at + c, tl.sum(total, 0), mask=c < columns)
+
+
+@triton.jit
+def _add_programs(
+    s_0, s_1, s_2, s_3, s_4, s_5, s_6, s_7, s_8, s_9,
+    out,
+    p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9,
+    c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7, c_8, c_9,
+    e_0, e_1, e_2, e_3, e_4, e_5, e_6, e_7, e_8,
+):  # fmt: skip
+    """Sum the rows of up to ten matrices of p programs and c columns; e is where blocks end."""
+    pid = tl.program_id(0)
+    if pid < e_0:
+        _sum_part(s_0, out, pid, 0, p_0, c_0)
+    elif pid < e_1:
+        _sum_part(s_1, out, pid - e_0, e_0 * 64, p_1, c_1)
+    elif pid < e_2:
+        _sum_part(s_2, out, pid - e_1, e_1 * 64, p_2, c_2)
+    elif pid < e_3:
+        _sum_part(s_3, out, pid - e_2, e_2 * 64, p_3, c_3)
+    elif pid < e_4:
+        _sum_part(s_4, out, pid - e_3, e_3 * 64, p_4, c_4)
+    elif pid < e_5:
+        _sum_part(s_5, out, pid - e_4, e_4 * 64, p_5, c_5)
+    elif pid < e_6:
+        _sum_part(s_6, out, pid - e_5, e_5 * 64, p_6, c_6)
+    elif pid < e_7:
+        _sum_part(s_7, out, pid - e_6, e_6 * 64, p_7, c_7)
+    elif pid < e_8:
+        _sum_part(s_8, out, pid - e_7, e_7 * 64, p_8, c_8)
+    else:
+        _sum_part(s_9, out, pid - e_8, e_8 * 64, p_9, c_9)
+
+
+def _places(channels: int, hidden: int, bias: bool) -> dict[str, int]:
+    """Return where the matrices start, in blocks for `_cast` and in elements otherwise."""
+    squares = channels * channels
+    sizes = [squares, 3 * squares, squares, hidden * channels, hidden * channels]
+    names = ("QKV", "PROJ", "FC1", "FC2", "BIAS") if bias else ("QKV", "PROJ", "FC1", "FC2")
+    unit = ALIGN if bias else 1
+    return {
+        name: start // unit for name, start in zip(names, starts(sizes, ALIGN)[1:], strict=False)
+    }
+
+
+def cast(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """Fill the flat tensor with the matrices and the bias in its type, scaled where they are."""
+    channels, hidden = tensors[3].shape[1], tensors[3].shape[0]
+    with torch.cuda.device_of(out):
+        _cast[(out.numel() // ALIGN,)](
+            *(tensor.contiguous() for tensor in tensors),
+            out,
+            C=channels,
+            HIDDEN=hidden,
+            **_places(channels, hidden, bias=True),
+        )
+
+
+def weight_gradients(tensors: Sequence[Tensor], out: Tensor, vectors: Tensor) -> None:
+    """Fill the flat tensors with the gradients of matrices, biases and scales."""
+    channels, hidden = tensors[3].shape[1], tensors[3].shape[0]
+    with torch.cuda.device_of(out):
+        _weight_gradients[(6 * channels + hidden,)](
+            *(tensor.contiguous() for tensor in tensors),
+            out,
+            vectors,
+            C=channels,
+            HIDDEN=hidden,
+            **_places(channels, hidden, bias=False),
+        )
+
+
+def add_programs(sums: Sequence[Tensor], out: Tensor) -> None:
+    """Fill the flat tensor with the sums of the rows of each matrix."""
+    missing = MAX_TENSORS - len(sums)
+    tensors = [*sums, *[sums[0]] * missing]
+    programs = [len(tensor) for tensor in tensors]
+    columns = [tensor[0].numel() for tensor in tensors]
+    ends = [end // COLUMNS for end in starts([t[0].numel() for t in sums], COLUMNS)[1:]]
+    grid = (ends[-1],)
+    ends = [*ends, *[ends[-1]] * missing][: MAX_TENSORS - 1]
+    with torch.cuda.device_of(out):
+        _add_programs[grid](*tensors, out, *programs, *columns, *ends)

@@ -1,0 +1,64 @@
+"""Which blocks the kernels for a GPU take, and what they compute, without a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lipsformer.kernels import dispatch
+from lipsformer.layers import ScaledCosineAttention
+from lipsformer.models import _fused
+from lipsformer.models.lipsformer import LipsFormerBlock
+from lipsformer.models.lipsformer_swin import WindowAttention
+from tests.conftest import ROOT
+
+
+def block(window: int = 3, **kwargs) -> LipsFormerBlock:
+    attn = WindowAttention(12, 3, window, ScaledCosineAttention(3, **kwargs))
+    return LipsFormerBlock(12, attn, attn_norm=True, residual_scale=0.3).train()
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(dispatch, "GPU_BLOCKS", True)
+
+
+def test_bfloat16_training_takes_the_kernels_and_nothing_else_does():
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    x = torch.randn(2, 5, 7, 12)
+    changed = {
+        "hook": block(),
+        "dropout": block(),
+        "attention's dropout": block(attn_drop=0.1),
+        "large windows": block(window=9),
+        "subclass": block(),
+    }
+    changed["hook"].mlp.branch.fc1.register_forward_hook(lambda *_: None)
+    changed["dropout"].mlp.branch.drop.p = 0.1
+    changed["subclass"].norm1.__class__ = type("Mine", (type(changed["subclass"].norm1),), {})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _fused.usable(block(), x)
+        assert not _fused.usable(block().eval(), x)  # may be differentiated twice
+        assert not _fused.usable(block(), x[:0])
+        assert not _fused.usable(changed["large windows"], torch.randn(2, 9, 9, 12))
+        for reason in set(changed) - {"large windows"}:
+            assert not _fused.usable(changed[reason], x), reason
+    with torch.autocast("cpu", torch.float16):
+        assert not _fused.usable(block(), x)  # the stream could overflow
+    assert not _fused.usable(block(), x)  # float32
+
+
+@pytest.mark.slow
+def test_kernels_equal_float64_in_tritons_interpreter():
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/kernels/test_gpu_block.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
