@@ -13,7 +13,7 @@ MAX_ITERATED = 64  # rows
 POWER_STEPS = 30
 STEP = 1.02  # by which a bound that Cholesky refused is increased
 CHUNK = 256  # rows of a Jacobian at a time
-STEPS = 16  # of Lanczos
+STEPS = 24  # of Lanczos
 
 
 def norm_above(matrices: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def probed_norm(function: Function, x: Tensor, failure: float) -> Tensor:
         \cosh((2k - 1) \operatorname{artanh} \epsilon^{1/2}) = \sqrt{2 n / \pi}\, /\, p
 
     V is an orthonormal basis of the first k powers of :math:`J^T J` at a random start (Lanczos),
-    here with k = 16. The bound is wrong with at most the probability p, over the draw of the start
+    here with k = 24. The bound is wrong with at most the probability p, over the draw of the start
     and whatever J is. The smaller the share of the top singular vector in the start, the slower it
     comes up, and a share so small is too improbable.
 
