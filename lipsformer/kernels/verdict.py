@@ -12,7 +12,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from lipsformer.kernels import dispatch
 
@@ -147,6 +146,8 @@ def _fault(
 
 def _milliseconds(work: Work) -> float:
     """Return the median time of a call; the timer waits for the GPU."""
+    from torch.utils.benchmark import Timer  # takes 0.1 s and looks for a compiler of CUDA
+
     timer = Timer("work()", globals={"work": work})
     timer.timeit(2)
     return 1e3 * sorted(timer.timeit(1).median for _ in range(5))[2]

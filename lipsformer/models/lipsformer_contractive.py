@@ -101,7 +101,8 @@ class LipsFormerContractive(TimmInterface):
     Example:
         >>> import torch
         >>> from lipsformer.models import LipsFormerContractive
-        >>> model = LipsFormerContractive(img_size=16, dims=(16, 64), depths=(1, 1), num_classes=5)
+        >>> sizes = {"dims": (128, 256), "depths": (1, 1), "window_size": (4, 4)}
+        >>> model = LipsFormerContractive(img_size=16, num_classes=5, **sizes)
         >>> model(torch.zeros(1, 3, 16, 16)).shape
         torch.Size([1, 5])
     """
