@@ -15,7 +15,7 @@ test: .venv/.dev  ## lint, types and the default test suite
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --dist worksteal
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --dist worksteal --durations 25
 
 test-slow: .venv/.dev  ## the long tests
 	$(PY) -m pytest -m slow
