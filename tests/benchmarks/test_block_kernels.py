@@ -10,12 +10,9 @@ import lipsformer  # noqa: F401  (registers the models)
 WINDOWS = {"_forward", "_backward"}
 OTHERS = {"_convolve", "_weight_sums", "_gelu_backward", "_center_backward", "_add_programs"}
 SWIN = ("lipsformer_swin_tiny", {"depths": (1,), "num_heads": (3,)}, 14)
-TWO_COLUMNS = (
-    "lipsformer_tiny",
-    {"depths": (1, 1), "num_heads": (2, 4), "split_sizes": (1, 2)},
-    28,
-)
-SEVEN_COLUMNS = ("lipsformer_tiny", {"depths": (1,), "num_heads": (8,), "split_sizes": (7,)}, 14)
+TWO = {"depths": (1, 1), "num_heads": (2, 4), "split_sizes": (1, 2)}
+SEVEN = {"embed_dim": 256, "depths": (1,), "num_heads": (8,), "split_sizes": (7,)}
+TWO_COLUMNS, SEVEN_COLUMNS = ("lipsformer_tiny", TWO, 28), ("lipsformer_tiny", SEVEN, 14)
 SLOW = pytest.mark.slow
 
 
