@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import torch
 import triton
-from torch import nn
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_paper import cubins
@@ -51,7 +50,7 @@ def compiled_instead_of_launched(
 
 
 def resources(
-    block: nn.Module, size: int, architecture: int, names: Collection[str] = ()
+    block: Any, size: int, architecture: int, names: Collection[str] = ()
 ) -> list[dict[str, Any]]:
     """Return what the kernels of a training step of a block use.
 

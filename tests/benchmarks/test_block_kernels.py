@@ -1,6 +1,7 @@
 """The Triton kernels of a block spill nothing on GPUs that are not there."""
 
 import importlib
+from typing import Any
 
 import pytest
 import timm
@@ -32,7 +33,8 @@ def test_kernels_of_a_block_spill_nothing(model, architecture, names, monkeypatc
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     workbench = importlib.import_module("benchmarks.gpu_paper.block_kernels")
     name, options, size = model
-    block = timm.create_model(name, **options).stages[-1].blocks[0]
+    built: Any = timm.create_model(name, **options)
+    block = built.stages[-1].blocks[0]
     found = workbench.resources(block, size, architecture, names)
     assert {row["kernel"] for row in found} == names
     for row in found:
