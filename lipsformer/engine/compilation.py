@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from lipsformer.kernels import dispatch
 from lipsformer.kernels.trial import SAMPLES
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ def try_kernels(
     """Run a model in training without the compiler, so that kernels are tried where they first run.
 
     Compiled code takes a Triton kernel only if its verdict is known. Buffers and random numbers
-    stay as they are.
+    stay as they are. Nothing runs if the kernels are off, the precision is float32, or the model
+    has no attention that has such a kernel.
 
     Args:
         model: The model, on its device.
@@ -90,6 +92,12 @@ def try_kernels(
         sizes: Sizes of the images in pixels.
         samples: Largest number of images of a pass.
     """
+    if (
+        not (dispatch.ENABLED and dispatch.GPU_BLOCKS)
+        or accelerator.mixed_precision == "no"
+        or not any(hasattr(module, "arrangement") for module in model.modules())
+    ):
+        return
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = accelerator.device
     devices = [device] if device.type == "cuda" else []

@@ -1,8 +1,8 @@
 """Decide whether a call may take a kernel, and say why not.
 
-``LIPSFORMER_NATIVE=0`` switches every kernel off. ``LIPSFORMER_GPU_BLOCKS=1`` switches those on
-that no GPU has run yet. ``LIPSFORMER_LOG=kernels`` prints, once per
-operator and reason, which calls took a kernel and which did not.
+``LIPSFORMER_NATIVE=0`` switches every kernel off, ``LIPSFORMER_GPU_BLOCKS=0`` those for blocks and
+windows on a GPU. ``LIPSFORMER_LOG=kernels`` prints, once per operator and reason, which calls took
+a kernel and which did not.
 """
 
 import importlib.util
@@ -18,8 +18,7 @@ from torch.autograd import forward_ad
 from lipsformer.kernels.build import compiled_library
 
 ENABLED = os.environ.get("LIPSFORMER_NATIVE") != "0"
-# The kernels for blocks and windows on a GPU have run in Triton's interpreter only.
-GPU_BLOCKS = os.environ.get("LIPSFORMER_GPU_BLOCKS") == "1"
+GPU_BLOCKS = os.environ.get("LIPSFORMER_GPU_BLOCKS") != "0"
 LOG = "kernels" in os.environ.get("LIPSFORMER_LOG", "").split(",")
 
 _FLOAT32 = (torch.float32,)
@@ -154,7 +153,7 @@ def _gpu_obstacle(needs: Needs, x: Tensor, training: bool) -> str | None:
     if not ENABLED:
         return "LIPSFORMER_NATIVE=0 switches the kernels off"
     if not GPU_BLOCKS:
-        return "LIPSFORMER_GPU_BLOCKS=1 is not set"
+        return "LIPSFORMER_GPU_BLOCKS=0 switches them off"
     if not _HAS_TRITON:
         return "Triton is not installed"
     if torch.is_grad_enabled() and not training:

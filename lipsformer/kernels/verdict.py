@@ -104,13 +104,21 @@ def _judge(name: str, kernel: Work, plain: Work, exact: Work, between: torch.dty
     try:
         others, truth = plain(), exact()
     except torch.OutOfMemoryError:
-        return _say(name, "kernel, because the plain operators do not fit into the memory", True)
+        warnings.warn(
+            f"the Triton kernel of {name} is used unchecked, because the plain operators that it "
+            "would be compared with do not fit into the memory; LIPSFORMER_NATIVE=0 switches "
+            "it off",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return _say(name, "kernel, unchecked", True)
     if not all(bool(t.isfinite().all()) for t in truth):
         return None
     try:
         fault = _fault(kernel(), others, truth, between)
     except Exception as error:  # a compiler and a driver raise whatever they raise
         fault = f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        _refuse_a_broken_gpu(name, error)
     if fault is not None:
         warnings.warn(
             f"the Triton kernel of {name} is not used, because {fault}; plain operators take its "
@@ -123,6 +131,19 @@ def _judge(name: str, kernel: Work, plain: Work, exact: Work, between: torch.dty
         return _say(name, "kernel, without timing", True)
     ours, theirs = _milliseconds(kernel), _milliseconds(plain)
     return _say(name, f"kernel {ours:.3g} ms, plain operators {theirs:.3g} ms", ours < theirs)
+
+
+def _refuse_a_broken_gpu(name: str, error: Exception) -> None:
+    """Raise a `RuntimeError` if the GPU computes nothing any more, plain operators included."""
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        raise RuntimeError(
+            f"the Triton kernel of {name} made the GPU unusable for this process; set "
+            "LIPSFORMER_NATIVE=0 and start again"
+        ) from error
 
 
 @torch.no_grad()

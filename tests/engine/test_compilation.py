@@ -11,6 +11,7 @@ from lipsformer.config import Config
 from lipsformer.engine.compilation import compiles, regions, try_kernels
 from lipsformer.engine.distributed import make_accelerator, start
 from lipsformer.engine.steps import train_step
+from lipsformer.kernels import dispatch
 from lipsformer.layers import WeightedResidual
 from scripts._assemble import assemble
 
@@ -82,7 +83,7 @@ def test_the_step_of_a_run_never_waits_for_the_host(tmp_path):
     assert dict(reads) == {}
 
 
-def test_trying_kernels_runs_eagerly_and_changes_nothing():
+def test_trying_kernels_runs_eagerly_and_changes_nothing(monkeypatch):
     torch.manual_seed(0)
     compiling = []
     model = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.Dropout(0.5)).train()
@@ -90,6 +91,13 @@ def test_trying_kernels_runs_eagerly_and_changes_nothing():
     model.compile(backend="eager")
     before = [buffer.clone() for buffer in model.buffers()]
     random = torch.get_rng_state()
+    try_kernels(model, make_accelerator("bf16"), (7, 11), 2)
+    assert compiling == []  # nothing to try
+    model.arrangement = None  # the sign of attention that has a kernel
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "GPU_BLOCKS", False)
+        try_kernels(model, make_accelerator("bf16"), (7, 11), 2)
+    assert compiling == []
     try_kernels(model, make_accelerator("bf16"), (7, 11), 2)
     assert compiling == [False, False]
     assert torch.equal(torch.get_rng_state(), random)

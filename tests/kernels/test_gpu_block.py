@@ -56,10 +56,12 @@ CASES = [
 ]
 
 
-def close(actual, expected, dtype):
+def close(actual, expected, dtype, factor=1.0):
     """Compare in the norm: the error of sums over many rows is relative to the whole tensor."""
     error = (actual.double() - expected.double()).norm()
-    assert error <= TOLERANCE[dtype] * expected.double().norm(), error / expected.double().norm()
+    assert error <= factor * TOLERANCE[dtype] * expected.double().norm(), (
+        error / expected.double().norm()
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -90,7 +92,8 @@ def test_windows_equal_float64(size, windows, heads, dim, lepe, learned, dtype):
         leaves = [x, *([] if table is None else [table]), *modules.parameters()]
         results.append([out.detach(), *(leaf.grad.clone() for leaf in leaves)])
     for expected, actual in zip(*results, strict=True):
-        close(actual, expected, dtype)
+        # the summands of the gradient of tau, one number per head, cancel
+        close(actual, expected, dtype, 4.0 if expected.numel() == heads else 1.0)
 
 
 def block(kind: str, dim: int) -> LipsFormerBlock:

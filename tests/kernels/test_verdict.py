@@ -128,3 +128,18 @@ def test_rank_zero_decides_for_all(monkeypatch):
         # this rank would decide otherwise
         other = slow if expected else right
         assert verdict.is_used(kernel.__name__, other, plain, exact) is expected
+
+
+def test_a_kernel_is_used_unchecked_with_a_warning_if_nothing_else_fits():
+    def too_large():
+        raise torch.OutOfMemoryError("80 GB")
+
+    with pytest.warns(RuntimeWarning, match=r"used unchecked.*LIPSFORMER_NATIVE=0"):
+        assert verdict.is_used("a", right, too_large, exact)
+
+
+def test_a_kernel_that_breaks_the_gpu_ends_the_run_and_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", raising)
+    with pytest.raises(RuntimeError, match=r"unusable.*LIPSFORMER_NATIVE=0"):
+        verdict.is_used("a", raising, plain, exact)

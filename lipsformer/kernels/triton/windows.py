@@ -88,15 +88,21 @@ def _cosine_backward(grad, cosine, inverse):
 
 
 @triton.jit
-def _weights(q, k, tau, bias, head, m, n, tokens, HAS_BIAS: tl.constexpr, DOT: tl.constexpr):
-    """Return the cosines of queries and keys, and softmax(tau * cosines + bias)."""
-    cosines = tl.dot(q, tl.trans(k), input_precision=DOT)
-    scores = cosines * tau
+def _table(bias, head, m, n, tokens, HAS_BIAS: tl.constexpr):
+    """Return what is added to the scores: the bias, and -inf where there is no key."""
+    table = tl.zeros((m.shape[0], n.shape[0]), tl.float32)
     if HAS_BIAS:
         inside = (m < tokens)[:, None] & (n < tokens)[None, :]
         at = bias + (head * tokens + m[:, None]) * tokens + n[None, :]
-        scores += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    scores = tl.where((n < tokens)[None, :], scores, float("-inf"))
+        table += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return tl.where((n < tokens)[None, :], table, float("-inf"))
+
+
+@triton.jit
+def _weights(q, k, tau, table, DOT: tl.constexpr):
+    """Return the cosines of queries and keys, and softmax(tau * cosines + table)."""
+    cosines = tl.dot(q, tl.trans(k), input_precision=DOT)
+    scores = cosines * tau + table
     attn = tl.exp(scores - tl.max(scores, 1)[:, None])
     return cosines, attn / tl.sum(attn, 1)[:, None]
 
@@ -144,6 +150,7 @@ def _forward(
     width_out = PARTS * HEADS * D
     query = qkv + tl.program_id(0) * D
     key, value = query + width_out, query + 2 * width_out
+    table = _table(bias, head, first, n, tokens, HAS_BIAS)
     dtype = qkv.dtype.element_ty
     for window in range(tl.program_id(1), batch * rows * cols, tl.num_programs(1)):
         index, valid = _tokens(window, n, height, width, h, w, rows, cols)
@@ -151,13 +158,11 @@ def _forward(
         v = _load(value, index, valid, 3 * width_out, d, D)
         if HAS_NU:
             v = (_unit(v, eps) * nu).to(dtype)
-        for start in range(0, tokens, BLOCK_M):
+        for start in range(0, BLOCK_N, BLOCK_M):
             m = start + first
             own, stored = _tokens(window, m, height, width, h, w, rows, cols)
             q = _unit(_load(query, own, stored, 3 * width_out, d, D), eps)
-            _cosines, attn = _weights(
-                q.to(dtype), k.to(dtype), tau, bias, head, m, n, tokens, HAS_BIAS, DOT
-            )
+            _cosines, attn = _weights(q.to(dtype), k.to(dtype), tau, table, DOT)
             result = tl.dot(attn.to(dtype), v, input_precision=DOT)
             if HAS_LEPE:
                 channel = head * D + d
@@ -219,6 +224,7 @@ def _backward(
     key, value = query + width_out, query + 2 * width_out
     grad_query, grad_out = grad_qkv + tl.program_id(0) * D, grad + tl.program_id(0) * D
     grad_key, grad_value = grad_query + width_out, grad_query + 2 * width_out
+    table = _table(bias, head, first, n, tokens, HAS_BIAS)
     dtype = qkv.dtype.element_ty
     channel = head * D + d
     bias_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # one block of queries if there is a bias
@@ -228,20 +234,17 @@ def _backward(
     for window in range(tl.program_id(1), batch * rows * cols, tl.num_programs(1)):
         index, valid = _tokens(window, n, height, width, h, w, rows, cols)
         mask = valid[:, None] & (d < D)[None, :]
-        k, inverse_k = _cosine(_load(key, index, valid, 3 * width_out, d, D), eps)
+        k = _unit(_load(key, index, valid, 3 * width_out, d, D), eps).to(dtype)
         v = _load(value, index, valid, 3 * width_out, d, D)
         if HAS_NU:
-            cosine_v, inverse_v = _cosine(v, eps)
-            v = (cosine_v * nu).to(dtype)
+            v = (_unit(v, eps) * nu).to(dtype)
         grad_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        for start in range(0, tokens, BLOCK_M):
+        for start in range(0, BLOCK_N, BLOCK_M):
             m = start + first
             own, stored = _tokens(window, m, height, width, h, w, rows, cols)
             q, inverse_q = _cosine(_load(query, own, stored, 3 * width_out, d, D), eps)
-            cosines, attn = _weights(
-                q.to(dtype), k.to(dtype), tau, bias, head, m, n, tokens, HAS_BIAS, DOT
-            )
+            cosines, attn = _weights(q.to(dtype), k, tau, table, DOT)
             g = _load(grad_out, own, stored, width_out, d, D)
             grad_attn = tl.dot(g, tl.trans(v), input_precision=DOT)
             grad_v += tl.dot(tl.trans(attn.to(dtype)), g, input_precision=DOT)
@@ -252,18 +255,21 @@ def _backward(
                 tau_sum += tl.sum(grad_scores * cosines)
             grad_cosines = (grad_scores * tau).to(dtype)
             grad_k += tl.dot(tl.trans(grad_cosines), q.to(dtype), input_precision=DOT)
-            grad_q = tl.dot(grad_cosines, k.to(dtype), input_precision=DOT)
+            grad_q = tl.dot(grad_cosines, k, input_precision=DOT)
             grad_q = _cosine_backward(grad_q, q, inverse_q)
             at = grad_query + own[:, None] * 3 * width_out + d[None, :]
             tl.store(at, grad_q.to(dtype), mask=stored[:, None] & (d < D)[None, :])
-        grad_k = _cosine_backward(grad_k, k, inverse_k)
+        # normalized again, because the registers have no room for them in float32 meanwhile
+        cosine, inverse = _cosine(_load(key, index, valid, 3 * width_out, d, D), eps)
+        grad_k = _cosine_backward(grad_k, cosine, inverse)
         at = index[:, None] * 3 * width_out + d[None, :]
         tl.store(grad_key + at, grad_k.to(dtype), mask=mask)
         if HAS_NU:
-            grad_v = _cosine_backward(grad_v * nu, cosine_v, inverse_v)
+            cosine, inverse = _cosine(_load(value, index, valid, 3 * width_out, d, D), eps)
+            grad_v = _cosine_backward(grad_v * nu, cosine, inverse)
         if HAS_LEPE:
             raw = _load(value, index, valid, 3 * width_out, d, D).to(tl.float32)
-            for t in tl.static_range(9):
+            for t in range(9):
                 near, inside = _neighbors(
                     window, n, 1 - t // 3, 1 - t % 3, height, width, h, w, rows, cols
                 )
@@ -299,8 +305,12 @@ def grid(qkv: Tensor, windows: Sequence[int], heads: int) -> tuple[int, int]:
     return parts * heads, min(most, max(1, NUM_PROGRAMS // (parts * heads)))
 
 
-def settings(qkv: Tensor, windows: Sequence[int], heads: int) -> dict[str, Any]:
-    """Return the constants that depend on the sizes alone."""
+def settings(qkv: Tensor, windows: Sequence[int], heads: int, has_bias: bool) -> dict[str, Any]:
+    """Return the constants that depend on the sizes, and on whether there is a bias.
+
+    Queries come in one block up to 64 tokens, as the sum of the gradients of a bias needs. The
+    blocks of larger windows are small, and a bias has more warps, so that nothing is spilled.
+    """
     tokens = max(h * w for h, w in zip(windows[::2], windows[1::2], strict=True))
     block_n = max(16, triton.next_power_of_2(tokens))
     dim = qkv.shape[-1] // heads
@@ -309,10 +319,10 @@ def settings(qkv: Tensor, windows: Sequence[int], heads: int) -> dict[str, Any]:
         "HEADS": heads,
         "D": dim,
         "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_M": min(64, block_n),
+        "BLOCK_M": block_n if block_n <= 64 else 16,
         "BLOCK_N": block_n,
         "DOT": "ieee" if qkv.dtype == torch.float32 else "tf32",
-        "num_warps": 8,
+        "num_warps": 8 if has_bias or block_n > 64 else 4,
         "num_stages": 1,
     }
 
@@ -325,7 +335,7 @@ def _launch(
     pairs = [side for group in groups for side in ([*group, *group] or [None, None])[:2]]
     tensors = [tensor if tensor is None else tensor.contiguous() for tensor in pairs]
     bias = arguments.bias if arguments.bias is None else arguments.bias.contiguous()
-    constants = settings(qkv, arguments.windows, arguments.heads)
+    constants = settings(qkv, arguments.windows, arguments.heads, bias is not None)
     for name, group in zip(("HAS_TAU", "HAS_NU", "HAS_LEPE"), groups, strict=False):
         constants[name] = len(group) > 0
     constants["HAS_BIAS"] = bias is not None

@@ -1,0 +1,43 @@
+"""The Triton kernels of a block spill nothing on GPUs that are not there."""
+
+import importlib
+from typing import Any
+
+import pytest
+import timm
+
+import lipsformer  # noqa: F401  (registers the models)
+
+WINDOWS = {"_forward", "_backward"}
+OTHERS = {"_convolve", "_weight_sums", "_gelu_backward", "_center_backward", "_add_programs"}
+SWIN = ("lipsformer_swin_tiny", {"depths": (1,), "num_heads": (3,)}, 14)
+TWO = {"depths": (1, 1), "num_heads": (2, 4), "split_sizes": (1, 2)}
+SEVEN = {"embed_dim": 256, "depths": (1,), "num_heads": (8,), "split_sizes": (7,)}
+TWO_COLUMNS, SEVEN_COLUMNS = ("lipsformer_tiny", TWO, 28), ("lipsformer_tiny", SEVEN, 14)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture", "names"),
+    [
+        (SWIN, 90, WINDOWS),
+        pytest.param(SWIN, 90, WINDOWS | OTHERS, marks=SLOW),
+        pytest.param(TWO_COLUMNS, 90, WINDOWS | OTHERS, marks=SLOW),
+        pytest.param(SEVEN_COLUMNS, 90, WINDOWS | OTHERS, marks=SLOW),
+        pytest.param(TWO_COLUMNS, 80, WINDOWS, marks=SLOW),
+        pytest.param(SEVEN_COLUMNS, 80, WINDOWS, marks=SLOW),
+    ],
+)
+def test_kernels_of_a_block_spill_nothing(model, architecture, names, monkeypatch, tmp_path):
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    workbench = importlib.import_module("benchmarks.gpu_paper.block_kernels")
+    name, options, size = model
+    built: Any = timm.create_model(name, **options)
+    block = built.stages[-1].blocks[0]
+    found = workbench.resources(block, size, architecture, names)
+    assert {row["kernel"] for row in found} == names
+    for row in found:
+        assert row["spilled_bytes"] == 0, row
+        if row["kernel"] in WINDOWS:
+            assert row["loads_by_bits"].get(128, 0) > 0, row
