@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from timm.data.transforms import str_to_pil_interp
 
@@ -22,14 +23,15 @@ from lipsformer.analysis.bounds import Bound, flatten_bound
 from lipsformer.config import DataConfig
 
 FILE = "certificate.json"
-FORMAT = "lipsformer certificate 1"
+FORMAT = "lipsformer certificate 2"
 SLACK = 1e-9
 PREPROCESSING = ("source", "img_size", "crop_pct", "interpolation", "exact_eval", "mean", "std")
 
 SAYS = {
     "real": "No image within this distance has another class under the exact network.",
-    "executed": "No image within this distance gets another class from the float32 program on a "
-    "CPU. The rounding of both images is subtracted from the margin.",
+    "executed": "No image within this distance gets another class from the program on a CPU, in "
+    "float32 or float64 as dtype says. The rounding of both images is subtracted from the margin.",
+    "logit_rounding": "Largest error of the logits in float32, as a 2-norm.",
     "distance": "2-norm over the pixels of the network's input. All pixel values lie in [0, 1].",
     "own_pixel_factors": "A change of the data's own pixels grows by at most this factor up to "
     "the network's pixels, before values are rounded to 8 bits.",
@@ -65,6 +67,7 @@ def certificate(
     data: DataConfig,
     sets: Mapping[str, tuple[EvalSet, Sequence[Mapping[str, Any]]]],
     distances: Sequence[float],
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Return the certificate of a model on some sets of images.
 
@@ -75,6 +78,7 @@ def certificate(
         data: The preprocessing.
         sets: For each name, the set, and logits and radii of its images in order.
         distances: The distances for which shares are stated.
+        dtype: Data type of the program.
     """
     settings = asdict(data)
     preprocessing = {key: settings[key] for key in PREPROCESSING}
@@ -117,6 +121,7 @@ def certificate(
             }
             for name, part in flatten_bound(bound)
         ],
+        "dtype": str(dtype).removeprefix("torch."),
         "logit_rounding": bound.output.error * (1.0 + SLACK),
         "sets": listed,
     }

@@ -33,8 +33,8 @@ ARGUMENTS = (
     "weight_init drop_rate proj_drop_rate attn_drop_rate drop_path_rate"
 )
 # The digest of the sentences that say what is claimed, and what the file, a set and a share hold.
-SAYS = "e562708fb4ba56417f3903a15cf8ddfa5b06f0aa6e22647e7c9ff8269cc2f607"
-FILE = "format says weights model preprocessing domain layers logit_rounding sets"
+SAYS = "6085b5a4fa38a6a876e7b2d1c9df505cf9089c6ca2ccfc6e92fe2d1a1476973f"
+FILE = "format says weights model preprocessing domain layers dtype logit_rounding sets"
 SET = {"premises", "premises_sha256", "own_pixel_factors", "real", "executed", "shares"}
 SHARE = {"distance", "real", "executed"}
 ROW, PREMISES = "name class proof log10", "outputs sizes size_of labels logits"
@@ -322,7 +322,7 @@ def digest(content: Any) -> str:
 
 
 def check(claims: dict[str, Any], path: Path) -> str:
-    require(claims["format"] == "lipsformer certificate 1", "the format is unknown")
+    require(claims["format"] == "lipsformer certificate 2", "the format is unknown")
     require(digest(claims["says"]) == SAYS and set(claims) == set(FILE.split()), "other claims")
     files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
     hashes = {hashlib.sha256(file.read_bytes()).hexdigest(): file for file in files}
@@ -352,7 +352,9 @@ def check(claims: dict[str, Any], path: Path) -> str:
         require(stated[name] >= derived, f"{name!r}: {stated[name]} is below {derived}")
     error = whole.error if whole.norm <= MAX_NORM else math.inf
     require(claims["logit_rounding"] >= error, f"the rounding of the logits is {error}")
-    allowance = {"real": UP * 2.0**-28 * error, "executed": UP**2 * (1.0 + 2.0**-28) * error}
+    shares = {"float32": 1.0, "float64": 2.0**-28}  # of the error of float32
+    executed = UP**2 * (shares[claims["dtype"]] + 2.0**-28) * error
+    allowance = {"real": UP * 2.0**-28 * error, "executed": executed}
     rows, last = model.of("head.fc.weight"), model.nodes["head.fc"]
     between = np.array([np.linalg.norm(row - rows, axis=1) for row in rows]) * UP**2
     between *= whole.value / last if last > 0.0 else 0.0  # constants of the differences of logits

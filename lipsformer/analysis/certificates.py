@@ -1,8 +1,9 @@
 """Certificates: how far an input may move without changing its predicted class.
 
 There are two statements. *Real* is about the mathematics: the class of the exact network does not
-change. *Executed* is about the program: the class that the network computes in float32 does not
-change. Both follow from the bound, which is rounded outward, and from logits with a known error.
+change. *Executed* is about the program: the class that the network computes in float32, or in
+float64, does not change. Both follow from the bound, which is rounded outward, and from logits with
+a known error.
 """
 
 import math
@@ -103,13 +104,16 @@ def real_error(bound: Bound) -> float:
     return outward(FLOAT64_SHARE * bound.output.error)
 
 
-def executed_error(bound: Bound) -> float:
+def executed_error(bound: Bound, dtype: torch.dtype = torch.float32) -> float:
     """Return the allowance of the executed statement, for logits that were computed in float64.
 
-    The logits of the other images within the distance are computed in float32. Each such image has
-    logits within `bound.output.error` of the exact ones.
+    The logits of the other images within the distance are computed by the program. In float32 each
+    such image has logits within `bound.output.error` of the exact ones, and in float64 within
+    `real_error`.
 
     Args:
         bound: Bound of the network on a domain whose `error` is known, such as `image_domain`.
+        dtype: Data type of the program, float32 or float64.
     """
-    return outward(bound.output.error + real_error(bound))
+    program = real_error(bound) if dtype == torch.float64 else bound.output.error
+    return outward(program + real_error(bound))
