@@ -153,7 +153,6 @@ def certify(
         pixels = images.to(dtype) / 255.0
         chosen = slice(-len(rows) % attack_every, None, attack_every)
         with torch.no_grad():
-            kept = logits(pixels).argmax(1) == labels
             precise = exact((images.double() / 255.0 - mean) / std)
         # Normalization stretches distances by at most 1 / min(std).
         real, executed = (
@@ -164,7 +163,7 @@ def certify(
         at = (pixels[chosen], labels[chosen])
         attacked += len(at[1])
         for row, distance in zip(counts, distances, strict=True):
-            proved = [kept & (executed > distance), right & (real > distance)]
+            proved = [right & (radius > distance) for radius in (executed, real)]
             _, held = robust_mask(logits, *at, distance, executed[chosen], generator=generator)
             row += torch.stack([mask.sum() for mask in (*proved, held)])
         values = (labels.tolist(), precise.tolist(), real.tolist(), executed.tolist())
