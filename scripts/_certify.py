@@ -1,6 +1,7 @@
 """Certified and attacked accuracy, for `eval.py --certify`."""
 
 import copy
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,13 @@ from data import Normalize
 from data.evalsets import EvalSet
 from lipsformer._configfile import ConfigError, require_writable
 from lipsformer.analysis.bounds import Bound, UnknownModuleError, image_domain, lipschitz_bound
-from lipsformer.analysis.certificates import certified_radius, executed_error, real_error
+from lipsformer.analysis.certificates import (
+    certified_radius,
+    executed_errors,
+    local_bounds,
+    real_errors,
+    watch_norms,
+)
 from lipsformer.analysis.robustness import robust_mask
 from lipsformer.config import DataConfig
 from lipsformer.engine.steps import SizedBatches
@@ -101,7 +108,7 @@ class Certification:
         self.file = weights.parent / FILE
         require_writable("--certify", self.file)
         self.bound = model_bound(accelerator, model, data)
-        self.images: dict[str, tuple[EvalSet, list[dict[str, Any]]]] = {}
+        self.images: dict[str, tuple[EvalSet, list[dict[str, Any]], dict[str, float]]] = {}
 
     def certify(
         self, eval_set: EvalSet, classifier: nn.Module, batches: SizedBatches
@@ -109,7 +116,7 @@ class Certification:
         """Return certified and attacked accuracy of a set."""
         settings = (self.data, self.distances, eval_set.outputs, self.attack_every)
         figures = certify(self.bound, classifier, batches, *settings)
-        self.images[eval_set.name] = eval_set, figures.pop("certificates")
+        self.images[eval_set.name] = eval_set, *figures.pop("certificates")
         return figures
 
     def write(self, description: Mapping[str, Any]) -> None:
@@ -120,7 +127,7 @@ class Certification:
 
 def certify(
     bound: Bound,
-    classifier: nn.Module,
+    classifier: Any,
     batches: SizedBatches,
     data: DataConfig,
     distances: Sequence[float],
@@ -147,30 +154,40 @@ def certify(
     def logits(pixels: Tensor) -> Tensor:
         return classifier(normalize(pixels * 255.0))
 
+    model, watched = (x if outputs is None else x.model for x in (classifier, exact))
+    norms = watch_norms(watched)
+    with torch.no_grad():
+        computed = [(exact((x.double() / 255.0 - mean) / std), y) for x, y in batches]
+    starts = [0, *itertools.accumulate(len(y) for _, y in computed)][:-1]
+    precise, labels = (torch.cat(parts) for parts in zip(*computed, strict=True))
+    # Normalization stretches distances by at most 1 / min(std).
+    stretch = min(data.std) * (1.0 - 2.0**-44)
+    num_logits = precise.shape[1] if bound.last is None else len(bound.last.weight)
+    real = certified_radius(precise, bound, real_errors(bound, num_logits), outputs)
+    largest, levels, bounds = local_bounds(model, bound, norms, real)
+    executed = real.clone()  # which bounds the balls
+    for level, local in bounds.items():
+        here, errors = levels == level, executed_errors(local, num_logits, dtype)
+        radii = certified_radius(precise[here], bound, errors, outputs)
+        executed[here] = torch.minimum(real[here], radii)
+    real, executed = real * stretch, executed * stretch
+    right = precise.argmax(1) == labels
     counts = torch.zeros(len(distances), 3, dtype=torch.long)
-    rows, attacked = [], 0
-    for images, labels in batches:
-        pixels = images.to(dtype) / 255.0
-        chosen = slice(-len(rows) % attack_every, None, attack_every)
-        with torch.no_grad():
-            precise = exact((images.double() / 255.0 - mean) / std)
-        # Normalization stretches distances by at most 1 / min(std).
-        real, executed = (
-            certified_radius(precise, bound, error, outputs) * (min(data.std) * (1.0 - 2.0**-44))
-            for error in (real_error(bound), executed_error(bound, dtype))
-        )
-        right = precise.argmax(1) == labels
-        at = (pixels[chosen], labels[chosen])
-        attacked += len(at[1])
-        for row, distance in zip(counts, distances, strict=True):
-            proved = [right & (radius > distance) for radius in (executed, real)]
-            _, held = robust_mask(logits, *at, distance, executed[chosen], generator=generator)
-            row += torch.stack([mask.sum() for mask in (*proved, held)])
-        values = (labels.tolist(), precise.tolist(), real.tolist(), executed.tolist())
-        rows += [
-            {"label": label, "logits": z, "real": r, "executed": e}
-            for label, z, r, e in zip(*values, strict=True)
-        ]
+    for row, distance in zip(counts, distances, strict=True):
+        row[:2] = torch.stack([(right & (radius > distance)).sum() for radius in (executed, real)])
+    attacked = 0
+    for start, (images, targets) in zip(starts, batches, strict=True):
+        chosen = slice(-start % attack_every, None, attack_every)
+        pixels, radii = images[chosen].to(dtype) / 255.0, executed[start:][: len(images)][chosen]
+        attacked += len(pixels)
+        for row, distance in zip(counts if len(pixels) else (), distances, strict=False):
+            at = (pixels, targets[chosen], distance, radii)
+            row[2] += robust_mask(logits, *at, generator=generator)[1].sum()
+    values = (labels, precise, real, executed, levels)
+    rows = [
+        {"label": label, "logits": z, "real": r, "executed": e, "level": level}
+        for label, z, r, e, level in zip(*(value.tolist() for value in values), strict=True)
+    ]
     shares = (100.0 * counts / torch.tensor([len(rows), len(rows), attacked])).tolist()
     return {
         "pixel_bound_log10": bound.log10 - math.log10(min(data.std)),
@@ -181,5 +198,5 @@ def certify(
             {"eps": distance, "certified": executed, "certified_real": real, "pgd": held}
             for distance, (executed, real, held) in zip(distances, shares, strict=True)
         ],
-        "certificates": rows,
+        "certificates": (rows, largest),
     }
