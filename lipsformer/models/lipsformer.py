@@ -5,7 +5,7 @@ arXiv:2304.09856. ``lipsformer_swin.py`` and ``lipsformer_cswin.py`` add the att
 downsampling of their backbones. Tokens are channels last throughout.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -177,12 +177,12 @@ class LipsFormerBlock(nn.Module):
 class LipsFormerStage(nn.Module):
     """Downsampling, except in the first stage, and then blocks."""
 
-    def __init__(self, downsample: nn.Module, blocks: list[LipsFormerBlock]) -> None:
+    def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Create the stage.
 
         Args:
-            downsample: From [B, H, W, C] to [B, H / 2, W / 2, 2 C]; an identity in the first stage.
-            blocks: Blocks of 2 C channels, or of C in the first stage.
+            downsample: From [B, H, W, C] to [B, H / 2, W / 2, C']; an identity in the first stage.
+            blocks: Blocks of C' channels.
         """
         super().__init__()
         self.downsample = downsample

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from timm.layers import ClassifierHead, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
 from lipsformer.layers import (
@@ -25,6 +24,7 @@ from lipsformer.layers import (
 )
 from lipsformer.models._timm import TimmInterface, model_cfg
 from lipsformer.models.embed import PatchEmbed
+from lipsformer.models.lipsformer import LipsFormerStage
 from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention, checkpoint_filter_fn
 
 __all__ = ["LipsFormerContractive"]
@@ -66,29 +66,6 @@ class ContractiveBlock(nn.Module):
         """Apply the block to ``x`` ([B, H, W, C])."""
         x = self.attn(self.act1(self.fc1(x)))
         return self.act2(self.fc2(x))
-
-
-class ContractiveStage(nn.Module):
-    """Downsampling, except in the first stage, and then blocks."""
-
-    def __init__(self, downsample: nn.Module, blocks: list[ContractiveBlock]) -> None:
-        """Create the stage.
-
-        Args:
-            downsample: From [B, H, W, C] to [B, H / 2, W / 2, C']; an identity in the first stage.
-            blocks: Blocks of C' channels.
-        """
-        super().__init__()
-        self.downsample = downsample
-        self.blocks = nn.Sequential(*blocks)
-        self.grad_checkpointing = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the stage to ``x`` ([B, H, W, C])."""
-        x = self.downsample(x)
-        if self.grad_checkpointing and self.training:
-            return checkpoint_seq(self.blocks, x)
-        return self.blocks(x)
 
 
 class LipsFormerContractive(TimmInterface):
@@ -182,7 +159,7 @@ class LipsFormerContractive(TimmInterface):
             window = window_size[stage]
             attns = [self.make_attn(dim, window, dd) for _ in range(depth)]
             blocks = [ContractiveBlock(dim, attn, **dd) for attn in attns]
-            stages.append(ContractiveStage(downsample, blocks))
+            stages.append(LipsFormerStage(downsample, blocks))
             reduction = patch_size * 2**stage
             info = {"num_chs": dim, "reduction": reduction, "module": f"stages.{stage}"}
             self.feature_info.append(info)

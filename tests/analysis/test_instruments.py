@@ -6,9 +6,15 @@ import torch
 from torch import Tensor, nn
 
 import lipsformer
-from lipsformer.analysis.bounds import Domain, gathered_bound, lipschitz_bound
+from lipsformer.analysis.bounds import (
+    Domain,
+    UnknownModuleError,
+    gathered_bound,
+    lipschitz_bound,
+)
 from lipsformer.analysis.instruments import Monitor, SpectralCap, UpdateLimit
 from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma, operators
+from lipsformer.engine.distributed import make_accelerator
 from lipsformer.layers import DepthwiseConv2d
 from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
 
@@ -331,6 +337,19 @@ def test_sharded_weights_are_measured_and_capped_whole():
                 assert svd_sigma(op.weight.full_tensor()) <= 0.9 + 1e-5
     finally:
         destroy_process_group()
+
+
+def test_the_bound_of_a_run_in_bf16_is_that_of_the_class():
+    """Accelerate replaces `forward`; another replacement is refused as before."""
+    model, domain = small_model().eval(), Domain(size=(8, 8), radius=3.0)
+    expected = lipschitz_bound(model, domain).log10
+    make_accelerator("bf16").prepare(model)
+    prepared = vars(model)["forward"]
+    assert gathered_bound(model, domain).log10 == expected
+    assert vars(model)["forward"] is prepared
+    model.forward = lambda x: 2.0 * prepared(x)
+    with pytest.raises(UnknownModuleError, match="'forward' was replaced"):
+        gathered_bound(model, domain)
 
 
 def test_a_dilated_convolution_is_capped_although_its_stride_is_its_kernel_size():

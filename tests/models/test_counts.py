@@ -1,5 +1,8 @@
 """Parameters and multiply-adds of every model, against the published and the closed forms."""
 
+import re
+from pathlib import Path
+
 import pytest
 import timm
 import torch
@@ -16,6 +19,15 @@ PUBLISHED = {
     "lipsformer_small": (37_486_120, 7.439),
     "lipsformer_base": (83_022_664, 16.226),
 }
+# The forms that nobody has published, at 224 px, and the small ones at 32 px
+OURS = {
+    "lipsformer_vit_tiny": (5_722_024, 1.254),
+    "lipsformer_vit_small": (22_059_880, 4.599),
+    "lipsformer_vit_base": (86_586_088, 17.564),
+    "lipsformer_nano": (2_371_528, 0.033),
+    "lipsformer_swin_nano": (2_367_906, 0.033),
+}
+README = Path(__file__).parents[2] / "README.md"
 
 
 def model_and_images(name, **kwargs):
@@ -23,10 +35,14 @@ def model_and_images(name, **kwargs):
     return model, torch.zeros(1, *model.pretrained_cfg["input_size"])
 
 
-def test_every_model_has_its_figures_here():
-    nanos = {"lipsformer_nano", "lipsformer_swin_nano"}
-    bodies = timm.list_models("lipsformer*", module=["lipsformer_swin", "lipsformer_cswin"])
-    assert set(bodies) == set(PUBLISHED) | nanos
+def test_every_model_has_its_figures_here_and_in_the_readme():
+    modules = ["lipsformer_swin", "lipsformer_cswin", "lipsformer_vit"]
+    figures = PUBLISHED | OURS
+    assert set(timm.list_models("lipsformer*", module=modules)) == set(figures)
+    rows = re.findall(
+        r"^\| `(lipsformer_\w+)`.*\| ([\d,]+) \| ([\d.]+).* \|$", README.read_text(), re.M
+    )
+    assert {name: (int(n.replace(",", "")), float(g)) for name, n, g in rows} == figures
 
 
 @pytest.mark.parametrize("official", [False, True])
@@ -47,6 +63,15 @@ def test_gmacs_of_all_models_are_the_published_ones(name):
     for official in (False, True) if name.endswith("tiny") else (False,):
         costs = part_costs(*model_and_images(name, official_compat=official))
         assert round(sum(part.macs for part in costs) / 1e9, 3) == PUBLISHED[name][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OURS)
+def test_figures_of_our_own_forms(name):
+    model, _ = model_and_images(name)
+    size = 32 if name.endswith("nano") else 224
+    macs = sum(part.macs for part in part_costs(model, torch.zeros(1, 3, size, size)))
+    assert (count_parameters(model), round(macs / 1e9, 3)) == OURS[name]
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,11 @@ from lipsformer.layers import ContractiveResidual, FoldShift, JoinTokens, Scaled
 from lipsformer.layers.contractive import GROUPS
 from lipsformer.models.lipsformer_contractive import (
     ContractiveBlock,
-    ContractiveStage,
     LipsFormerContractive,
 )
 from lipsformer.models.lipsformer_swin import WindowAttention
 
 bound_rule(ContractiveBlock)(children_in_order("fc1", "act1", "attn", "fc2", "act2"))
-bound_rule(ContractiveStage)(children_in_order("downsample", "blocks"))
 bound_rule(LipsFormerContractive)(children_in_order("patch_embed", "stages", "norm", "head"))
 
 

@@ -5,8 +5,10 @@ bounds of its children in the order in which its `forward` calls them. Import ev
 `lipsformer.analysis.bounds`, which loads the rules. The proofs are in docs/lipschitz.md.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -286,11 +288,28 @@ class _BoundOf(nn.Module):
 
 
 def gathered_bound(model: nn.Module, domain: Domain) -> Bound:
-    """Return the proved bound of a model that FSDP2 may have sharded. Every rank must call it.
+    """Return the proved bound of a model in training. Every rank must call it.
+
+    FSDP2 may have sharded the model, and Accelerate may have put autocast around its `forward`.
 
     Args:
         model: The model without the wrappers of DDP or the compiler.
         domain: The inputs.
     """
     weights = {f"model.{name}": full_tensor(weight) for name, weight in model.named_parameters()}
-    return functional_call(_BoundOf(model), weights, (domain,))
+    with _without_autocast(model):
+        return functional_call(_BoundOf(model), weights, (domain,))
+
+
+@contextmanager
+def _without_autocast(model: nn.Module) -> Iterator[None]:
+    """Take away what Accelerate puts around `forward`, and nothing else."""
+    wrapped = vars(model).get("forward")
+    if "_original_forward" not in vars(model) or unwrap(wrapped) is not unwrap(type(model).forward):
+        yield
+        return
+    del model.forward
+    try:
+        yield
+    finally:
+        model.forward = wrapped
