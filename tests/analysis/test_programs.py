@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from data import Normalize
 from lipsformer.analysis.bounds import Domain, image_domain, lipschitz_bound
+from lipsformer.analysis.bounds.contractive import divisor
 from lipsformer.analysis.certificates import (
     FLOAT64_SHARE,
     LEVELS,
@@ -185,3 +186,16 @@ def test_a_ball_grows_with_the_constants_of_the_layers():
     assert local.output.ball == pytest.approx(3.5)
     assert local.parts["1"].input.norm == pytest.approx(2.0 + 3.5, rel=1e-6)
     assert local.output.error < lipschitz_bound(layers, known).output.error
+
+
+def test_the_weight_of_a_residual_is_not_rounded_to_float32(model):
+    """Rounded down, it made bounds of contractive residuals too small by up to 3e-8."""
+    attn = model.stages[0].blocks[0].attn
+    attn.branch.proj.weight.data.mul_(9.0)  # the constant exceeds 1
+    known = Domain(size=(4, 4), channels=16)
+    plain = lipschitz_bound(attn.branch, replace(known, channels=attn.dim)).value
+    for a in torch.linspace(0.1, 0.9, 11):
+        attn.mix.data.fill_(a)
+        weight = attn.mix.double().item()
+        exact = 1.0 - weight + weight * plain / divisor(attn.branch, (4, 4))
+        assert lipschitz_bound(attn, known).value >= exact * (1.0 - 2e-9) > 1.0
