@@ -188,7 +188,7 @@ def certify(
         {"label": label, "logits": z, "real": r, "executed": e, "level": level}
         for label, z, r, e, level in zip(*(value.tolist() for value in values), strict=True)
     ]
-    shares = (100.0 * counts / torch.tensor([len(rows), len(rows), attacked])).tolist()
+    shares = (100.0 * counts.double() / torch.tensor([len(rows), len(rows), attacked])).tolist()
     return {
         "pixel_bound_log10": bound.log10 - math.log10(min(data.std)),
         "logit_rounding": bound.output.error,
