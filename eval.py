@@ -11,8 +11,8 @@ weights without a config.json in its folder needs `--config`.
 `--set` evaluates on ImageNet's sets instead: val real v2 a r sketch c, each also as `name=folder`
 (docs/data.md). `--certify` adds the share of images that keep their class within a 2-norm distance,
 proved and under attack, and writes certificate.json beside the weights (docs/lipschitz.md). The
-share that it calls certified is the executed statement: the float32 program, with all of its
-rounding. Exit code 2 for a mistake.
+share that it calls certified is the executed statement: the program in float32 (`--precision fp32`,
+its default) or float64 (`fp64`), with all of its rounding. Exit code 2 for a mistake.
 """
 
 import argparse
@@ -21,6 +21,8 @@ import os
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from data import DataError
 from data.evalsets import STANDARD, corruption_summary
@@ -32,7 +34,7 @@ from lipsformer.engine.build import timm_config
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
-from scripts._certify import DEFAULT, Certification, parse_distance
+from scripts._certify import CERTIFIED, DEFAULT, Certification, parse_distance
 from scripts._evaluate import data_of, evaluate_set, model_of, sets_of, table
 from scripts._json_output import add_json_option, check_json_target, say, write_json
 
@@ -57,6 +59,13 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.class_map is not None and options.set:
         raise ConfigError("--class-map has no effect with --set, whose classes are ImageNet's")
     distances = [parse_distance(text) for text in options.certify or ()]
+    if distances and options.precision not in (None, *CERTIFIED):
+        raise ConfigError(
+            f"--certify bounds the rounding of {' and '.join(CERTIFIED)}, not of "
+            f"{options.precision}: use one of them as --precision"
+        )
+    if options.attack_every < 1:
+        raise ConfigError(f"--attack-every={options.attack_every} must be >= 1")
     weights = find_weights(options.checkpoint, options.weights)
     overrides = [f"data.{override}" for override in options.data]
     config = (
@@ -69,14 +78,15 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     classes = STANDARD if options.set else sets[0].dataset.classes
     model = model_of(weights, config, classes)
 
-    accelerator = make_accelerator(
-        options.precision or (config.train.precision if config else "fp32")
-    )
+    usual = config.train.precision if config and not distances else CERTIFIED[0]
+    precision = options.precision or usual
+    accelerator = make_accelerator(precision)
     if accelerator.is_main_process:
         say(options.json, weights)
-    model.to(accelerator.device)
+    model.to(accelerator.device, torch.float64 if precision == "fp64" else None)
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
-    proof = Certification(accelerator, model, data, weights.file, distances) if distances else None
+    settings = (data, weights.file, distances, options.attack_every)
+    proof = Certification(accelerator, model, *settings) if distances else None
     figures = {s.name: evaluate_set(accelerator, model, s, data, batch_size, proof) for s in sets}
     if proof is not None:
         proof.write(json.loads(timm_config(model, classes)))
@@ -111,12 +121,19 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="EPS",
         help=f"distances in pixel values of [0, 1]; default {DEFAULT}",
     )
+    parser.add_argument(
+        "--attack-every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --certify, attack the first of every N images; default 1, all images",
+    )
     parser.add_argument("--config", help="YAML of model and data for a bare file of weights")
     parser.add_argument("--batch-size", type=int, help="of a device; default: of the run's config")
     parser.add_argument(
         "--precision",
-        choices=("fp32", "bf16", "fp16"),
-        help="default: that of the run",
+        choices=("fp32", "fp64", "bf16", "fp16"),
+        help="default: that of the run, or fp32 with --certify",
     )
     add_json_option(parser)
     return parser

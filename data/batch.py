@@ -16,11 +16,12 @@ from data.rng import preserve_rng, seed_all
 class Normalize:
     """Compute `(images / 255 - mean) / std` per channel, on the images' device.
 
-    Takes uint8 or floating-point images [B, 3, H, W] with values from 0 to 255 and returns float32.
+    Takes uint8 or floating-point images [B, 3, H, W] with values from 0 to 255.
 
     Args:
         mean: Mean of each channel, for values in [0, 1].
         std: Standard deviation of each channel, for values in [0, 1].
+        dtype: Data type in which it is computed and returned.
 
     Example:
         >>> import torch
@@ -29,14 +30,16 @@ class Normalize:
         tensor([2.])
     """
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]):
-        self.mean = torch.tensor(mean).view(3, 1, 1) * 255
-        self.std = torch.tensor(std).view(3, 1, 1) * 255
+    def __init__(
+        self, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
+    ):
+        self.mean = torch.tensor(mean, dtype=dtype).view(3, 1, 1) * 255
+        self.std = torch.tensor(std, dtype=dtype).view(3, 1, 1) * 255
 
     def __call__(self, images: Tensor) -> Tensor:
         # Both stay on the device: a copy in every step would wait for the device.
         self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
-        return images.float().sub_(self.mean).div_(self.std)
+        return images.to(self.mean.dtype).sub_(self.mean).div_(self.std)
 
 
 class TrainBatchTransform:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from timm.data.transforms import str_to_pil_interp
 
@@ -22,20 +23,23 @@ from lipsformer.analysis.bounds import Bound, flatten_bound
 from lipsformer.config import DataConfig
 
 FILE = "certificate.json"
-FORMAT = "lipsformer certificate 1"
+FORMAT = "lipsformer certificate 2"
 SLACK = 1e-9
 PREPROCESSING = ("source", "img_size", "crop_pct", "interpolation", "exact_eval", "mean", "std")
 
 SAYS = {
     "real": "No image within this distance has another class under the exact network.",
-    "executed": "No image within this distance gets another class from the float32 program on a "
-    "CPU. The rounding of both images is subtracted from the margin.",
+    "executed": "No image within this distance gets another class from the program on a CPU, in "
+    "float32 or float64 as dtype says. The rounding of both images is subtracted from the margin.",
+    "logit_rounding": "Largest error of the logits in float32, as a 2-norm.",
     "distance": "2-norm over the pixels of the network's input. All pixel values lie in [0, 1].",
     "own_pixel_factors": "A change of the data's own pixels grows by at most this factor up to "
     "the network's pixels, before values are rounded to 8 bits.",
-    "premises": "Only this file states logits (computed in float64), labels, the source of the "
-    "data, sizes of its images in pixels and channels, and which logits count. All else follows "
-    "from the weights.",
+    "norms": "In float64, the input of a module is for an image at most levels/16 of these long. "
+    "The name of the model itself is empty.",
+    "premises": "Only this file states logits, norms and levels (computed in float64), labels, the "
+    "source of the data, sizes of its images in pixels and channels, and which logits count. All "
+    "else follows from the weights.",
 }
 
 # The theorem of docs/lipschitz.md behind the constant of a class. Others are chains (theorem 24).
@@ -63,8 +67,9 @@ def certificate(
     weights: Path,
     model: Mapping[str, Any],
     data: DataConfig,
-    sets: Mapping[str, tuple[EvalSet, Sequence[Mapping[str, Any]]]],
+    sets: Mapping[str, tuple[EvalSet, Sequence[Mapping[str, Any]], Mapping[str, float]]],
     distances: Sequence[float],
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Return the certificate of a model on some sets of images.
 
@@ -73,14 +78,15 @@ def certificate(
         weights: The file of weights.
         model: timm's description of the model, with `architecture` and `model_args`.
         data: The preprocessing.
-        sets: For each name, the set, and logits and radii of its images in order.
+        sets: For each name, the set, logits and radii of its images in order, and norms of maps.
         distances: The distances for which shares are stated.
+        dtype: Data type of the program.
     """
     settings = asdict(data)
     preprocessing = {key: settings[key] for key in PREPROCESSING}
     scale = 1.0 - 3.0 * SLACK  # SLACK in the decimal logarithm is 2.3 times as much in the value
     listed = {}
-    for name, (eval_set, rows) in sets.items():
+    for name, (eval_set, rows, norms) in sets.items():
         own = own_sizes(eval_set.dataset, data)
         sizes = sorted(set(own))
         premises = {
@@ -89,6 +95,8 @@ def certificate(
             "size_of": [sizes.index(size) for size in own],
             "labels": [row["label"] for row in rows],
             "logits": [row["logits"] for row in rows],
+            "norms": dict(norms),
+            "levels": [row["level"] for row in rows],
         }
         radii = {key: [row[key] * scale for row in rows] for key in ("real", "executed")}
         listed[name] = {
@@ -117,6 +125,7 @@ def certificate(
             }
             for name, part in flatten_bound(bound)
         ],
+        "dtype": str(dtype).removeprefix("torch."),
         "logit_rounding": bound.output.error * (1.0 + SLACK),
         "sets": listed,
     }

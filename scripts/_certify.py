@@ -1,6 +1,7 @@
 """Certified and attacked accuracy, for `eval.py --certify`."""
 
 import copy
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,20 @@ from data import Normalize
 from data.evalsets import EvalSet
 from lipsformer._configfile import ConfigError, require_writable
 from lipsformer.analysis.bounds import Bound, UnknownModuleError, image_domain, lipschitz_bound
-from lipsformer.analysis.certificates import certified_radius, executed_error, real_error
+from lipsformer.analysis.certificates import (
+    certified_radius,
+    executed_errors,
+    local_bounds,
+    real_errors,
+    watch_norms,
+)
 from lipsformer.analysis.robustness import robust_mask
 from lipsformer.config import DataConfig
 from lipsformer.engine.steps import SizedBatches
 from scripts._certificate import FILE, certificate
 
 DEFAULT = "36/255"
+CERTIFIED = ("fp32", "fp64")  # the precisions whose rounding is bounded
 
 
 def parse_distance(text: str) -> float:
@@ -44,11 +52,11 @@ def model_bound(accelerator: Accelerator, model: nn.Module, data: DataConfig) ->
     """Return the proved bound of the logits, for normalized images of pixel values in [0, 1].
 
     Raises:
-        ConfigError: If the model has no proved bound, or float32 may not be what it is on a CPU.
+        ConfigError: If the model has no proved bound, or products may round more than float32's.
     """
     if accelerator.device.type != "cpu" or accelerator.num_processes > 1:
         raise ConfigError(
-            "--certify covers the rounding of float32 on a CPU: run one process with "
+            "--certify covers the rounding of programs on a CPU: run one process with "
             "ACCELERATE_USE_CPU=true"
         )
     backends: Any = torch.backends
@@ -76,10 +84,11 @@ class Certification:
 
     Args:
         accelerator: Accelerate's, for the device.
-        model: The model on this device, in float32.
+        model: The model on this device, in the data type of the program: float32 or float64.
         data: The preprocessing.
         weights: The file of weights; the certificate lies beside it.
         distances: 2-norms of the change of an image, for pixel values in [0, 1].
+        attack_every: The first of so many images is attacked.
 
     Raises:
         ConfigError: If the certificate cannot be written, or the model has no proved bound here.
@@ -92,84 +101,102 @@ class Certification:
         data: DataConfig,
         weights: Path,
         distances: Sequence[float],
+        attack_every: int = 1,
     ) -> None:
         self.data, self.weights, self.distances = data, weights, distances
+        self.attack_every, self.dtype = attack_every, next(model.parameters()).dtype
         self.file = weights.parent / FILE
         require_writable("--certify", self.file)
         self.bound = model_bound(accelerator, model, data)
-        self.images: dict[str, tuple[EvalSet, list[dict[str, Any]]]] = {}
+        self.images: dict[str, tuple[EvalSet, list[dict[str, Any]], dict[str, float]]] = {}
 
     def certify(
         self, eval_set: EvalSet, classifier: nn.Module, batches: SizedBatches
     ) -> dict[str, Any]:
         """Return certified and attacked accuracy of a set."""
-        settings = (self.data, self.distances, eval_set.outputs)
+        settings = (self.data, self.distances, eval_set.outputs, self.attack_every)
         figures = certify(self.bound, classifier, batches, *settings)
-        self.images[eval_set.name] = eval_set, figures.pop("certificates")
+        self.images[eval_set.name] = eval_set, *figures.pop("certificates")
         return figures
 
     def write(self, description: Mapping[str, Any]) -> None:
         """Write the certificate of all sets so far; `description` is timm's, of the model."""
-        parts = (self.weights, description, self.data, self.images, self.distances)
+        parts = (self.weights, description, self.data, self.images, self.distances, self.dtype)
         self.file.write_text(json.dumps(certificate(self.bound, *parts), indent=1) + "\n")
 
 
 def certify(
     bound: Bound,
-    classifier: nn.Module,
+    classifier: Any,
     batches: SizedBatches,
     data: DataConfig,
     distances: Sequence[float],
     outputs: Sequence[int] | None,
+    attack_every: int = 1,
 ) -> dict[str, Any]:
     """Return certified and attacked accuracy in percent, and logits and radii of every image.
 
-    The images are certified with logits in float64. The attack runs the program in float32.
+    The images are certified with logits in float64. The attack runs the program itself.
 
     Args:
         bound: The proved bound of the logits.
-        classifier: The model, or some of its logits, in float32.
+        classifier: The program: the model, or some of its logits, in float32 or float64.
         batches: The images.
         data: The preprocessing.
         distances: 2-norms of the change of an image, for pixel values in [0, 1].
         outputs: Which of the model's logits count; None for all.
+        attack_every: The first of so many images is attacked.
     """
-    normalize, generator = Normalize(data.mean, data.std), torch.Generator().manual_seed(0)
-    exact = copy.deepcopy(classifier).double()
+    dtype, generator = next(classifier.parameters()).dtype, torch.Generator().manual_seed(0)
+    normalize, exact = Normalize(data.mean, data.std, dtype), copy.deepcopy(classifier).double()
     mean, std = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in (data.mean, data.std))
 
     def logits(pixels: Tensor) -> Tensor:
         return classifier(normalize(pixels * 255.0))
 
+    model, watched = (x if outputs is None else x.model for x in (classifier, exact))
+    norms = watch_norms(watched)
+    with torch.no_grad():
+        computed = [(exact((x.double() / 255.0 - mean) / std), y) for x, y in batches]
+    starts = [0, *itertools.accumulate(len(y) for _, y in computed)][:-1]
+    precise, labels = (torch.cat(parts) for parts in zip(*computed, strict=True))
+    # Normalization stretches distances by at most 1 / min(std).
+    stretch = min(data.std) * (1.0 - 2.0**-44)
+    num_logits = precise.shape[1] if bound.last is None else len(bound.last.weight)
+    real = certified_radius(precise, bound, real_errors(bound, num_logits), outputs)
+    largest, levels, bounds = local_bounds(model, bound, norms, real)
+    executed = real.clone()  # which bounds the balls
+    for level, local in bounds.items():
+        here, errors = levels == level, executed_errors(local, num_logits, dtype)
+        radii = certified_radius(precise[here], bound, errors, outputs)
+        executed[here] = torch.minimum(real[here], radii)
+    real, executed = real * stretch, executed * stretch
+    right = precise.argmax(1) == labels
     counts = torch.zeros(len(distances), 3, dtype=torch.long)
-    rows = []
-    for images, labels in batches:
-        pixels = images / 255.0
-        with torch.no_grad():
-            precise = exact((images.double() / 255.0 - mean) / std)
-        # Normalization stretches distances by at most 1 / min(std).
-        real, executed = (
-            certified_radius(precise, bound, error, outputs) * (min(data.std) * (1.0 - 2.0**-44))
-            for error in (real_error(bound), executed_error(bound))
-        )
-        right = precise.argmax(1) == labels
-        for row, distance in zip(counts, distances, strict=True):
-            held, attacked = robust_mask(
-                logits, pixels, labels, distance, executed, generator=generator
-            )
-            row += torch.stack([held.sum(), (right & (real > distance)).sum(), attacked.sum()])
-        values = (labels.tolist(), precise.tolist(), real.tolist(), executed.tolist())
-        rows += [
-            {"label": label, "logits": z, "real": r, "executed": e}
-            for label, z, r, e in zip(*values, strict=True)
-        ]
-    shares = (100.0 * counts.double() / len(rows)).tolist()
+    for row, distance in zip(counts, distances, strict=True):
+        row[:2] = torch.stack([(right & (radius > distance)).sum() for radius in (executed, real)])
+    attacked = 0
+    for start, (images, targets) in zip(starts, batches, strict=True):
+        chosen = slice(-start % attack_every, None, attack_every)
+        pixels, radii = images[chosen].to(dtype) / 255.0, executed[start:][: len(images)][chosen]
+        attacked += len(pixels)
+        for row, distance in zip(counts if len(pixels) else (), distances, strict=False):
+            at = (pixels, targets[chosen], distance, radii)
+            row[2] += robust_mask(logits, *at, generator=generator)[1].sum()
+    values = (labels, precise, real, executed, levels)
+    rows = [
+        {"label": label, "logits": z, "real": r, "executed": e, "level": level}
+        for label, z, r, e, level in zip(*(value.tolist() for value in values), strict=True)
+    ]
+    shares = (100.0 * counts.double() / torch.tensor([len(rows), len(rows), attacked])).tolist()
     return {
         "pixel_bound_log10": bound.log10 - math.log10(min(data.std)),
         "logit_rounding": bound.output.error,
+        "dtype": str(dtype).removeprefix("torch."),
+        "attacked": attacked,
         "robustness": [
-            {"eps": distance, "certified": executed, "certified_real": real, "pgd": attacked}
-            for distance, (executed, real, attacked) in zip(distances, shares, strict=True)
+            {"eps": distance, "certified": executed, "certified_real": real, "pgd": held}
+            for distance, (executed, real, held) in zip(distances, shares, strict=True)
         ],
-        "certificates": rows,
+        "certificates": (rows, largest),
     }

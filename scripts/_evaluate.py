@@ -89,7 +89,7 @@ def evaluate_set(
         accelerator,
         classifier,
         batches,
-        normalize=Normalize(data.mean, data.std),
+        normalize=Normalize(data.mean, data.std, next(model.parameters()).dtype),
         num_images=len(eval_set.dataset),
     )
     assert figures is not None
@@ -123,8 +123,9 @@ def table(records: Sequence[dict[str, Any]]) -> str:
         for at in r.get("robustness", ()):
             lines.append(
                 f"{r['set']:{width}} within {at['eps']:.4f} (2-norm): certified "
-                f"{at['certified']:.3f} % (executed: the float32 program, rounding included), "
+                f"{at['certified']:.3f} % (executed: the {r['dtype']} program, rounding included), "
                 f"{at['certified_real']:.3f} % (real: the exact network), under PGD "
-                f"{at['pgd']:.3f} %, log10 bound {r['pixel_bound_log10']:.3f}"
+                f"{at['pgd']:.3f} % of {r['attacked']} images, log10 bound "
+                f"{r['pixel_bound_log10']:.3f}"
             )
     return "\n".join(lines)

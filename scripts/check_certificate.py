@@ -33,11 +33,11 @@ ARGUMENTS = (
     "weight_init drop_rate proj_drop_rate attn_drop_rate drop_path_rate"
 )
 # The digest of the sentences that say what is claimed, and what the file, a set and a share hold.
-SAYS = "e562708fb4ba56417f3903a15cf8ddfa5b06f0aa6e22647e7c9ff8269cc2f607"
-FILE = "format says weights model preprocessing domain layers logit_rounding sets"
+SAYS = "646e9b0b23271d996a4d15253e04975138343a81f851c58a1d994a969d0a6aa5"
+FILE = "format says weights model preprocessing domain layers dtype logit_rounding sets"
 SET = {"premises", "premises_sha256", "own_pixel_factors", "real", "executed", "shares"}
 SHARE = {"distance", "real", "executed"}
-ROW, PREMISES = "name class proof log10", "outputs sizes size_of labels logits"
+ROW, PREMISES = "name class proof log10", "outputs sizes size_of labels logits norms levels"
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -51,29 +51,34 @@ def require(holds: Any, otherwise: str) -> None:
 
 
 class Map(NamedTuple):
+    """Maps of tokens; norm, error and ball may be arrays, with one case in each entry."""
+
     size: tuple[int, ...]
-    norm: float  # of maps of tokens
-    error: float  # of float32
+    norm: Any
+    error: Any  # of float32
     value: float = 1.0  # constant of the layer that makes them
+    ball: Any = math.inf  # distance from the map of one image
 
     @property
-    def rms(self) -> float:
+    def rms(self) -> Any:
         total = self.norm + self.error
-        return UP * total / math.sqrt(math.prod(self.size)) if total <= MAX_NORM else math.inf
+        known = UP * total / math.sqrt(math.prod(self.size))
+        return np.where(total <= MAX_NORM, known, math.inf)
 
 
 def gamma(steps: int) -> float:
     return UP * (steps * U32 / (1.0 - steps * U32))
 
 
-def carried(value: float, error: float, added: float, tokens: int) -> float:
+def carried(value: float, error: Any, added: Any, tokens: int) -> Any:
     total = value * error + math.sqrt(tokens) * added
-    return UP * total + TINY if total < math.inf else math.inf
+    return np.where(total < math.inf, UP * total + TINY, math.inf)
 
 
-def layer(value: float, x: Map, shift: float, rounding: float) -> Map:
-    known = ((x.norm, shift), (x.error, rounding))
-    return Map(x.size, *(carried(value, *pair, math.prod(x.size)) for pair in known), UP * value)
+def layer(value: float, x: Map, shift: float, rounding: Any) -> Map:
+    known = ((x.norm, shift), (x.error, rounding), (x.ball, 0.0))
+    norm, error, ball = (carried(value, *pair, math.prod(x.size)) for pair in known)
+    return Map(x.size, norm, error, UP * value, ball)
 
 
 def eigenvalue(gram: np.ndarray, terms: int) -> float:
@@ -95,7 +100,7 @@ def sigma(matrix: np.ndarray) -> float:
     return UP * scale * math.sqrt(eigenvalue(rows @ rows.T, rows.shape[1]))
 
 
-def product_rounding(matrix: np.ndarray, value: float, bias: float, length: float) -> float:
+def product_rounding(matrix: np.ndarray, value: float, bias: float, length: Any) -> Any:
     m, v, more = np.abs(matrix), np.ones(len(matrix)), 1.0 + 4.0 * U * (sum(matrix.shape) + 8)
     for _ in range(3):
         v = m @ (m.T @ v)
@@ -126,6 +131,7 @@ class Model:
     def __init__(self, weights: dict[str, np.ndarray], config: dict[str, Any]):
         args, name = config["model_args"], config["architecture"]
         self.weights, self.args, self.nodes, self.used, self.noting = weights, args, {}, set(), True
+        self.centers: dict[str, np.ndarray] = {}  # norms of the inputs of layers at the images
         self.paths = {name[: end.start()] for name in weights for end in re.finditer(r"\.", name)}
         usual = {"attn": "cosine", "global_pool": "avg", "official_compat": False}
         covered = name.startswith(self.prefix) and set(args) <= set(self.arguments.split())
@@ -164,7 +170,12 @@ class Model:
         self.nodes[""] = whole.value
         return whole
 
+    def around(self, path: str, x: Map) -> Map:
+        norm = UP * (self.centers.get(path, math.inf) + x.ball + 2.0**-28 * x.error)
+        return x._replace(norm=np.minimum(x.norm, norm))
+
     def apply(self, rule: Any, path: str, x: Map, scale: Any) -> Map:
+        x = self.around(path, x)
         if callable(rule):
             return rule(path, x, scale)
         value, last = 1.0, [name for name, _ in rule if name][-1]
@@ -200,6 +211,14 @@ class Model:
     def linear(self, path: str, x: Map, scale: Any) -> Map:
         matrix, bias = (scale * self.of(f"{path}.weight").T).T, self.bias(path, scale)
         value = sigma(matrix)
+        if path == "head.fc":  # the error of its input, and the rounding of each logit
+            shifts = np.abs(self.weights.get(f"{path}.bias", np.zeros(len(matrix))))
+            rows = np.linalg.norm(matrix, axis=1) * np.reshape(x.rms, (-1, 1)) + shifts
+            steps = gamma(matrix.shape[1] + 1)
+            self.last = (
+                np.reshape(x.error, (-1, 1, 1)),
+                UP**2 * (gamma(4) + steps + steps**2) * rows,
+            )
         return layer(value, x, bias, product_rounding(matrix, value, bias, x.rms))
 
     def patches(self, path: str, x: Map, _: Any) -> Map:
@@ -238,7 +257,8 @@ class Model:
         self.noting = True
         rounding = gamma(3) * (x.rms + part.rms)
         error = carried(1.0, x.error, rounding, math.prod(x.size)) + part.error
-        return Map(x.size, UP * (x.norm + part.norm), UP * error, UP * (1.0 + part.value))
+        value = UP * (1.0 + part.value)
+        return Map(x.size, UP * (x.norm + part.norm), UP * error, value, UP * value * x.ball)
 
     def windows(self, path: str, x: Map, scale: Any) -> Map:
         table = self.of(f"{path}.relative_position_bias_table")
@@ -271,7 +291,8 @@ class Model:
                 gram += (total * factor / size if size > 0.0 else 0.0) * (matrix.T @ matrix)
         constant, longest = UP * math.sqrt(eigenvalue(gram, len(qkv))), math.sqrt(nu**2 * heads)
         slope = float((spread * tau * steep * np.maximum(key_factor, 1.0) + value_factor).max())
-        length = x.rms if self.linear(f"{path}.qkv", x, 1.0).rms < math.inf else math.inf
+        overflow = self.linear(f"{path}.qkv", x, 1.0).rms == math.inf
+        length = np.where(overflow, math.inf, x.rms)
         projected = product_rounding(qkv, sigma(qkv), self.bias(f"{path}.qkv"), length)
         dim, steepest, most = query.shape[1], float(tau.max()), float(np.abs(bias).max())
         score = steepest * (gamma(3 * dim + 24) + EXP_ERROR) + gamma(2) * (steepest + most)
@@ -321,8 +342,19 @@ def digest(content: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def differences(
+    model: Any, x: Map, apart: np.ndarray, centers: dict[str, Any], chosen: list[int]
+) -> np.ndarray:
+    """Return the errors of the differences of chosen logits in float32, for every case of x."""
+    model.centers = centers
+    model.bound(x)
+    carried, rows = model.last
+    errors = apart * carried + rows[:, :, None] + rows[:, None, :]
+    return UP * errors[:, chosen][:, :, chosen]
+
+
 def check(claims: dict[str, Any], path: Path) -> str:
-    require(claims["format"] == "lipsformer certificate 1", "the format is unknown")
+    require(claims["format"] == "lipsformer certificate 2", "the format is unknown")
     require(digest(claims["says"]) == SAYS and set(claims) == set(FILE.split()), "other claims")
     files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
     hashes = {hashlib.sha256(file.read_bytes()).hexdigest(): file for file in files}
@@ -352,10 +384,10 @@ def check(claims: dict[str, Any], path: Path) -> str:
         require(stated[name] >= derived, f"{name!r}: {stated[name]} is below {derived}")
     error = whole.error if whole.norm <= MAX_NORM else math.inf
     require(claims["logit_rounding"] >= error, f"the rounding of the logits is {error}")
-    allowance = {"real": UP * 2.0**-28 * error, "executed": UP**2 * (1.0 + 2.0**-28) * error}
     rows, last = model.of("head.fc.weight"), model.nodes["head.fc"]
-    between = np.array([np.linalg.norm(row - rows, axis=1) for row in rows]) * UP**2
-    between *= whole.value / last if last > 0.0 else 0.0  # constants of the differences of logits
+    apart = np.array([np.linalg.norm(row - rows, axis=1) for row in rows]) * UP**2
+    between = apart * (whole.value / last if last > 0.0 else 0.0)  # of the differences of logits
+    shares = {"float32": 1.0, "float64": 2.0**-28}  # of the error of float32
     for name, content in claims["sets"].items():
         only = set(content) == SET and all(set(share) == SHARE for share in content["shares"])
         given, every = content["premises"], range(len(rows))
@@ -367,8 +399,16 @@ def check(claims: dict[str, Any], path: Path) -> str:
         require(np.isfinite(logits).all(), f"{name}: the logits are not finite")
         require(len(set(chosen)) == logits.shape[1], f"{name}: not one logit for every output")
         best, every = logits.argmax(1), np.arange(len(logits))
-        for key, error in allowance.items():
-            margins = logits[every, best][:, None] - logits - UP * math.sqrt(2.0) * error
+        levels, level = np.unique(np.array(given["levels"], dtype=int), return_inverse=True)
+        parts, balls = UP * levels / 16.0, np.zeros(len(levels))
+        np.maximum.at(balls, level, np.array(content["executed"]) * UP / min(data["std"]))
+        allowance = {"real": 2.0**-28 * differences(model, x, apart, {}, chosen)[0, best]}
+        around = x._replace(ball=balls)
+        centers = {path: norm * parts for path, norm in given["norms"].items()}
+        errors = differences(model, around, apart, centers, chosen)[level, best]
+        allowance["executed"] = (shares[claims["dtype"]] + 2.0**-28) * errors
+        for key, errors in allowance.items():
+            margins = logits[every, best][:, None] - logits - UP**2 * errors
             radii = margins.clip(0.0) / between[np.ix_(chosen, chosen)][best].clip(1e-300)
             radii[every, best] = np.inf
             claimed = np.array(content[key], dtype=float)

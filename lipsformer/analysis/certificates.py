@@ -1,22 +1,29 @@
 """Certificates: how far an input may move without changing its predicted class.
 
 There are two statements. *Real* is about the mathematics: the class of the exact network does not
-change. *Executed* is about the program: the class that the network computes in float32 does not
-change. Both follow from the bound, which is rounded outward, and from logits with a known error.
+change. *Executed* is about the program: the class that the network computes in float32, or in
+float64, does not change. Both follow from the bound, which is rounded outward, and from logits with
+a known error.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lipsformer.analysis.bounds import Bound
-from lipsformer.analysis.bounds.rounding import OUTWARD, norm_bound, outward, power_of_ten
+from lipsformer.analysis.bounds import Bound, lipschitz_bound
+from lipsformer.analysis.bounds.rounding import (
+    FLOAT64_SHARE,
+    OUTWARD,
+    norm_bound,
+    outward,
+    power_of_ten,
+)
+from lipsformer.layers import ContractiveResidual, Linear
 
-# The unit roundoff of float64 is 2^-29 times that of float32, and its functions are at least as
-# exact in units of the last place.
-FLOAT64_SHARE = 2.0**-28
+LEVELS = 16  # of the norms of an image, for which the error of float32 is bounded once
 
 
 def difference_bounds(bound: Bound, num_logits: int) -> Tensor:
@@ -39,26 +46,51 @@ def difference_bounds(bound: Bound, num_logits: int) -> Tensor:
     if bound.last is None:
         largest = outward(math.sqrt(2.0) * bound.value)
         return torch.full((num_logits, num_logits), largest, dtype=torch.float64)
-    log10, weight = bound.last
+    log10, weight = bound.last[:2]
     if len(weight) != num_logits:
         raise ValueError(f"the bound is of {len(weight)} logits, and the inputs have {num_logits}")
     if log10 == -math.inf:  # all logits are constant
         return torch.zeros(num_logits, num_logits, dtype=torch.float64)
     before = power_of_ten(bound.log10 - log10 + 2.0**-50 * (abs(bound.log10) + abs(log10)))
+    return row_distances(weight) * before * OUTWARD
+
+
+def row_distances(weight: Tensor) -> Tensor:
+    """Return the distances of the rows of a matrix, rounded up, [K, K]."""
     rows = weight.detach().double().cpu()
-    distances = torch.stack([norm_bound(row - rows, dim=1) for row in rows])
-    return distances * before * OUTWARD
+    return torch.stack([norm_bound(row - rows, dim=1) for row in rows])
+
+
+def difference_errors(bound: Bound, num_logits: int) -> Tensor:
+    r"""Bound the errors of the differences of two logits in float32.
+
+    If the input of the last linear layer has the error e and its sums add errors :math:`\rho_i`,
+    then :math:`z_i - z_j` has the error :math:`|w_i - w_j| e + \rho_i + \rho_j`. In any other
+    network with the error E it has :math:`\sqrt 2 E`.
+
+    Args:
+        bound: Bound of the map from inputs to logits.
+        num_logits: K.
+
+    Returns:
+        [K, K], float64.
+    """
+    if bound.last is None:
+        largest = outward(math.sqrt(2.0) * bound.output.error)
+        return torch.full((num_logits, num_logits), largest, dtype=torch.float64)
+    added = bound.last.rounding.cpu()
+    return (row_distances(bound.last.weight) * bound.last.error + added[:, None] + added) * OUTWARD
 
 
 def certified_radius(
     logits: Tensor,
     bound: Bound,
-    logit_error: float = 0.0,
+    errors: Tensor | None = None,
     outputs: Sequence[int] | None = None,
 ) -> Tensor:
     r"""Return a distance, in the 2-norm, within which the predicted class cannot change.
 
-    .. math:: \min_j (z_i - z_j - \sqrt 2 e) / L_{ij}, \text{ rounded down}
+    .. math:: \min_j (z_i - z_j - e_{ij}) / L_{ij}, \text{ rounded down}
 
     Here i is the predicted class, and :math:`L_{ij}` are the constants of `difference_bounds`. The
     certificate holds for inputs within the domain of the bound.
@@ -66,8 +98,8 @@ def certified_radius(
     Args:
         logits: [B, classes].
         bound: Bound of the map from inputs to logits.
-        logit_error: Allowance e for the rounding of logits, as a 2-norm: `real_error` or
-            `executed_error`. 0 takes the logits as exact.
+        errors: Allowances for the rounding of differences of logits, [logits, logits]:
+            `real_errors` or `executed_errors`. None takes the logits as exact.
         outputs: Which of the network's logits the classes are; None for all.
 
     Returns:
@@ -81,12 +113,13 @@ def certified_radius(
         tensor([1.4142], dtype=torch.float64)
     """
     logits = logits.detach().double().cpu()
-    total = logits.shape[1] if outputs is None or bound.last is None else len(bound.last[1])
+    total = logits.shape[1] if outputs is None or bound.last is None else len(bound.last.weight)
     constants = difference_bounds(bound, total)
+    errors = torch.zeros_like(constants) if errors is None else errors
     if outputs is not None and bound.last is not None:
-        constants = constants[list(outputs)][:, list(outputs)]
+        constants, errors = (x[list(outputs)][:, list(outputs)] for x in (constants, errors))
     best = logits.argmax(1, keepdim=True)
-    margins = logits.gather(1, best) - logits - outward(math.sqrt(2.0) * logit_error)
+    margins = logits.gather(1, best) - logits - errors[best.squeeze(1)] * OUTWARD
     # A distance that no other class can reach is infinite: 0 / 0 is a tie of two constant logits.
     radii = (margins.clamp_min(0.0) / constants[best.squeeze(1)] / OUTWARD).nan_to_num(
         0.0, math.inf
@@ -94,22 +127,78 @@ def certified_radius(
     return radii.scatter(1, best, math.inf).amin(1)
 
 
-def real_error(bound: Bound) -> float:
-    """Return the allowance of the real statement, for logits that were computed in float64.
+def real_errors(bound: Bound, num_logits: int) -> Tensor:
+    """Return the allowances of the real statement, for logits that were computed in float64.
 
     Args:
         bound: Bound of the network on a domain whose `error` is known, such as `image_domain`.
+        num_logits: K, of the network.
+
+    Returns:
+        The allowances of differences of logits, [K, K].
     """
-    return outward(FLOAT64_SHARE * bound.output.error)
+    return difference_errors(bound, num_logits) * (FLOAT64_SHARE * OUTWARD)
 
 
-def executed_error(bound: Bound) -> float:
-    """Return the allowance of the executed statement, for logits that were computed in float64.
+def executed_errors(bound: Bound, num_logits: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the allowances of the executed statement, for logits that were computed in float64.
 
-    The logits of the other images within the distance are computed in float32. Each such image has
-    logits within `bound.output.error` of the exact ones.
+    The logits of the other images within the distance are computed by the program.
 
     Args:
-        bound: Bound of the network on a domain whose `error` is known, such as `image_domain`.
+        bound: As for `real_errors`; around some images it may be the one of `local_bounds`.
+        num_logits: K, of the network.
+        dtype: Data type of the program, float32 or float64.
+
+    Returns:
+        The allowances of differences of logits, [K, K].
     """
-    return outward(bound.output.error + real_error(bound))
+    program = FLOAT64_SHARE if dtype == torch.float64 else 1.0
+    return difference_errors(bound, num_logits) * ((program + FLOAT64_SHARE) * OUTWARD)
+
+
+def watch_norms(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Let a model collect the norms of the inputs of its layers, except for those in branches.
+
+    Args:
+        model: A copy of the model in float64.
+
+    Returns:
+        For each name of a module, the norms of every call, [B].
+    """
+    found: dict[str, list[Tensor]] = {}
+    for name, module in model.named_modules():
+        layer = isinstance(module, (nn.Linear, Linear, nn.Conv2d, ContractiveResidual))
+        if name == "" or (layer and "branch" not in name.split(".")):
+            norms = found.setdefault(name, [])
+            module.register_forward_pre_hook(
+                lambda _, inputs, norms=norms: norms.append(norm_bound(inputs[0].flatten(1), 1))
+            )
+    return found
+
+
+def local_bounds(
+    model: nn.Module, bound: Bound, norms: Mapping[str, Sequence[Tensor]], radii: Tensor
+) -> tuple[dict[str, float], Tensor, dict[int, Bound]]:
+    """Bound the network in balls around images, where its maps are shorter (theorem 33).
+
+    Args:
+        model: The network.
+        bound: Its bound on the domain of all images.
+        norms: What `watch_norms` collected for the images.
+        radii: Radii of the balls, in the units of the network's inputs, [B].
+
+    Returns:
+        For each name of a module the largest norm of its input; for each image the level k, so that
+        no norm exceeds k / `LEVELS` of these, [B]; and the bound around all images of a level.
+    """
+    modules, joined = dict(model.named_modules()), {k: torch.cat(list(v)) for k, v in norms.items()}
+    largest = {name: values.max().item() for name, values in joined.items()}
+    shares = [values / max(largest[name], 1e-300) for name, values in joined.items()]
+    levels = (torch.stack(shares).amax(0) * LEVELS).ceil().clamp(1, LEVELS).long()
+    bounds = {}
+    for level in levels.unique().tolist():
+        share, ball = outward(level / LEVELS), radii[levels == level].max().item()
+        centers = {modules[name]: norm * share for name, norm in largest.items()}
+        bounds[level] = lipschitz_bound(model, replace(bound.input, ball=ball, centers=centers))
+    return largest, levels, bounds

@@ -107,6 +107,11 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
     Without a GPU, the CPU is requested explicitly. Otherwise Accelerate 1.15 does not connect the
     processes of torchrun, and each of them has a world size of one.
 
+    Args:
+        precision: "fp32", "bf16" or "fp16" of `train.precision`, or "fp64", for which the caller
+            casts the model.
+        **options: Further arguments of `Accelerator`.
+
     Raises:
         ConfigError: If the device does not support the precision.
     """
@@ -119,7 +124,7 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
             )
         accelerator = Accelerator(
             cpu=not torch.accelerator.is_available(),
-            mixed_precision="no" if precision == "fp32" else precision,
+            mixed_precision="no" if precision in ("fp32", "fp64") else precision,
             # Gradients are views of DDP's buckets, which saves a copy of each. Buffers are not sent
             # before every forward pass: `TrainState.agree_on_buffers` sends them when they matter.
             kwargs_handlers=[

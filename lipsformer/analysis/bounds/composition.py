@@ -1,12 +1,14 @@
 """Domains, bounds, how bounds compose, and how the errors of float32 are carried along."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipsformer.analysis.bounds.rounding import (
+    FLOAT64_SHARE,
     MAX_NORM32,
     TINY32,
     gamma,
@@ -32,6 +34,9 @@ class Domain:
         channels: Number of channels of a token; None if it is not known.
         channels_first: Whether the channels come before the map, as in images; None if it is not
             known.
+        ball: Largest distance from the map of one image, the center, as a 2-norm over the map; inf
+            if there is no such image.
+        centers: Norms of the inputs of some modules at the center, computed in float64.
 
     Example:
         >>> from lipsformer.analysis.bounds import Domain
@@ -45,6 +50,8 @@ class Domain:
     error: float = math.inf
     channels: int | None = None
     channels_first: bool | None = None
+    ball: float = math.inf
+    centers: Mapping[nn.Module, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if any(side < 1 for side in self.size):
@@ -53,6 +60,13 @@ class Domain:
             object.__setattr__(self, "radius", math.inf)
         if not self.norm <= MAX_NORM32:  # float32 might overflow
             object.__setattr__(self, "error", math.inf)
+
+    def around(self, module: nn.Module) -> "Domain":
+        """Return the inputs of a module with the norm that holds around the center (theorem 33)."""
+        if module not in self.centers:
+            return self
+        norm = outward(self.centers[module] + self.ball + FLOAT64_SHARE * self.error)
+        return replace(self, norm=min(self.norm, norm))
 
     @property
     def tokens(self) -> int:
@@ -70,6 +84,28 @@ class Domain:
         return outward((self.norm + self.error) / math.sqrt(self.tokens))
 
 
+class Last(NamedTuple):
+    """The linear layer that a map ends in, for differences of logits.
+
+    Attributes:
+        log10: Of the bound of its constant.
+        weight: Its weight, [K, n].
+        error: Largest distance between the computed and the exact input, as a 2-norm.
+        rounding: The error that float32 adds to each output for an input of one token, [K].
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
+        >>> lipschitz_bound(nn.Linear(3, 2), Domain(size=(), norm=1.0, error=0.0)).last.error
+        0.0
+    """
+
+    log10: float
+    weight: Tensor
+    error: float
+    rounding: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """A proved upper bound of a Lipschitz constant: 2-norm, whole input, evaluation mode.
@@ -83,7 +119,7 @@ class Bound:
         input: The domain on which the bound holds.
         parts: Bounds of the children, by name.
         kind: Name of the module's class.
-        last: `log10` and weight of the linear layer that the map ends in; None for other maps.
+        last: The linear layer that the map ends in; None for other maps.
 
     Example:
         >>> from torch import nn
@@ -99,7 +135,7 @@ class Bound:
     input: Domain
     parts: dict[str, "Bound"] = field(default_factory=dict)
     kind: str = ""
-    last: "tuple[float, Tensor] | None" = field(default=None, compare=False)
+    last: Last | None = field(default=None, compare=False)
 
     @property
     def value(self) -> float:
@@ -137,6 +173,7 @@ def simple_bound(
         radius=outward(radius),
         norm=carried_error(value, domain.norm, shift, tokens),
         error=carried_error(value, domain.error, rounding, tokens),
+        ball=carried_error(value, domain.ball, 0.0, tokens),
         channels=domain.channels if channels is None else channels,
     )
     log10 = log10_of(value)
@@ -194,6 +231,7 @@ def scale_output(bound: Bound, scale: Tensor | None) -> Bound:
             radius=outward(factor * output.radius),
             norm=carried_error(factor, output.norm, 0.0, output.tokens),
             error=carried_error(factor, output.error, 0.0, output.tokens),
+            ball=carried_error(factor, output.ball, 0.0, output.tokens),
         ),
     )
 

@@ -87,7 +87,9 @@ def _contractive_residual(module: Any, domain: Domain, scale: Tensor | None) -> 
     part = replace(domain, channels=module.dim, radius=domain.reach, norm=reached, error=0.0)
     plain = lipschitz_bound(module.branch, part)
     factor = a / divisor(module.branch, window)
-    scaled = lipschitz_bound(module.branch, part, torch.full((module.dim,), factor).double())
+    scaled = lipschitz_bound(
+        module.branch, part, torch.full((module.dim,), factor, dtype=torch.float64)
+    )
     added, largest = scaled.output, max(1.0, outward(1.0 - a + scaled.value))
     mixed = simple_bound(
         largest,

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lipsformer.analysis.bounds.composition import Bound, Domain, compose, scale_output
+from lipsformer.analysis.bounds.composition import (
+    Bound,
+    Domain,
+    carried_error,
+    compose,
+    scale_output,
+)
 from lipsformer.analysis.bounds.tampering import CALL, methods_of, overridden, tampering
 from lipsformer.analysis.sigma import full_tensor
 from lipsformer.layers import merge_heads
@@ -180,7 +186,11 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
     reason = tampering(module, registered.methods)
     if reason is not None:
         raise UnknownModuleError(f"no Lipschitz bound is known for {_name(cls)}: {reason}")
-    return replace(registered.bound(module, domain, scale), kind=cls.__name__, input=domain)
+    domain = domain.around(module)
+    bound = registered.bound(module, domain, scale)
+    ball = carried_error(bound.value, domain.ball, 0.0, 1)
+    output = replace(bound.output, ball=ball, centers=domain.centers)
+    return replace(bound, kind=cls.__name__, input=domain, output=output)
 
 
 def _unknown(cls: type[nn.Module]) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
+    Last,
     compose,
     max_abs,
     simple_bound,
@@ -198,7 +199,12 @@ def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
     radius = sigma * domain.radius + bias
     rounding = linear_rounding(module.weight, module.bias, scale, domain.rms, sigma)
     bound = simple_bound(sigma, domain, radius=radius, shift=bias, rounding=rounding, channels=out)
-    return bound if scale is not None else replace(bound, last=(bound.log10, module.weight))
+    if scale is not None:
+        return bound
+    rows = norm_bound(module.weight, dim=1) * (domain.norm + domain.error)
+    rows = rows if module.bias is None else rows + module.bias.detach().double().abs()
+    added = rows * ((gamma(4) + gamma(channels + 1) * (1.0 + gamma(channels + 1))) * OUTWARD)
+    return replace(bound, last=Last(bound.log10, module.weight, domain.error, added))
 
 
 @bound_rule(CenterNorm)

@@ -23,6 +23,10 @@ from torch import Tensor
 UNIT = 2.0**-53  # unit roundoff of float64
 UNIT32 = 2.0**-24  # unit roundoff of float32
 
+# The unit roundoff of float64 is 2^-29 times that of float32, and its functions are at least as
+# exact in units of the last place (theorem 32).
+FLOAT64_SHARE = 2.0**-28
+
 # Covers 256 roundings of non-negative numbers in a row.
 OUTWARD = 1.0 + 2.0**-44
 
