@@ -121,6 +121,7 @@ def test_an_image_size_that_the_patches_do_not_divide(
         assert [path.name for path in folder.iterdir()] == ["run.yaml"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_sample_of_mistakes(folder: Path) -> None:
     assert_harmless(folder, draws()[:60])

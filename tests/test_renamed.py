@@ -27,6 +27,7 @@ def test_a_name_names_its_successor(old: str, new: str) -> None:
     assert not hasattr(importlib.import_module(module), "never_was_there")
 
 
+@pytest.mark.slow
 def test_an_old_command_names_its_successor() -> None:
     command = [sys.executable, "-m", "scripts.convert_checkpoint", "x.pth", "OUT"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

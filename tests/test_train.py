@@ -26,7 +26,13 @@ RUNS = sorted(
 )
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(CONFIGS)))
+def as_parameter(path: Path):
+    """The configs of 300 epochs build the models of those of 100 epochs again."""
+    marks = [pytest.mark.slow] if path.stem.endswith("_300ep") else []
+    return pytest.param(path, id=str(path.relative_to(CONFIGS)), marks=marks)
+
+
+@pytest.mark.parametrize("path", map(as_parameter, RUNS))
 def test_every_config_builds_its_model(path: Path) -> None:
     config = read_config(Config, path)
     with torch.device("meta"):

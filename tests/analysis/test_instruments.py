@@ -3,6 +3,7 @@ import math
 import pytest
 import timm
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import lipsformer
@@ -343,7 +344,11 @@ def test_the_bound_of_a_run_in_bf16_is_that_of_the_class():
     """Accelerate replaces `forward`; another replacement is refused as before."""
     model, domain = small_model().eval(), Domain(size=(8, 8), radius=3.0)
     expected = lipschitz_bound(model, domain).log10
-    make_accelerator("bf16").prepare(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        make_accelerator("bf16").prepare(model)
+    finally:  # the state is the process's, and other tests have another precision
+        AcceleratorState._reset_state(reset_partial_state=True)
     prepared = vars(model)["forward"]
     assert gathered_bound(model, domain).log10 == expected
     assert vars(model)["forward"] is prepared

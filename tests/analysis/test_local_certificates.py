@@ -206,7 +206,9 @@ def trilinear_norm(tensor: Tensor) -> float:
     return best
 
 
-@pytest.mark.parametrize(("name", "failure"), [("swin", 0.0), ("cswin", 1e-12)])
+@pytest.mark.parametrize(
+    ("name", "failure"), [("swin", 0.0), pytest.param("cswin", 1e-12, marks=pytest.mark.slow)]
+)
 def test_certificates_beat_the_global_ones_and_no_image_falls(name, failure):
     model = trained(name).float()
     images = torch.randn(3, 3, 20, 20)

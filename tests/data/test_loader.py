@@ -224,6 +224,7 @@ raise ValueError("the end")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="cannot tell who sent a signal")
 def test_workers_survive_signals_and_end_with_the_main_process():
     run = subprocess.run(

@@ -134,6 +134,7 @@ def test_a_moved_checkpoint_begins_a_run_that_the_same_command_continues(
     assert "already holds a run" in text
 
 
+@pytest.mark.slow
 def test_a_start_that_was_killed_while_it_copied_is_repeated(
     run, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_processes_do_not_change_the_mathematics(
     assert [r["images"] for r in many_records if r["kind"] != "train"] == [360, 360]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_evaluation_counts_are_those_of_one_process(tmp_path: Path) -> None:
     """The same weights: a run of lr 0 keeps its initial ones on any number of processes."""
@@ -94,6 +95,7 @@ def test_evaluation_counts_are_those_of_one_process(tmp_path: Path) -> None:
             assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_another_number_of_processes_needs_the_option(tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -112,6 +114,7 @@ def test_another_number_of_processes_needs_the_option(tmp_path: Path) -> None:
     assert [r["update"] for r in records if r["kind"] == "train"] == list(range(1, 31))
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_batch_norm_is_evaluated_with_the_statistics_that_are_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture

@@ -131,6 +131,7 @@ def test_two_processes(tmp_path: Path, sharded: bool) -> None:
     assert killed == whole
 
 
+@pytest.mark.slow
 def test_a_soft_cap_is_exact_where_weights_are_judged(tmp_path: Path) -> None:
     run(tmp_path / "soft", [], changes={"cap_mode": "soft", "cap_strength": 0.01})
     weights = load_file(last_checkpoint(tmp_path / "soft") / "model.safetensors")

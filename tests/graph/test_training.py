@@ -206,6 +206,7 @@ def test_cells_are_the_product_of_cases_and_grid():
     assert settings == ["model.name=ggnn", "data.name=actor", "model.num_layers=5", "train.lr=0.1"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_sweep_runs_in_processes_and_only_what_is_missing(tmp_path, monkeypatch, capsys):

@@ -142,7 +142,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("native", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_switched_off_or_on_the_log_says_so_once(native):
     environment = {**os.environ, "LIPSFORMER_NATIVE": native, "LIPSFORMER_LOG": "kernels"}
     command = [sys.executable, "-c", PROGRAM]

@@ -61,7 +61,8 @@ def test_exports_give_the_models_logits(tmp_path, name, key):
 
 
 @pytest.mark.parametrize(
-    "key", ["torch-export", "openvino", pytest.param("onnx", marks=pytest.mark.slow)]
+    "key",
+    ["torch-export", *(pytest.param(key, marks=pytest.mark.slow) for key in ("onnx", "openvino"))],
 )
 def test_a_trace_takes_every_batch(tmp_path, key):
     """Also one image, and as many as there are channels, which a comparison of shapes excluded."""

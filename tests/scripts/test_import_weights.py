@@ -99,7 +99,9 @@ def to_official(model):
     return weights
 
 
-@pytest.mark.parametrize("name", ["lipsformer_swin_nano", "lipsformer_swin_tiny"])
+@pytest.mark.parametrize(
+    "name", ["lipsformer_swin_nano", pytest.param("lipsformer_swin_tiny", marks=pytest.mark.slow)]
+)
 def test_registered_architectures_are_recognised(tmp_path, name):
     model = timm.create_model(name, official_compat=True, num_classes=11, in_chans=2).eval()
     out = tmp_path / "out"

@@ -44,6 +44,7 @@ def test_table_holds_the_totals():
     assert text[-1].startswith("  inference, fp32, batch 2: ")
 
 
+@pytest.mark.slow
 def test_command_line_prints_one_json_object_per_model(capfd):
     names = ["lipsformer_swin_nano", "lipsformer_nano"]
     assert main([*names, "--json", "--batch-size", "1", "--repeats", "1"]) == 0

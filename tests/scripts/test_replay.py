@@ -46,6 +46,7 @@ def test_a_healthy_run_has_nothing_to_replay(tmp_path: Path, capsys: pytest.Capt
     assert "has no replay.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_update_of_two_ranks_is_replayed_on_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture

@@ -16,7 +16,7 @@ from scripts._runtimes import trace, write
 from tests.scripts.test_demo import CLASSES, SIZE, encoded, network, photo
 
 
-@pytest.fixture(params=["folded", "openvino"])
+@pytest.fixture(params=["folded", pytest.param("openvino", marks=pytest.mark.slow)])
 def address(request, tmp_path):
     """A server that runs what the folder holds."""
     model = network()

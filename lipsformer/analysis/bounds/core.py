@@ -304,7 +304,7 @@ def gathered_bound(model: nn.Module, domain: Domain) -> Bound:
 @contextmanager
 def _without_autocast(model: nn.Module) -> Iterator[None]:
     """Take away what Accelerate puts around `forward`, and nothing else."""
-    wrapped = vars(model).get("forward")
+    wrapped: Any = vars(model).get("forward")
     if "_original_forward" not in vars(model) or unwrap(wrapped) is not unwrap(type(model).forward):
         yield
         return
