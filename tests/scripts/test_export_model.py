@@ -127,10 +127,15 @@ def test_compiled_training_step_is_the_eager_one(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["lipsformer_nano", pytest.param("lipsformer_swin_nano", marks=pytest.mark.slow)]
+    ("name", "depths"),
+    [
+        ("lipsformer_nano", (1, 1, 1, 1)),
+        pytest.param("lipsformer_nano", (1, 2, 4, 1), marks=pytest.mark.slow),
+        pytest.param("lipsformer_swin_nano", (1, 2, 4, 1), marks=pytest.mark.slow),
+    ],
 )
-def test_the_graph_has_no_breaks(name):
-    model = timm.create_model(name, num_classes=7).eval()
+def test_the_graph_has_no_breaks(name, depths):
+    model = timm.create_model(name, num_classes=7, depths=depths).eval()
     images = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="eager")
