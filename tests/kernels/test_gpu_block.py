@@ -132,7 +132,8 @@ def test_block_equals_float64(monkeypatch, kind, dropped, dtype):
     close(rounded.grad, exact.grad, dtype)
     for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
         assert one.grad is not None, name
-        close(one.grad, other.grad, dtype)
+        # The summands of tau's gradient cancel. Plain operators in bfloat16 err by up to 8 % there.
+        close(one.grad, other.grad, dtype, 4.0 if name.endswith("log_logit_scale") else 1.0)
 
 
 def test_second_derivatives_of_a_block_are_refused():
