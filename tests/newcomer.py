@@ -324,7 +324,8 @@ def key_of(command: str) -> str:
 
 def start_server(terminal: Terminal, command: str) -> str:
     """Starts what runs until it is stopped; returns the address that it names."""
-    terminal.type(f"touch server.log; {command} > server.log 2>&1 &")
+    # Emptied at once: the shell in the background may open it later than it is read here.
+    terminal.type(f": > server.log; {command} > server.log 2>&1 &")
     for _ in range(600):
         log = (clone(terminal) / "server.log").read_text()
         if address := re.search(r"^open (\S+)", log, re.MULTILINE):
