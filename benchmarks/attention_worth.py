@@ -6,13 +6,13 @@ The output of every window attention is replaced by zeros, and all other weights
 difference says how much the network uses its attention. Prints one JSON object.
 """
 
-import argparse
 import json
 import sys
 
 import torch
 from torch import Tensor, nn
 
+from lipsformer._commands import documented_parser
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
 from lipsformer.models.lipsformer_swin import WindowAttention
@@ -32,7 +32,7 @@ def switch_off(model: nn.Module) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = documented_parser(__doc__, prog="python -m benchmarks.attention_worth")
     parser.add_argument("run", help="run folder or checkpoint of a model with window attention")
     parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value")
@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     data = data_of(weights, config, args.data, imagenet=False)
     (images,) = sets_of(weights, data, None, None)
     model = model_of(weights, config, images.dataset.classes)
+    if not any(isinstance(module, WindowAttention) for module in model.modules()):
+        parser.error(f"{args.run} has no window attention: give a model of the Swin form")
     accelerator = make_accelerator("fp32")
     model.to(accelerator.device)
     whole = evaluate_set(accelerator, model, images, data, 256, None)
