@@ -180,7 +180,9 @@ def certify(
         chosen = slice(-start % attack_every, None, attack_every)
         pixels, radii = images[chosen].to(dtype) / 255.0, executed[start:][: len(images)][chosen]
         attacked += len(pixels)
-        for row, distance in zip(counts if len(pixels) else (), distances, strict=False):
+        if len(pixels) == 0:  # no image of this batch is attacked
+            continue
+        for row, distance in zip(counts, distances, strict=True):
             at = (pixels, targets[chosen], distance, radii)
             row[2] += robust_mask(logits, *at, generator=generator)[1].sum()
     values = (labels, precise, real, executed, levels)
