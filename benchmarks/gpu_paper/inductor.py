@@ -25,6 +25,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNo
 from torch._inductor.utils import OrderedSet, Placeholder
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
+from torch.utils._triton import has_triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.counting import product_flops
@@ -128,6 +129,8 @@ def absent_gpu() -> Iterator[None]:
     # without a device PyTorch would choose convolutions that ignore channels last
     cudnn = lambda *args, **kwargs: torch._C._ConvBackend.Cudnn  # noqa: E731
     with ExitStack() as stack:
+        has_triton.cache_clear()  # it keeps its first answer, which may be from outside
+        stack.callback(has_triton.cache_clear)
         for name, stub in stubs.items():
             stack.enter_context(patch.object(CudaInterface, name, staticmethod(stub)))
         for name in ("current_device", "get_device_properties"):
