@@ -227,7 +227,10 @@ def test_a_circular_import_is_found(found: list[str]) -> None:
 
 
 def test_import_needs_no_optional_package() -> None:
-    """Importing registers the models where only the library's own dependencies are installed."""
+    """Importing registers the models where only the library's own dependencies are installed.
+
+    Only `lipsformer.graph` needs another package, and says so.
+    """
     optional = ["accelerate", "torch_geometric", "tensorboard", "matplotlib", "fvcore", "sklearn"]
     program = (
         "import sys\n"
@@ -237,8 +240,13 @@ def test_import_needs_no_optional_package() -> None:
         "library = lipsformer.kernels.build.compiled_library\n"
         "assert library.cache_info().currsize == 0  # not compiled\n"
         "print(sum(p.numel() for p in model.parameters()), lipsformer.__file__)\n"
+        "import lipsformer.graph\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert run.stdout.split() == ["2371528", str(ROOT / "lipsformer" / "__init__.py")]
+    assert run.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: lipsformer.graph needs PyTorch Geometric; "
+        "install it with pip install 'lipsformer[graph]'"
+    )

@@ -24,8 +24,11 @@ SLOW = pytest.mark.slow
         pytest.param(SWIN, 90, WINDOWS | OTHERS, marks=SLOW),
         pytest.param(TWO_COLUMNS, 90, WINDOWS | OTHERS, marks=SLOW),
         pytest.param(SEVEN_COLUMNS, 90, WINDOWS | OTHERS, marks=SLOW),
-        pytest.param(TWO_COLUMNS, 80, WINDOWS, marks=SLOW),
-        pytest.param(SEVEN_COLUMNS, 80, WINDOWS, marks=SLOW),
+        *[
+            pytest.param(model, architecture, WINDOWS | OTHERS, marks=SLOW)
+            for model in (SWIN, TWO_COLUMNS, SEVEN_COLUMNS)
+            for architecture in (80, 100)
+        ],
     ],
 )
 def test_kernels_of_a_block_spill_nothing(model, architecture, names, monkeypatch, tmp_path):

@@ -26,10 +26,7 @@ HELD = {
 }
 DATA = DIGITS["data"]
 # between two checkpoints; and in the evaluation after the first epoch
-KILLS = [
-    Event("torch.optim", "AdamW.step", 8),
-    Event("lipsformer.engine.steps", "EvalSums.add", 1),
-]
+KILLS = [Event("torch.optim", "AdamW.step", 8)]
 
 
 def run(
@@ -127,7 +124,7 @@ def test_two_processes(tmp_path: Path, sharded: bool) -> None:
     assert environment[-1]["distributed"] == ("FSDP" if sharded else "MULTI_CPU")
     check_held(tmp_path / "whole", whole["records"])
     check_watched(tmp_path / "whole", whole["records"])
-    killed = run(tmp_path / "killed", KILLS[:1], world_size=2, sharded=sharded)
+    killed = run(tmp_path / "killed", KILLS, world_size=2, sharded=sharded)
     assert killed == whole
 
 

@@ -1,6 +1,7 @@
 """The short hunt of the default suite: the same structures every time."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,28 +16,37 @@ from tests.hunt.report import markdown, summary
 from tests.hunt.run import hunt, kinds
 
 STRUCTURES = 16  # of every kind
-VERDICTS: dict[str, list] = {}
 
 
-def verdicts(name: str) -> list:
-    """Return the verdicts on a kind, judged once."""
-    if name not in VERDICTS:
-        whole_model = KINDS[name].build.__module__.endswith("models")
-        effort = {"input_steps": 1, "weight_steps": 0 if whole_model else 1}
-        VERDICTS[name] = list(hunt(name, STRUCTURES, **effort))
-    return VERDICTS[name]
+@pytest.fixture(scope="session")
+def verdicts(tmp_path_factory, request):
+    """Return a function from a kind to its verdicts, which one process judges for all."""
+    parallel = hasattr(request.config, "workerinput")
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if parallel else folder  # of one session, shared by its processes
+
+    def judged(name: str) -> list:
+        file = folder / f"hunt {name}.json"
+        if not file.exists():
+            whole_model = KINDS[name].build.__module__.endswith("models")
+            effort = {"input_steps": 1, "weight_steps": 0 if whole_model else 1}
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(list(hunt(name, STRUCTURES, **effort))))
+            part.replace(file)
+        return json.loads(file.read_text())
+
+    return judged
 
 
 @pytest.mark.parametrize("name", kinds())
-def test_no_structure_exceeds_its_bound(name):
+def test_no_structure_exceeds_its_bound(name, verdicts):
     faults = [verdict for verdict in verdicts(name) if verdict["outcome"] in FAULTS]
     assert not faults, faults[0]
     unusable = [verdict for verdict in verdicts(name) if verdict["outcome"] == "unusable"]
     assert 2 * len(unusable) < STRUCTURES, unusable[0]
 
 
-def test_the_hunt_is_large_reaches_exact_bounds_and_covers_every_rule():
-    """One test, so that one process hunts what the other one has hunted, and not both."""
+def test_the_hunt_is_large_reaches_exact_bounds_and_covers_every_rule(verdicts):
     tried = {name: verdicts(name) for name in kinds()}
     everything = [verdict for of_kind in tried.values() for verdict in of_kind]
     print(markdown(summary(everything)))  # noqa: T201

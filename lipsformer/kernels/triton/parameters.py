@@ -146,9 +146,9 @@ def _weight_gradients(
 @triton.jit
 def _sum_part(sums, out, pid, at, programs, columns):
     c = pid * 64 + tl.arange(0, 64)
-    total = tl.zeros((16, 64), tl.float32)
-    for first in range(0, programs, 16):
-        row = first + tl.arange(0, 16)
+    total = tl.zeros((8, 64), tl.float32)
+    for first in range(0, programs, 8):
+        row = first + tl.arange(0, 8)
         inside = (row < programs)[:, None] & (c < columns)[None, :]
         total += tl.load(
             sums + row[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0

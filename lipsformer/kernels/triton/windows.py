@@ -92,9 +92,10 @@ def _table(bias, head, m, n, tokens, HAS_BIAS: tl.constexpr):
     """Return what is added to the scores: the bias, and -inf where there is no key."""
     table = tl.zeros((m.shape[0], n.shape[0]), tl.float32)
     if HAS_BIAS:
-        inside = (m < tokens)[:, None] & (n < tokens)[None, :]
-        at = bias + (head * tokens + m[:, None]) * tokens + n[None, :]
-        table += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        # other rows and columns repeat the last one: masks would take registers
+        row, column = tl.minimum(m, tokens - 1), tl.minimum(n, tokens - 1)
+        at = bias + (head * tokens + row[:, None]) * tokens + column[None, :]
+        table += tl.load(at).to(tl.float32)
     return tl.where((n < tokens)[None, :], table, float("-inf"))
 
 
@@ -244,9 +245,9 @@ def _backward(
             m = start + first
             own, stored = _tokens(window, m, height, width, h, w, rows, cols)
             q, inverse_q = _cosine(_load(query, own, stored, 3 * width_out, d, D), eps)
-            cosines, attn = _weights(q.to(dtype), k, tau, table, DOT)
             g = _load(grad_out, own, stored, width_out, d, D)
             grad_attn = tl.dot(g, tl.trans(v), input_precision=DOT)
+            cosines, attn = _weights(q.to(dtype), k, tau, table, DOT)
             grad_v += tl.dot(tl.trans(attn.to(dtype)), g, input_precision=DOT)
             grad_scores = attn * (grad_attn - tl.sum(attn * grad_attn, 1)[:, None])
             if HAS_BIAS:
@@ -305,11 +306,12 @@ def grid(qkv: Tensor, windows: Sequence[int], heads: int) -> tuple[int, int]:
     return parts * heads, min(most, max(1, NUM_PROGRAMS // (parts * heads)))
 
 
-def settings(qkv: Tensor, windows: Sequence[int], heads: int, has_bias: bool) -> dict[str, Any]:
-    """Return the constants that depend on the sizes, and on whether there is a bias.
+def settings(qkv: Tensor, windows: Sequence[int], heads: int) -> dict[str, Any]:
+    """Return the constants that depend on the sizes.
 
     Queries come in one block up to 64 tokens, as the sum of the gradients of a bias needs. The
-    blocks of larger windows are small, and a bias has more warps, so that nothing is spilled.
+    blocks of larger windows are small, so that nothing is spilled. Four warps share 64 tokens; more
+    would repeat each other's products.
     """
     tokens = max(h * w for h, w in zip(windows[::2], windows[1::2], strict=True))
     block_n = max(16, triton.next_power_of_2(tokens))
@@ -322,7 +324,7 @@ def settings(qkv: Tensor, windows: Sequence[int], heads: int, has_bias: bool) ->
         "BLOCK_M": block_n if block_n <= 64 else 16,
         "BLOCK_N": block_n,
         "DOT": "ieee" if qkv.dtype == torch.float32 else "tf32",
-        "num_warps": 8 if has_bias or block_n > 64 else 4,
+        "num_warps": 8 if block_n > 64 else 4,
         "num_stages": 1,
     }
 
@@ -335,7 +337,7 @@ def _launch(
     pairs = [side for group in groups for side in ([*group, *group] or [None, None])[:2]]
     tensors = [tensor if tensor is None else tensor.contiguous() for tensor in pairs]
     bias = arguments.bias if arguments.bias is None else arguments.bias.contiguous()
-    constants = settings(qkv, arguments.windows, arguments.heads, bias is not None)
+    constants = settings(qkv, arguments.windows, arguments.heads)
     for name, group in zip(("HAS_TAU", "HAS_NU", "HAS_LEPE"), groups, strict=False):
         constants[name] = len(group) > 0
     constants["HAS_BIAS"] = bias is not None
