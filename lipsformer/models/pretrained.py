@@ -50,11 +50,12 @@ def register_with_weights(entry: Callable[..., Model]) -> Callable[..., Model]:
         **kwargs: Any,
     ) -> Model:
         overlay = pretrained_cfg_overlay or {}
-        told = isinstance(pretrained_cfg, dict | PretrainedCfg) or any(map(overlay.get, SOURCES))
-        if not pretrained or told:
+        tag = pretrained_cfg if isinstance(pretrained_cfg, str) else None
+        named = (pretrained_cfg and not tag) or any(map(overlay.get, SOURCES))
+        if not pretrained or named:
             cfgs = {"pretrained_cfg": pretrained_cfg, "pretrained_cfg_overlay": overlay}
             return entry(pretrained, **cfgs, **kwargs)
-        folder = find_folder(entry.__name__, pretrained_cfg)
+        folder = find_folder(entry.__name__, tag)
         check_arguments(folder, entry.__name__, kwargs)
         source = {"model_name": f"local-dir:{folder}", "pretrained_cfg_overlay": overlay}
         return cast("Model", timm.create_model(**source, pretrained=True, **kwargs))
