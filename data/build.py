@@ -58,6 +58,9 @@ def build_datasets(
         )
     if data.holdout > 0:
         source = Subset(source, np.flatnonzero(~held_out(source.labels, data.holdout)).tolist())
+    if data.train_share < 1:
+        kept = np.flatnonzero(held_out(source.labels, data.train_share))
+        source = Subset(source, np.tile(kept, round(1 / data.train_share)).tolist())
     sizes = {size: train_transform(data, augment, size) for size in augment.img_sizes}
     by_epoch = [sizes[size] for size in sizes_by_epoch(augment.img_sizes, epochs)]
     train = TrainDataset(source, train_transform(data, augment), seed=seed, by_epoch=by_epoch)

@@ -202,7 +202,7 @@ class Subset:
 
     Args:
         source: The source.
-        indices: Indices of the images to keep, in the order to keep.
+        indices: Indices of the images to keep, in the order to keep; an index may come again.
 
     Example:
         >>> len(Subset(digits("val", img_size=8), [4, 2]).labels)

@@ -87,13 +87,14 @@ class DataConfig:
     `shards` (written by `scripts.make_shards`) and `parquet` (Hugging Face's format, which may use
     other names of splits) read it. With `holdout` above 0, this share of the training images of
     each class is left out of training and evaluated in place of `val_split`, so that settings can
-    be chosen without the test images. An image that cannot be read stops the run, unless the file
-    `skip_list` names it. That file holds one path per line, relative to the data folder, or for
-    parquet one split/number per line, as `lipsformer check-data` writes them. `crop_pct` is the
-    share of each side that the center crop of evaluation keeps. `mean` and `std` belong to the RGB
-    channels, for values in [0, 1]. Pillow resizes evaluation images, bit for bit as timm does. With
-    `exact_eval: false` torch resizes them, which is faster and changes few values, by at most 2 of
-    255 levels.
+    be chosen without the test images. `train_share` below 1 trains on this share of the remaining
+    images of each class; an epoch takes each of them 1 / `train_share` times, rounded, which keeps
+    its length. An image that cannot be read stops the run, unless the file `skip_list` names it.
+    That file holds one path per line, relative to the data folder, or for parquet one split/number
+    per line, as `lipsformer check-data` writes them. `crop_pct` is the share of each side that the
+    center crop of evaluation keeps. `mean` and `std` belong to the RGB channels, for values in [0,
+    1]. Pillow resizes evaluation images, bit for bit as timm does. With `exact_eval: false` torch
+    resizes them, which is faster and changes few values, by at most 2 of 255 levels.
 
     Example:
         >>> DataConfig(source="folder", name="imagenette-160", img_size=160).train_split
@@ -106,6 +107,7 @@ class DataConfig:
     train_split: str = "train"
     val_split: str = "val"
     holdout: float = 0.0
+    train_share: float = 1.0
     img_size: int = 224
     num_workers: int = 4
     download: bool = False
@@ -125,6 +127,8 @@ class DataConfig:
         allowed = f"must be >= 0 and <= {MOST_WORKERS}"
         require(0 <= workers <= MOST_WORKERS, "data.num_workers", workers, allowed)
         require(0 <= self.holdout < 1, "data.holdout", self.holdout, "must be in [0, 1)")
+        share = self.train_share
+        require(1e-4 <= share <= 1, "data.train_share", share, "must be in [0.0001, 1]")
         require(0 < self.crop_pct <= 1, "data.crop_pct", self.crop_pct, "must be in (0, 1]")
         fits = all(0 <= value <= 1 for value in self.mean)
         require(fits, "data.mean", self.mean, "all must be in [0, 1], as the values of the images")

@@ -1,5 +1,7 @@
 """The README.md of a model on the Hugging Face Hub, written from the records of its run."""
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -43,7 +45,7 @@ classify = pipeline("image-classification", "FOLDER")  # or "USER/NAME"
 {figures}
 
 {evaluation}
-
+{note}
 ## Preprocessing
 
 Resize of the shorter side to {resized} pixels ({interpolation}), centre crop of {side}, values in
@@ -52,11 +54,19 @@ Resize of the shorter side to {resized} pixels ({interpolation}), centre crop of
 ## Training
 
 {training}
+
+    {command}
 """
 
 
-def model_card(model: Any, weights: Weights) -> str:
+def model_card(model: Any, weights: Weights, *, which: str, note: str | None) -> str:
     """Return the card of a model with these weights; every figure was recorded by the run.
+
+    Args:
+        model: The model.
+        weights: Its weights.
+        which: Whether the "best" or the "last" weights of the run were wanted.
+        note: A paragraph on the data, the purpose and the limits of the model.
 
     Raises:
         ConfigError: If the run did not evaluate the weights.
@@ -73,6 +83,7 @@ def model_card(model: Any, weights: Weights) -> str:
     metrics = {"top-1 accuracy (%)": figures["top1"], "top-5 accuracy (%)": figures["top5"]}
     metadata = ModelCardData(
         model_name=name,
+        license=cfg.get("license"),
         library_name="timm",
         pipeline_tag="image-classification",
         tags=["image-classification", "timm", "transformers", "lipsformer"],
@@ -90,10 +101,13 @@ def model_card(model: Any, weights: Weights) -> str:
         ],
     )
     chosen, summary = "", run.summary()
-    if summary is not None and summary["best"]["update"] == weights.step:
+    is_best = summary is not None and summary["best"]["update"] == weights.step
+    if which == "best" and is_best:
         chosen = " The weights were chosen among those of the run by their top-1 on these images."
     start = run.environment()[-1]
     packages = ", ".join(f"{package} {version}" for package, version in start["packages"].items())
+    program, *settings = start["command"][1:]
+    settings = [setting for setting in settings if not setting.startswith("run.")]
     side = cfg["input_size"][-1]
     return TEXT.format(
         metadata=metadata.to_yaml(),
@@ -111,6 +125,8 @@ def model_card(model: Any, weights: Weights) -> str:
             f"{'averaged (EMA)' if weights.kind == 'ema' else 'raw'} weights after "
             f"{weights.step} updates.{chosen}"
         ),
+        note=f"\n{note}\n" if note else "",
+        command=shlex.join(["python", Path(program).name, *settings]),
         resized=int(side / cfg["crop_pct"]),
         interpolation=cfg["interpolation"],
         mean=tuple(cfg["mean"]),

@@ -107,7 +107,7 @@ def _data(config: Config) -> tuple[Any, Any, list[str], bool]:
             data, config.augment, seed=config.train.seed, epochs=config.train.epochs
         )
     except DataError:
-        if data.name not in PUBLISHED or data.skip_list or data.holdout:
+        if data.name not in PUBLISHED or data.skip_list or data.holdout or data.train_share < 1:
             raise
         train, val, classes = PUBLISHED[data.name]
         return _Absent(train), _Absent(val), [str(number) for number in range(classes)], False

@@ -57,6 +57,7 @@ def export_hf(model: nn.Module, images: Tensor, folder: Path) -> float:
     save_for_hf(model, str(folder), safe_serialization=True, model_config={"label_names": labels})
     config = json.loads((folder / TIMM_CONFIG).read_text())
     config.get("model_args", {}).pop("num_classes", None)  # transformers gives it from the root
+    config["pretrained_cfg"].pop("tag", None)  # it is that of the weights from which the run began
     (folder / TIMM_CONFIG).write_text(json.dumps(config, indent=2))
     restored = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     return _difference(restored(images), model(images), tolerance=0.0)
@@ -86,6 +87,7 @@ def export_model(
     checkpoint: Path | None,
     img_size: int | None,
     which: str = "best",
+    note: str | None = None,
 ) -> dict[str, float]:
     """Export to the folder ``out``, which appears complete or not at all.
 
@@ -97,6 +99,7 @@ def export_model(
         checkpoint: Weights to load; None keeps the model's own.
         img_size: Side of the images in pixels; None for the model's own.
         which: Which weights of a run, "best" or "last".
+        note: A paragraph for the model card of a run.
 
     Returns:
         Largest difference from the model's logits, relative to the largest, by format.
@@ -114,7 +117,7 @@ def export_model(
         print(weights)
         model = load_model(weights)
         if weights.kind is not None:
-            card = model_card(model, weights)
+            card = model_card(model, weights, which=which, note=note)
     else:
         model = timm.create_model(name, pretrained=":" in name)
     if checkpoint is not None:
@@ -146,6 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("out", type=Path, help="folder to be created")
     parser.add_argument("--formats", nargs="+", choices=["hf", *FORMATS], default=DEFAULT)
     parser.add_argument("--weights", choices=WHICH, default="best", help=WHICH_HELP)
+    parser.add_argument("--note", help="a paragraph for the model card of a run")
     parser.add_argument("--checkpoint", type=Path, help="weights of this architecture")
     parser.add_argument("--img-size", type=int, help="side in pixels; default: the model's own")
     return parser
@@ -169,6 +173,7 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
         checkpoint=args.checkpoint,
         img_size=args.img_size,
         which=args.weights,
+        note=args.note,
     )
     for key, difference in differences.items():
         print(f"{args.out}: {key} exported, logits differ by {difference:.2g} of the largest")

@@ -107,3 +107,14 @@ def test_weights_of_another_model_are_named(checkpoint: Path) -> None:
     config = read_config(Config, FINETUNE, [*overrides, "data.name=set", "data.img_size=32"])
     with pytest.raises(ConfigError, match=r"holds a lipsformer_nano; set model\.name=lipsformer_n"):
         load_initial_weights(config, build_model(config, ["a", "b", "c"]))
+
+
+def test_arguments_of_a_checkpoint_that_the_config_has_not_are_named() -> None:
+    """The committed weights belong to a model with a convolutional stem."""
+    folder = FINETUNE.parents[1] / "weights/lipsformer_swin_nano.cifar10"
+    overrides = ["model.name=lipsformer_swin_nano", f"model.checkpoint={folder}", "data.name=set"]
+    config = read_config(Config, FINETUNE, [*overrides, "data.img_size=32"])
+    with pytest.raises(ConfigError, match=r"trained with model.kwargs=.*'stem': 'conv'"):
+        load_initial_weights(config, build_model(config, ["a", "b", "c"]))
+    config = read_config(Config, FINETUNE, [*overrides, "model.kwargs.stem=conv"])
+    load_initial_weights(config, build_model(config, ["a", "b", "c"]))

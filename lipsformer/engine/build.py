@@ -26,6 +26,7 @@ from lipsformer.engine.instrument import Instrument
 from lipsformer.engine.run_folder import TIMM_CONFIG, CheckpointError, find_weights, load_weights
 from lipsformer.engine.train_state import TrainState
 from lipsformer.models import convert
+from lipsformer.models.pretrained import ADAPTED
 from lipsformer.models.timm_conversion import CONVERTED
 
 logger = logging.getLogger(__name__)
@@ -111,10 +112,21 @@ def load_initial_weights(config: Config, model: nn.Module) -> None:
         if known and config.model.convert and not converted:
             _convert_weights(config, model, weights.file)
         else:
-            load_weights(model, weights.file, new_head=True)
+            _load(config, model, weights.file, known.get("model_args", {}))
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from None
     logger.info("%s", weights)
+
+
+def _load(config: Config, model: nn.Module, file: Path, built: Mapping[str, Any]) -> None:
+    """Load weights, or name the arguments of their model that `model.kwargs` has not."""
+    try:
+        load_weights(model, file, new_head=True)
+    except CheckpointError as error:
+        own = config.model.kwargs
+        other = {k: v for k, v in built.items() if k not in ADAPTED and own.get(k) != v}
+        hint = f"; it was trained with model.kwargs={other}" if other else ""
+        raise CheckpointError(f"{error}{hint}") from None
 
 
 def _convert_weights(config: Config, model: nn.Module, file: Path) -> None:

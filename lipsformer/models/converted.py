@@ -3,11 +3,12 @@
 from typing import Any, cast
 
 import timm
-from timm.models import build_model_with_cfg, register_model, swin_transformer, vision_transformer
+from timm.models import build_model_with_cfg, swin_transformer, vision_transformer
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from lipsformer.models.pretrained import register_with_weights
 from lipsformer.models.timm_conversion import convert, rename_architecture
 
 __all__ = ["converted_to_lipsformer"]
@@ -20,7 +21,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     return vision_transformer.checkpoint_filter_fn(state_dict, cast(VisionTransformer, model))
 
 
-@register_model
+@register_with_weights
 def converted_to_lipsformer(
     pretrained: bool = False,
     *,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from timm.layers import ClassifierHead, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
 from lipsformer.layers import (
@@ -26,6 +26,7 @@ from lipsformer.models._timm import TimmInterface, model_cfg
 from lipsformer.models.embed import PatchEmbed
 from lipsformer.models.lipsformer import LipsFormerStage
 from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention, checkpoint_filter_fn
+from lipsformer.models.pretrained import register_with_weights
 
 __all__ = ["LipsFormerContractive"]
 
@@ -257,7 +258,7 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-@register_model
+@register_with_weights
 def lipsformer_contractive_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerContractive:
     """LipsFormer of layers with the constant 1, for images of 8 to 64 px; not from the paper."""
     return build_model_with_cfg(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from timm.layers import register_notrace_module
-from timm.models import generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from lipsformer.layers import (
@@ -33,6 +33,7 @@ from lipsformer.models.official_weights import (
     official_cswin_to_lipsformer,
     rename_earlier_version,
 )
+from lipsformer.models.pretrained import register_with_weights
 
 __all__ = ["LipsFormerCSwin"]
 
@@ -283,7 +284,7 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-@register_model
+@register_with_weights
 def lipsformer_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerCSwin:
     """LipsFormer for images of 32 to 64 px and quick runs; not from the paper."""
     args = {
@@ -297,21 +298,21 @@ def lipsformer_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerCSwin:
     return _create("lipsformer_nano", pretrained, **{**args, **kwargs})
 
 
-@register_model
+@register_with_weights
 def lipsformer_tiny(pretrained: bool = False, **kwargs: Any) -> LipsFormerCSwin:
     """LipsFormer-Tiny of the paper, 23.8 M parameters, 4.7 GMACs at 224 px."""
     args = {"embed_dim": 64, "depths": (1, 2, 21, 1), "num_heads": (2, 4, 8, 16)}
     return _create("lipsformer_tiny", pretrained, **{**args, **kwargs})
 
 
-@register_model
+@register_with_weights
 def lipsformer_small(pretrained: bool = False, **kwargs: Any) -> LipsFormerCSwin:
     """LipsFormer-Small, the block of Tiny on CSwin-Small: 37.5 M parameters, 7.4 GMACs."""
     args = {"embed_dim": 64, "depths": (2, 4, 32, 2), "num_heads": (2, 4, 8, 16)}
     return _create("lipsformer_small", pretrained, **{**args, **kwargs})
 
 
-@register_model
+@register_with_weights
 def lipsformer_base(pretrained: bool = False, **kwargs: Any) -> LipsFormerCSwin:
     """LipsFormer-Base, the block of Tiny on CSwin-Base: 83.0 M parameters, 16.2 GMACs."""
     args = {"embed_dim": 96, "depths": (2, 4, 32, 2), "num_heads": (4, 8, 16, 32)}

@@ -17,7 +17,7 @@ from timm.layers import (
     to_2tuple,
     trunc_normal_,
 )
-from timm.models import generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from timm.models._input import update_model_args
 from torch import Tensor, nn
 
@@ -37,6 +37,7 @@ from lipsformer.models.official_weights import (
     official_swin_to_lipsformer,
     rename_earlier_version,
 )
+from lipsformer.models.pretrained import register_with_weights
 
 __all__ = ["LipsFormerSwin"]
 
@@ -317,7 +318,7 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-@register_model
+@register_with_weights
 def lipsformer_swin_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
     """LipsFormer-Swin for images of 32 to 64 px and quick runs; not from the paper."""
     args = {
@@ -331,21 +332,21 @@ def lipsformer_swin_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerS
     return _create("lipsformer_swin_nano", pretrained, **{**args, **kwargs})
 
 
-@register_model
+@register_with_weights
 def lipsformer_swin_tiny(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
     """LipsFormer-Swin-Tiny, 30.9 M parameters, 5.0 GMACs at 224 px."""
     args = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)}
     return _create("lipsformer_swin_tiny", pretrained, **{**args, **kwargs})
 
 
-@register_model
+@register_with_weights
 def lipsformer_swin_small(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
     """LipsFormer-Swin-Small, 54.5 M parameters, 9.7 GMACs at 224 px."""
     args = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24)}
     return _create("lipsformer_swin_small", pretrained, **{**args, **kwargs})
 
 
-@register_model
+@register_with_weights
 def lipsformer_swin_base(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
     """LipsFormer-Swin-Base, 96.0 M parameters, 17.0 GMACs at 224 px."""
     args = {"embed_dim": 128, "depths": (2, 2, 18, 2), "num_heads": (4, 8, 16, 32)}

@@ -7,11 +7,12 @@ is ours, and no published figure belongs to it.
 from typing import Any, Literal
 
 from timm.layers import to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 from lipsformer.layers import spectral_init_modules_
 from lipsformer.models._timm import model_cfg
+from lipsformer.models.pretrained import register_with_weights
 from lipsformer.models.timm_conversion import convert
 
 __all__ = ["LipsFormerViT"]
@@ -151,21 +152,21 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-@register_model
+@register_with_weights
 def lipsformer_vit_tiny(pretrained: bool = False, **kwargs: Any) -> LipsFormerViT:
     """ViT-Tiny/16 in the Lipschitz form, 5.7 M parameters."""
     args = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
     return _create("lipsformer_vit_tiny", pretrained, **{**args, **kwargs})
 
 
-@register_model
+@register_with_weights
 def lipsformer_vit_small(pretrained: bool = False, **kwargs: Any) -> LipsFormerViT:
     """ViT-Small/16 in the Lipschitz form, 22.1 M parameters."""
     args = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
     return _create("lipsformer_vit_small", pretrained, **{**args, **kwargs})
 
 
-@register_model
+@register_with_weights
 def lipsformer_vit_base(pretrained: bool = False, **kwargs: Any) -> LipsFormerViT:
     """ViT-Base/16 in the Lipschitz form, 86.6 M parameters."""
     args = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}

@@ -227,6 +227,17 @@ def test_held_out_images_are_the_same_share_of_every_class_and_never_trained_on(
     assert np.array_equal(*pixels)
 
 
+def test_a_share_of_the_training_images_comes_as_often_as_the_epoch_is_long():
+    data = DataConfig(source="digits", img_size=8, holdout=0.2, train_share=0.03)
+    train, val = build_datasets(data, AugmentConfig(), seed=0)
+    rest = train.source.source  # 80 % of the training images
+    kept, times = np.unique(train.source.indices, return_counts=True)
+    assert set(times) == {33}
+    for label in range(10):
+        assert (rest.labels[kept] == label).sum() == (rest.labels == label).sum() * 3 // 100
+    assert not set(rest.indices[kept]) & set(val.source.indices)
+
+
 def test_a_class_map_renames_the_classes_of_the_data(tmp_path):
     """Two classes of the data may be one of the model, and names that agree need no entry."""
     write_tree(tmp_path / "val", {"Katze": 3, "dog": 2, "kitten": 1})

@@ -44,7 +44,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def hub(run) -> Path:
     out = run.parent / "hub"
-    assert main([str(run), str(out), "--formats", "hf"]) == 0
+    assert main([str(run), str(out), "--formats", "hf", "--note", "A remark."]) == 0
     return out
 
 
@@ -111,7 +111,9 @@ def test_card_says_what_an_evaluation_of_the_folder_finds(run, hub, tmp_path):
     }
     assert "On the 360 images of the split `val` of digits" in card.text
     assert "shorter side to 20 pixels (bicubic), centre crop of 16" in card.text
+    assert "\n\nA remark.\n\n" in card.text and card.data.license == "apache-2.0"
     assert str(run) not in card.content
+    assert "tag" not in json.loads((hub / "config.json").read_text())["pretrained_cfg"]
 
 
 @pytest.mark.slow

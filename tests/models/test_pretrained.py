@@ -1,0 +1,115 @@
+"""`pretrained=True`: the folder that it loads, what may differ from it, what the weights can do."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from timm.models import save_for_hf
+
+import lipsformer  # noqa: F401  (registers)
+
+NAME = "lipsformer_swin_nano"
+FOLDER = Path(__file__).resolve().parents[2] / "weights" / f"{NAME}.cifar10"
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return load_file(FOLDER / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", [NAME, f"{NAME}.cifar10", f"local-dir:{FOLDER}"])
+def test_every_name_gives_the_file_bit_for_bit(name, weights):
+    model = timm.create_model(name, pretrained=True).eval()
+    state = model.state_dict()
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[key], tensor) for key, tensor in weights.items())
+    plain = timm.create_model(NAME, num_classes=10, stem="conv")
+    plain.load_state_dict(weights)
+    images = torch.randn(3, 3, 32, 48)
+    assert torch.equal(model(images), plain.eval()(images))
+    card = json.loads((FOLDER / "config.json").read_text())
+    assert model.pretrained_cfg["label_names"] == card["label_names"]
+    assert timm.data.resolve_model_data_config(model)["mean"] == [0.4914, 0.4822, 0.4465]
+
+
+def test_what_timm_adapts_is_adapted(weights, tmp_path):
+    """The head is new for other classes, the channels are summed, and the body is the file's."""
+    torch.manual_seed(0)
+    model = timm.create_model(NAME, pretrained=True, num_classes=7, drop_path_rate=0.1)
+    assert {*model.head.fc.weight.shape} == {7, 256}
+    body = {key: tensor for key, tensor in model.state_dict().items() if key[:4] != "head"}
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in body.items())
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    assert torch.equal(again.head.fc.weight, model.head.fc.weight)
+
+    images = torch.randn(2, 3, 32, 32)
+    whole = timm.create_model(NAME, pretrained=True).eval()
+    pooled = timm.create_model(NAME, pretrained=True, num_classes=0).eval()(images)
+    assert torch.equal(whole.forward_head(whole.forward_features(images), pre_logits=True), pooled)
+    stages = timm.create_model(NAME, pretrained=True, features_only=True).eval()(images)
+    expected = whole.forward_intermediates(images, output_fmt="NHWC", intermediates_only=True)
+    assert all(map(torch.equal, stages, expected))
+    gray = timm.create_model(NAME, pretrained=True, in_chans=1).eval()
+    torch.testing.assert_close(gray(images[:, :1]), whole(images[:, :1].expand(-1, 3, -1, -1)))
+
+
+@pytest.mark.parametrize("name", [*timm.list_models("lipsformer*"), "converted_to_lipsformer"])
+def test_missing_weights_are_one_sentence(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIPSFORMER_WEIGHTS", str(tmp_path))
+    arguments = {"original": "vit_tiny_patch16_224"} if name.startswith("converted") else {}
+    for root in (tmp_path, tmp_path / "nowhere"):
+        monkeypatch.setenv("LIPSFORMER_WEIGHTS", str(root))
+        message = f"no pretrained weights of {name}, because {root} has no folder {name}.<tag>: "
+        with pytest.raises(RuntimeError, match=message):
+            timm.create_model(name, pretrained=True, **arguments)
+
+
+def test_other_folders_are_chosen_by_their_tag(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIPSFORMER_WEIGHTS", str(tmp_path))
+    shape = {"embed_dim": 12, "depths": [1, 1], "num_heads": [2, 3], "window_size": 2}
+    small = timm.create_model(NAME, num_classes=5, **shape)
+    save_for_hf(small, str(tmp_path / f"{NAME}.small"), safe_serialization=True)
+    shutil.copytree(tmp_path / f"{NAME}.small", tmp_path / f"{NAME}_.other")  # of another name
+    found = timm.create_model(NAME, pretrained=True, depths=(1, 1))
+    assert torch.equal(found.head.fc.weight, small.head.fc.weight)
+    shutil.copytree(FOLDER, tmp_path / f"{NAME}.large")
+    with pytest.raises(RuntimeError, match=f"choose one by its name, {NAME}.large or {NAME}.small"):
+        timm.create_model(NAME, pretrained=True)
+    assert timm.create_model(f"{NAME}.small", pretrained=True).num_classes == 5
+    with pytest.raises(RuntimeError, match=f"has no folder {NAME}.medium: "):
+        timm.create_model(f"{NAME}.medium", pretrained=True)
+    shutil.copytree(FOLDER, tmp_path / "lipsformer_nano.wrong")
+    with pytest.raises(RuntimeError, match="wrong holds a lipsformer_swin_nano"):
+        timm.create_model("lipsformer_nano", pretrained=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stem": "patch"}, "stem='patch' contradicts the weights .* stem='conv': leave stem out"),
+        ({"residual_scale": 1.0}, "residual_scale=1.0 contradicts .* residual_scale=0.5: leave"),
+        ({"embed_dim": 48}, "size mismatch for patch_embed.proj.weight"),
+    ],
+)
+def test_arguments_that_contradict_the_weights_are_named(arguments, message):
+    with pytest.raises(RuntimeError, match=message):
+        timm.create_model(NAME, pretrained=True, **arguments)
+
+
+@pytest.mark.data
+@torch.no_grad()
+def test_accuracy_on_every_twentieth_test_image(datasets):
+    model = timm.create_model(NAME, pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    names = model.pretrained_cfg["label_names"]
+    files = sorted((datasets / "cifar10/test").glob("*/*.png"))[::20]
+    labels = torch.tensor([names.index(file.parent.name) for file in files])
+    images = torch.stack([transform(Image.open(file)) for file in files])
+    right = int((model(images).argmax(1) == labels).sum())
+    assert (len(files), right) == (500, pytest.approx(390, abs=2))
