@@ -172,10 +172,10 @@ def local_certificates(
 ) -> tuple[Tensor, Tensor]:
     r"""Return logits, and distances within which the predicted class of each image cannot change.
 
-    With `failure=0` all norms are deterministic. Otherwise the norms of blocks and of the model up
-    to them are bounded by random probes, which is faster and much sharper. The distance of an image
-    is then wrong with at most this probability, over the draw of the probes and whatever the model
-    and the image are.
+    With `failure=0` all norms are deterministic. Otherwise the norms of attention, of blocks and of
+    the model up to them are bounded by random probes, which is faster and much sharper. The
+    distance of an image is then wrong with at most this probability, over the draw of the probes
+    and whatever the model and the image are.
 
     Probes are computed in float32, everything else in float64. The rounding is not bounded; the
     distances are reduced by a relative 1e-3 for it.
