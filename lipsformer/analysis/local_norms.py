@@ -125,22 +125,23 @@ def probed_norm(function: Function, x: Tensor, failure: float) -> Tensor:
     # linear. Forward differentiation would compute the function again for every product.
     _, forward, *_ = torch.func.vjp(lambda row: backward(row)[0], torch.zeros_like(output))
     start = torch.randn(len(x), x[0].numel(), dtype=torch.float64)
-    basis = torch.empty(0, *start.shape, dtype=start.dtype)
-    images = []
     steps = min(STEPS, x[0].numel())  # so many make the basis complete
+    basis = torch.empty(steps, *start.shape, dtype=start.dtype)
+    images = []
     for step in range(steps):
         for _ in range(2):  # the second time for what rounding left
-            shares = torch.einsum("kbn,bn->kb", basis, start)
-            start = start - torch.einsum("kbn,kb->bn", basis, shares)
+            shares = torch.einsum("kbn,bn->kb", basis[:step], start)
+            start = start - torch.einsum("kbn,kb->bn", basis[:step], shares)
             length = start.norm(dim=1, keepdim=True).clamp_min(torch.finfo(start.dtype).tiny)
             start = start / length
-        basis = torch.cat((basis, start[None]))
+        basis[step] = start
         tangent = start.to(x.dtype).reshape(x.shape)
         image = forward(tangent)[0]
         images.append(image.flatten(1).double())
         if step < steps - 1:
             start = backward(image)[0].flatten(1).double()
-    found = torch.linalg.matrix_norm(torch.stack(images, 1), 2)  # [B, k, m]
+    products = torch.stack(images, 1)  # [B, k, m]
+    found = torch.linalg.eigvalsh(products @ products.mT)[:, -1].sqrt()
     return found / math.sqrt(1.0 - missed_share(STEPS, x[0].numel(), failure))
 
 
