@@ -91,6 +91,7 @@ class LocalAttention:
         weight: Tensor,
         lepe: Tensor | None = None,
         window: tuple[int, int] = (1, 1),
+        write_out: bool = True,
     ) -> None:
         """Measure the attention at the center.
 
@@ -103,6 +104,7 @@ class LocalAttention:
             weight: Projections of every head, [3, H, d, C].
             lepe: Kernels of the depthwise convolution of the values, [H * d, 1, 3, 3].
             window: (h, w) in tokens, for `lepe`.
+            write_out: Whether to write out the Jacobians, without which `norm` is infinite.
         """
         tau = attention.tau()
         tau = torch.as_tensor(tau, dtype=qkv.dtype).flatten().expand(attention.num_heads)
@@ -131,19 +133,19 @@ class LocalAttention:
         self.by_query = tau[:, None] * norm_above(apart_k @ slopes[0])
         direction = torch.einsum("whie,whjec->whijc", q, slopes[1])  # of dk_j that changes score ij
         apart_v = v[:, :, None] - mean_v[..., :, None, :]  # [W, H, i, j, d]
-        by_score = tau[:, None, None, None] * weights[..., None] * apart_v
-
-        query = by_score.mT @ k[:, :, None] @ slopes[0]
-        key = torch.einsum("whija,whijc->whiajc", by_score, direction)
-        value = torch.einsum("whij,whjac->whiajc", weights, slopes[2])
-        if lepe is not None:
-            operator = depthwise_operator(lepe, window).unflatten(0, (len(tau), -1)).mT
-            convolved = torch.einsum("haij,hac->hiajc", operator, weight[2])
-            value = value + convolved * real[:, :, None, None, :, None]
-        own = torch.eye(self.num_tokens, dtype=q.dtype)[:, None, :, None]
-        jacobian = key + value + own * query[..., None, :]
-        jacobian = jacobian * real[..., None, None, None]
-        self.norm = norm_above(jacobian.flatten(-2).flatten(2, 3))
+        self.norm = torch.full(qkv.shape[1:3], math.inf, dtype=qkv.dtype)
+        if write_out:
+            by_score = tau[:, None, None, None] * weights[..., None] * apart_v
+            query = by_score.mT @ k[:, :, None] @ slopes[0]
+            key = torch.einsum("whija,whijc->whiajc", by_score, direction)
+            value = torch.einsum("whij,whjac->whiajc", weights, slopes[2])
+            if lepe is not None:
+                operator = depthwise_operator(lepe, window).unflatten(0, (len(tau), -1)).mT
+                convolved = torch.einsum("haij,hac->hiajc", operator, weight[2])
+                value = value + convolved * real[:, :, None, None, :, None]
+            own = torch.eye(self.num_tokens, dtype=q.dtype)[:, None, :, None]
+            jacobian = (key + value + own * query[..., None, :]) * real[..., None, None, None]
+            self.norm = norm_above(jacobian.flatten(-2).flatten(2, 3))
         self.spread_k = norm_above(apart_k)
         self.spread_v = norm_above(weights.sqrt()[..., None] * apart_v)
         exact = "donot_use_mm_for_euclid_dist"

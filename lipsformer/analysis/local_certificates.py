@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound, unchanged
 from lipsformer.analysis.bounds.layers import PASSIVE
-from lipsformer.analysis.local_layers import Layer, Pooling, layers_of
+from lipsformer.analysis.local_layers import Layer, Pooling, layers_of, written_out
 from lipsformer.analysis.local_norms import jacobian_norm, probed_norm
 from lipsformer.models.lipsformer import LipsFormer
 from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
@@ -68,14 +68,16 @@ def segments(model: LipsFormer, images: Tensor, failure: float) -> list[Segment]
         failure: Probability that any norm of an image is wrong; 0 for none.
     """
     modules = parts(model)
-    singles = parts(copy.deepcopy(model).float()) if failure > 0.0 else []
-    each = failure / (2 * len(modules))
+    singles: list[Any] = [None] * len(modules)
+    if failure > 0.0:
+        singles = parts(written_out(copy.deepcopy(model).float()))
+    each = failure / (3 * len(modules))  # attention, the block, and the way to its output
     unknown = torch.full((len(images),), torch.inf, dtype=images.dtype)
     found: list[Segment] = []
     x = start = images
     first = 0
     for k, module in enumerate(modules):
-        layers = layers_of(module, x)
+        layers = layers_of(module, x, singles[k], each)
         norm = prefix = unknown
         small = x[0].numel() <= MAX_DENSE
         anchor = small and not any(segment.anchor for segment in found)
@@ -170,10 +172,10 @@ def local_certificates(
 ) -> tuple[Tensor, Tensor]:
     r"""Return logits, and distances within which the predicted class of each image cannot change.
 
-    With `failure=0` all norms are deterministic. Otherwise the norms of blocks and of the model up
-    to them are bounded by random probes, which is faster and much sharper. The distance of an image
-    is then wrong with at most this probability, over the draw of the probes and whatever the model
-    and the image are.
+    With `failure=0` all norms are deterministic. Otherwise the norms of attention, of blocks and of
+    the model up to them are bounded by random probes, which is faster and much sharper. The
+    distance of an image is then wrong with at most this probability, over the draw of the probes
+    and whatever the model and the image are.
 
     Probes are computed in float32, everything else in float64. The rounding is not bounded; the
     distances are reduced by a relative 1e-3 for it.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lipsformer.analysis.bounds import UnknownModuleError, unchanged
 from lipsformer.analysis.bounds.layers import GELU_BOUND, depthwise_channel_sigma
 from lipsformer.analysis.local_attention import LocalAttention
-from lipsformer.analysis.local_norms import norm_above
+from lipsformer.analysis.local_norms import largest_norm, norm_above, probed_norm
 from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
@@ -123,12 +123,14 @@ def conv_layer(residual: Any, x: Tensor) -> Layer:
     reach = kernel.flatten(1).norm(dim=1)  # an output moves by at most this times the radius
     first = gelu_slope(hidden := branch.depthwise(x))
     if branch.pointwise is None:
+        above = 1.0 + (alpha * first * sigma).abs().flatten(1, 2).amax(1)
         if math.prod(size) <= MAX_DENSE_TOKENS:  # every channel on its own
             operator = depthwise_operator(kernel, size)
-            scaled = (alpha * first).flatten(1, 2).mT[..., None, :] * operator
-            norm = norm_above(scaled + torch.eye(scaled.shape[-1], dtype=x.dtype)).amax(1)
+            eye, items = torch.eye(operator.shape[-1], dtype=x.dtype), torch.arange(len(x))
+            scale = (alpha * first).flatten(1, 2).mT[..., None, :]
+            norm = largest_norm(lambda c: eye + scale[items, c] * operator[c], above)
         else:
-            norm = 1.0 + (alpha * first * sigma).abs().flatten(1).amax(1)
+            norm = above.amax(1)
         curved = GELU_CURVATURE * (alpha * reach * sigma).abs().max()
         widest = GELU_BOUND * (alpha * sigma).abs().max()
     else:
@@ -152,8 +154,17 @@ def conv_layer(residual: Any, x: Tensor) -> Layer:
     )
 
 
-def attention_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
-    """Return norm(x + alpha attention(x))."""
+def attention_layer(
+    residual: Any, norm: nn.Module, x: Tensor, probed: Tensor | None = None
+) -> Layer:
+    """Return norm(x + alpha attention(x)).
+
+    Args:
+        residual: The attention.
+        norm: What follows it.
+        x: [B, H, W, C].
+        probed: Bound of the Jacobian, [B]; None to write it out, head by head.
+    """
     attn = residual.branch
     unchanged(attn, WindowAttention, StripeAttention)
     batch, height, width, dim = x.shape
@@ -179,7 +190,7 @@ def attention_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
         cut = partition_heads(fused[..., i, :], window, core.num_heads)
         real = partition_heads(ones, window, 1)[0, :, :, :, 0]
         heads = weights[:, i].unflatten(1, (core.num_heads, -1))  # [3, H, d, C]
-        local = LocalAttention(core, cut, bias, real, heads, lepe, window)
+        local = LocalAttention(core, cut, bias, real, heads, lepe, window, probed is None)
         parts.append(local)
         values = torch.zeros_like(local.tau)
         if lepe is not None:
@@ -205,19 +216,70 @@ def attention_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
     return Layer(
         function,
         function(x),
-        straight + heads_together([p.norm for p in parts]),
+        straight + heads_together([p.norm for p in parts]) if probed is None else probed,
         drift,
         (straight + behind * torch.cat(everywhere).norm()).expand(batch),
     )
 
 
-def block_layers(block: LipsFormerBlock, x: Tensor) -> list[Layer]:
-    """Return the four layers of a block."""
+class WrittenOut(DepthwiseConv2d):
+    """A depthwise convolution as one matrix per channel.
+
+    The matrices of small maps are faster than the convolution, which autograd differentiates
+    twice in a loop over the channels.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.local_layers import WrittenOut
+        >>> from lipsformer.layers import DepthwiseConv2d
+        >>> conv, x = DepthwiseConv2d(3, 7), torch.randn(2, 5, 11, 3)
+        >>> torch.allclose(WrittenOut(conv)(x), conv(x), atol=1e-5)
+        True
+    """
+
+    def __init__(self, conv: DepthwiseConv2d) -> None:
+        """Share the parameters of the convolution."""
+        super().__init__(conv.dim, conv.weight.shape[-1])
+        self.weight, self.bias = conv.weight, conv.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve ``x`` ([B, H, W, C])."""
+        size = (x.shape[1], x.shape[2])
+        if math.prod(size) > MAX_DENSE_TOKENS:
+            return super().forward(x)
+        operator = depthwise_operator(self.weight, size)
+        convolved = torch.einsum("cji,bjc->bic", operator, x.flatten(1, 2)) + self.bias
+        return convolved.unflatten(1, size)
+
+
+def written_out(model: Any) -> Any:
+    """Replace all depthwise convolutions of a model by matrices."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, DepthwiseConv2d):
+            model.set_submodule(name, WrittenOut(module))
+    return model
+
+
+def block_layers(
+    block: LipsFormerBlock, x: Tensor, single: Any = None, failure: float = 0.0
+) -> list[Layer]:
+    """Return the four layers of a block.
+
+    Args:
+        block: The block, float64.
+        x: [B, H, W, C].
+        single: The same block in float32, to probe the attention; None to write it out.
+        failure: Probability that the norm of the attention is wrong.
+    """
     for residual in (block.conv1, block.conv2, block.attn, block.mlp):
         unchanged(residual, WeightedResidual)
     first = conv_layer(block.conv1, x)
     second = conv_layer(block.conv2, first.output)
-    third = attention_layer(block.attn, block.norm1, second.output)
+    probed = None
+    if single is not None:
+        attended = nn.Sequential(single.attn, single.norm1)
+        probed = probed_norm(attended, second.output.float(), failure).double()
+    third = attention_layer(block.attn, block.norm1, second.output, probed)
     return [first, second, third, mlp_layer(block.mlp, block.norm2, third.output)]
 
 
@@ -241,14 +303,20 @@ class Pooling(nn.Module):
         return self.norm(x).mean((1, 2))
 
 
-def layers_of(module: Any, x: Tensor) -> list[Layer]:
+def layers_of(module: Any, x: Tensor, single: Any = None, failure: float = 0.0) -> list[Layer]:
     """Return the layers of a part of a LipsFormer around its inputs.
+
+    Args:
+        module: The part, float64.
+        x: [B, ...].
+        single: The same part in float32, to probe the attention of a block; None for no probes.
+        failure: Probability that the norm of the attention is wrong.
 
     Raises:
         UnknownModuleError: If no local bound of the part is known.
     """
     if isinstance(module, LipsFormerBlock):
-        return block_layers(module, x)
+        return block_layers(module, x, single, failure)
     if isinstance(module, Pooling):
         matrix = norm_matrix(module.norm, x.shape[-1], x.dtype)
         return [linear_layer(module, x, matrix / (x.shape[1] * x.shape[2]) ** 0.5)]

@@ -68,6 +68,26 @@ def _verified(gram: Tensor) -> Tensor:
         square = torch.where(refused, square * STEP, square)
 
 
+def largest_norm(matrices: Callable[[Tensor], Tensor], above: Tensor) -> Tensor:
+    """Bound the largest of the norms of the channels of every item, [B].
+
+    Only the channels are measured whose first bound exceeds the norm of another one.
+
+    Args:
+        matrices: Returns the matrices [B, m, n] of one channel of every item, for channels [B].
+        above: First bounds of the norms, [B, C].
+    """
+    above, items = above.clone(), torch.arange(len(above))
+    measured = torch.zeros_like(above, dtype=torch.bool)
+    while True:
+        channel = above.argmax(1)
+        if measured[items, channel].all():
+            return above[items, channel]
+        norm = norm_above(matrices(channel))
+        above[items, channel] = torch.minimum(above[items, channel], norm)
+        measured[items, channel] = True
+
+
 def jacobian_norm(function: Function, x: Tensor) -> Tensor:
     """Bound the Jacobian of a function at every item of a batch, [B], by writing it out.
 
@@ -100,24 +120,28 @@ def probed_norm(function: Function, x: Tensor, failure: float) -> Tensor:
         x: [B, ...] with n numbers per item, of the data type of the products.
         failure: Probability p that the bound of an item is wrong, in (0, 1).
     """
-    _, backward, *_ = torch.func.vjp(function, x)
+    output, backward, *_ = torch.func.vjp(function, x)
+    # The product with the Jacobian is the derivative of the one with its transpose, which is
+    # linear. Forward differentiation would compute the function again for every product.
+    _, forward, *_ = torch.func.vjp(lambda row: backward(row)[0], torch.zeros_like(output))
     start = torch.randn(len(x), x[0].numel(), dtype=torch.float64)
-    basis = torch.empty(0, *start.shape, dtype=start.dtype)
-    images = []
     steps = min(STEPS, x[0].numel())  # so many make the basis complete
+    basis = torch.empty(steps, *start.shape, dtype=start.dtype)
+    images = []
     for step in range(steps):
         for _ in range(2):  # the second time for what rounding left
-            shares = torch.einsum("kbn,bn->kb", basis, start)
-            start = start - torch.einsum("kbn,kb->bn", basis, shares)
+            shares = torch.einsum("kbn,bn->kb", basis[:step], start)
+            start = start - torch.einsum("kbn,kb->bn", basis[:step], shares)
             length = start.norm(dim=1, keepdim=True).clamp_min(torch.finfo(start.dtype).tiny)
             start = start / length
-        basis = torch.cat((basis, start[None]))
+        basis[step] = start
         tangent = start.to(x.dtype).reshape(x.shape)
-        image = torch.func.jvp(function, (x,), (tangent,))[1]
+        image = forward(tangent)[0]
         images.append(image.flatten(1).double())
         if step < steps - 1:
             start = backward(image)[0].flatten(1).double()
-    found = torch.linalg.matrix_norm(torch.stack(images, 1), 2)  # [B, k, m]
+    products = torch.stack(images, 1)  # [B, k, m]
+    found = torch.linalg.eigvalsh(products @ products.mT)[:, -1].sqrt()
     return found / math.sqrt(1.0 - missed_share(STEPS, x[0].numel(), failure))
 
 

@@ -17,6 +17,7 @@ from lipsformer.analysis.local_attention import LocalAttention
 from lipsformer.analysis.local_layers import attention_layer
 from lipsformer.analysis.local_norms import (
     jacobian_norm,
+    largest_norm,
     missed_share,
     norm_above,
     probed_norm,
@@ -55,6 +56,21 @@ def test_norms_are_bounded_from_above(monkeypatch):
             monkeypatch.setattr(local_norms, "MAX_ITERATED", limit)
             found = norm_above(matrices.double())
             assert (found >= exact * (1 - 1e-12)).all() and (found <= 1.04 * exact + 1e-9).all()
+
+
+def test_the_largest_norm_needs_few_channels():
+    """It is that of all channels, whichever of them the first bounds let pass."""
+    torch.manual_seed(0)
+    matrices = torch.randn(3, 11, 5, 7, dtype=torch.float64)
+    all_norms, measured = norm_above(matrices), []
+
+    def channels(chosen: Tensor) -> Tensor:
+        measured.append(chosen)
+        return matrices[torch.arange(3), chosen]
+
+    above = all_norms * (1.0 + 0.2 * torch.rand(3, 11, dtype=torch.float64))
+    assert torch.equal(largest_norm(channels, above), all_norms.amax(1))
+    assert len(measured) < 11
 
 
 def test_probes_bound_jacobians_with_the_stated_probability(monkeypatch):
