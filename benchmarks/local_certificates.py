@@ -42,17 +42,15 @@ def attacked_distances(model: nn.Module, images: Tensor, labels: Tensor) -> Tens
     def shifted(x: Tensor) -> Tensor:  # the attack keeps images in [0, 1], which is wide enough
         return model((x - 0.5) * 200.0)
 
-    found = []
-    for image, label in zip(images, labels, strict=True):
-        low, high = QUARTERS[0] - 1, QUARTERS[-1] + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            broken = pgd_attack(
-                shifted, image[None] / 200.0 + 0.5, label[None], 2.0 ** (middle / 4) / 200.0
-            )
-            low, high = (low, middle) if broken else (middle, high)
-        found.append(2.0 ** (high / 4) if high <= QUARTERS[-1] else math.inf)
-    return torch.tensor(found, dtype=torch.float64)
+    low = torch.full((len(images), 1, 1, 1), QUARTERS[0] - 1)
+    high = torch.full_like(low, QUARTERS[-1] + 1)
+    while (high - low).max() > 1:
+        middle = (low + high) // 2
+        broken = pgd_attack(shifted, images / 200.0 + 0.5, labels, 2.0 ** (middle / 4) / 200.0)
+        broken = broken[:, None, None, None]
+        low, high = torch.where(broken, low, middle), torch.where(broken, middle, high)
+    distances = 2.0 ** (high.flatten().double() / 4)
+    return distances.masked_fill(high.flatten() > QUARTERS[-1], math.inf)
 
 
 def measure(run: str, failure: float, count: int | None, output: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def pgd_attack(
     function: Function,
     images: Tensor,
     labels: Tensor,
-    eps: float,
+    eps: float | Tensor,
     *,
     steps: int = 20,
     generator: torch.Generator | None = None,
@@ -47,7 +47,7 @@ def pgd_attack(
         function: Map from images to logits that treats the images independently.
         images: [B, ...], values in [0, 1].
         labels: [B].
-        eps: Largest distance in the 2-norm over an image, > 0.
+        eps: Largest distance in the 2-norm over an image, > 0; or one for each image, [B, 1, ...].
         steps: Number of steps.
         generator: Random generator of the starting point.
 

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.bounds import MODELS, NETWORKS, SEEDS, tables
-from benchmarks.local_certificates import table
+from benchmarks.local_certificates import attacked_distances, table
 from tests.conftest import ROOT
 
 RESULTS = json.loads((ROOT / "benchmarks/results/bounds.json").read_text())
@@ -30,3 +32,14 @@ def test_the_table_of_local_certificates_is_that_of_the_results():
     records = [json.loads(path.read_text()) for path in results]
     assert table(records) in (ROOT / "docs/local_certificates.md").read_text()
     assert all(row["local"] < row["attacked"] for record in records for row in record["rows"])
+
+
+def test_attacked_distances_are_one_step_above_those_of_a_linear_map():
+    torch.manual_seed(0)
+    linear, images = nn.Linear(12, 5), torch.randn(7, 3, 2, 2)
+    logits, weight = linear(images.flatten(1)), linear.weight
+    margins, labels = logits.max(1, keepdim=True).values - logits, logits.argmax(1)
+    exact = margins / (weight[labels][:, None] - weight).norm(dim=2)  # 0 / 0 for the label itself
+    exact = exact.nan_to_num(torch.inf).amin(1).double()
+    found = attacked_distances(nn.Sequential(nn.Flatten(), linear), images, labels)
+    assert (found >= exact).all() and (found <= 2**0.25 * exact).all()
