@@ -40,4 +40,4 @@ def test_attacked_distances_are_one_step_above_those_of_a_linear_map():
     logits, (first, second) = linear(images.flatten(1)), linear.weight
     exact = (logits[:, 0] - logits[:, 1]).abs().double() / (first - second).norm()
     found = attacked_distances(nn.Sequential(nn.Flatten(), linear), images, logits.argmax(1))
-    assert (found >= exact).all() and (found <= 2**0.25 * 1.001 * exact).all()
+    assert (found >= exact).all() and (found <= 1.01 * 2**0.25 * exact).all()
