@@ -20,5 +20,5 @@ def test_command_is_accepted(command):
 )
 def test_every_run_of_a_study_is_a_model_and_a_config(path):
     study = read_config(Study, path)
-    for row, seed in study.runs():
+    for row, seed in dict(study.runs()).items():  # one seed of every row
         check_training(study.config, tuple(study.settings(row, seed)))

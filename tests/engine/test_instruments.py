@@ -106,6 +106,7 @@ def test_caps_hold_and_records_are_kept(whole: tuple[Path, dict[str, Any]]) -> N
     check_watched(folder, found["records"])
 
 
+@pytest.mark.slow
 def test_killed_and_continued_it_is_the_same_run(
     tmp_path: Path, whole: tuple[Path, dict[str, Any]]
 ) -> None:
