@@ -3,8 +3,8 @@
     python -m benchmarks.first_step lipsformer_tiny lipsformer_swin_tiny
     python -m benchmarks.first_step lipsformer_tiny --whole
 
-The time is that of one core, with the C++ compiler that Inductor calls, and without any cache. Other
-work on the same core makes it larger. A step on a GPU writes Triton instead of C++.
+The time is that of one core, with the C++ compiler that Inductor calls, and without any cache.
+Other work on the same core makes it larger. A step on a GPU writes Triton instead of C++.
 """
 
 import json

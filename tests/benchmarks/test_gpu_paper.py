@@ -19,6 +19,7 @@ from benchmarks.gpu_paper.cubins import generated, occupancy
 from benchmarks.gpu_paper.devices import DEVICES, LAUNCH_SECONDS, seconds
 from benchmarks.gpu_paper.host import HostReads
 from benchmarks.gpu_paper.inductor import Kernel, schedule
+from benchmarks.gpu_paper.table import page
 from benchmarks.gpu_paper.trace import (
     CudaOperators,
     build,
@@ -286,3 +287,12 @@ def test_batches_that_fit():
     assert batches.eager_gigabytes(record, 8) == 16 + 8
     assert batches.batch_that_fits(record, 40) == 16  # 18 GB remain of 34
     assert batches.batch_that_fits(record, 80) == 32  # 52 GB remain of 68
+
+
+def test_the_tables_on_the_page_are_those_of_the_predictions():
+    records = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    tables = [part for part in page(records).split("\n\n") if part.startswith("|")]
+    text = (RESULTS.parents[1] / "docs" / "gpu.md").read_text()
+    assert len(tables) >= 6
+    for table in tables:
+        assert table in text
