@@ -3,11 +3,13 @@
     python eval.py --checkpoint outputs/certified/digits --certify
     python -m benchmarks.autoattack outputs/certified/digits \
         --output benchmarks/results/autoattack_digits.json
+    python -m benchmarks.autoattack outputs/certified/cifar10 --data holdout=0 --every 100 \
+        --output benchmarks/results/autoattack_cifar10.json
     python -m benchmarks.autoattack --table benchmarks/results/autoattack_digits.json
 
-Every image is attacked within its own certified radius (the executed one). Within the given
-distances only those images are attacked that are classified rightly and not certified there. The
-command writes the results of every attack on every batch, and goes on where it was stopped.
+Within the given distances only those images are attacked that are classified rightly and not
+certified there. Then every image is attacked within its own certified radius (the executed one).
+The command writes the results of every attack on every batch, and goes on where it was stopped.
 """
 
 import itertools
@@ -91,15 +93,33 @@ def attack_own_radii(
     return auto_attack(shrunk, images, labels, largest, attacks)
 
 
-def measure(run: str, output: Path, distances: Sequence[str]) -> dict[str, Any]:
-    """Attack all images of the certificate file of a run's best weights."""
+def measure(
+    run: str, output: Path, distances: Sequence[str], every: int, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Attack images of the certificate file of a run's best weights.
+
+    Args:
+        run: Folder of the run.
+        output: JSON file; goes on if it exists.
+        distances: Distances within which images are attacked, such as "36/255".
+        every: The first of so many images is attacked.
+        overrides: Settings of the data as the certificate was made with, such as "holdout=0".
+
+    Raises:
+        ValueError: If the certificate is of other images, or the output of another certificate.
+    """
     weights = find_weights(run, "best")
-    config = weights.config([])
+    config = weights.config([f"data.{override}" for override in overrides])
     assert config is not None
     claims = json.loads((weights.folder / FILE).read_text())["sets"]["data"]
-    radii = torch.tensor(claims["executed"], dtype=torch.float64)
     dataset = build_eval_dataset(config.data, classes=weights.classes())
-    pixels, labels = collate([dataset[i] for i in range(len(dataset))])
+    if len(claims["executed"]) != len(dataset):
+        raise ValueError(
+            f"the certificate has {len(claims['executed'])} images and the data {len(dataset)}: "
+            "give the --data that eval.py had"
+        )
+    radii = torch.tensor(claims["executed"][::every], dtype=torch.float64)
+    pixels, labels = collate([dataset[i] for i in range(0, len(dataset), every)])
     images = (pixels / 255.0).contiguous()
     model = load_model(weights).eval().requires_grad_(False)
     normalize = Normalize(config.data.mean, config.data.std)
@@ -150,6 +170,21 @@ def attacked(record: dict[str, Any], within: str) -> list[int]:
     return [i for i, (right, radius) in rows if right and radius <= parse_distance(within)]
 
 
+def accuracy(record: dict[str, Any], within: str) -> float | None:
+    """Return the share of images that are right and keep their class, in percent.
+
+    Certified images count as kept. None if an attack on an image is missing.
+    """
+    tried, lost = dict.fromkeys(ATTACKS, 0), set[int]()
+    for at in record["attacks"]:
+        if at["within"] == within:
+            tried[at["attack"]] += len(at["images"])
+            lost |= {i for i, kept in zip(at["images"], at["kept"], strict=True) if not kept}
+    if any(count != len(attacked(record, within)) for count in tried.values()):
+        return None
+    return 100.0 * (sum(record["right"]) - len(lost)) / len(record["right"])
+
+
 def table(record: dict[str, Any]) -> str:
     """Return the table of docs/lipschitz.md, of what has been attacked so far."""
     kept: dict[tuple[str, str], list[bool]] = {}
@@ -167,6 +202,8 @@ def main() -> None:
     parser = documented_parser(__doc__, prog="python -m benchmarks.autoattack")
     parser.add_argument("run", nargs="?", help="folder of a run")
     parser.add_argument("--distances", nargs="*", default=["36/255"], help="e.g. 36/255 0.2")
+    parser.add_argument("--every", type=int, default=1, help="attack the first of so many images")
+    parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="as eval.py had")
     parser.add_argument("--output", type=Path, help="JSON file; goes on if it exists")
     parser.add_argument("--table", type=Path, metavar="JSON", help="only print these results")
     options = parser.parse_args()
@@ -175,7 +212,12 @@ def main() -> None:
     elif options.run is None or options.output is None:
         parser.error("give a run and --output, or --table")
     else:
-        print(table(measure(options.run, options.output, options.distances)))
+        settings = (options.distances, options.every, options.data)
+        record = measure(options.run, options.output, *settings)
+        print(table(record))
+        for within in options.distances:
+            share = accuracy(record, within)
+            print(f"accuracy under AutoAttack within {within}: {share} %")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from data import Normalize
 from data.evalsets import EvalSet
@@ -28,6 +29,7 @@ from lipsformer.analysis.robustness import robust_mask
 from lipsformer.config import DataConfig
 from lipsformer.engine.steps import SizedBatches
 from scripts._certificate import FILE, certificate
+from scripts._histogram import histogram
 
 DEFAULT = "36/255"
 CERTIFIED = ("fp32", "fp64")  # the precisions whose rounding is bounded
@@ -157,7 +159,8 @@ def certify(
     model, watched = (x if outputs is None else x.model for x in (classifier, exact))
     norms = watch_norms(watched)
     with torch.no_grad():
-        computed = [(exact((x.double() / 255.0 - mean) / std), y) for x, y in batches]
+        shown = tqdm(batches, "certify", unit="batch", leave=False, disable=None)
+        computed = [(exact((x.double() / 255.0 - mean) / std), y) for x, y in shown]
     starts = [0, *itertools.accumulate(len(y) for _, y in computed)][:-1]
     precise, labels = (torch.cat(parts) for parts in zip(*computed, strict=True))
     # Normalization stretches distances by at most 1 / min(std).
@@ -176,7 +179,8 @@ def certify(
     for row, distance in zip(counts, distances, strict=True):
         row[:2] = torch.stack([(right & (radius > distance)).sum() for radius in (executed, real)])
     attacked = 0
-    for start, (images, targets) in zip(starts, batches, strict=True):
+    shown = tqdm(batches, "attack", unit="batch", leave=False, disable=None)
+    for start, (images, targets) in zip(starts, shown, strict=True):
         chosen = slice(-start % attack_every, None, attack_every)
         pixels, radii = images[chosen].to(dtype) / 255.0, executed[start:][: len(images)][chosen]
         attacked += len(pixels)
@@ -200,5 +204,6 @@ def certify(
             {"eps": distance, "certified": executed, "certified_real": real, "pgd": held}
             for distance, (executed, real, held) in zip(distances, shares, strict=True)
         ],
+        "radii": {"real": histogram(real.tolist()), "executed": histogram(executed.tolist())},
         "certificates": (rows, largest),
     }

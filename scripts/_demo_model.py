@@ -14,6 +14,7 @@ from lipsformer.analysis.estimate import local_lipschitz
 from lipsformer.config import DataConfig
 from lipsformer.engine.run_folder import Weights, load_model
 from scripts._assemble import data_config
+from scripts._certify_picture import PictureCertificate, certify_picture
 from scripts._runtimes import Logits, fold
 
 MAX_UPLOAD = 20 * 2**20  # bytes
@@ -153,6 +154,14 @@ class DemoModel:
         size = direction[0].norm(dim=0).cpu().numpy()
         first, second = self._logits(image).topk(2).values.tolist()
         return Sensitivity(float(constant), size / size.max(), first - second)
+
+    def certify(self, image: np.ndarray) -> PictureCertificate:
+        """Certify and attack an image.
+
+        Raises:
+            UnknownModuleError: If the model has no proved bound.
+        """
+        return certify_picture(self.model, self._batch(image)[0], self.data)
 
     def _batch(self, image: np.ndarray) -> Tensor:
         return torch.from_numpy(image).permute(2, 0, 1)[None].to(self.device)

@@ -15,6 +15,7 @@ from lipsformer.engine.run_folder import Weights, load_model, load_weights
 from lipsformer.engine.steps import evaluate
 from scripts._assemble import data_config
 from scripts._certify import Certification
+from scripts._histogram import bars
 
 
 def data_of(
@@ -128,4 +129,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
                 f"{at['pgd']:.3f} % of {r['attacked']} images, log10 bound "
                 f"{r['pixel_bound_log10']:.3f}"
             )
+        for kind, counted in r.get("radii", {}).items():
+            lines += [f"{r['set']:{width}} certified distances ({kind}) and their images:"]
+            lines += bars(counted)
     return "\n".join(lines)

@@ -3,9 +3,10 @@
     python -m scripts.demo --checkpoint outputs/demo
 
 The page shows the five best classes of a picture, where a block and a head attend, how the
-prediction changes under noise, and an estimate of the local Lipschitz constant. The server listens
-on localhost unless --host names another address, loads nothing from the network, and does not store
-uploads. It needs `pip install 'lipsformer[train,web]'`. Exit code 2 for a mistake.
+prediction changes under noise, an estimate of the local Lipschitz constant, and how far the picture
+may change: what is proved, and what an attack finds. The server listens on localhost unless --host
+names another address, loads nothing from the network, and does not store uploads. It needs
+`pip install 'lipsformer[train,web]'`. Exit code 2 for a mistake.
 """
 
 import argparse
@@ -30,9 +31,11 @@ from data.images import ADVICE, ArrayPicture, EncodedPicture, Picture
 from data.sources import digits
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
+from lipsformer.analysis.bounds import UnknownModuleError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
 from scripts._demo_model import MAX_UPLOAD, DemoModel
+from scripts.reporting.certificates import picture_figure
 from scripts.reporting.pictures import InlineImage, overlaid
 
 QUEUE = 16  # requests that wait; the others are refused
@@ -193,6 +196,19 @@ class Answers:
             overlaid(image, found.direction), "the pixels that move the logits most", caption
         )
 
+    def certify(self, image: np.ndarray) -> str:
+        """Return what is proved about an image, and what an attack finds, as HTML."""
+        try:
+            drawing = picture_figure(self.model.certify(image))
+        except UnknownModuleError as error:
+            return f"<p>Nothing is proved about this model: {html.escape(str(error))}</p>"
+        source = InlineImage(drawing.png(), "png", drawing.title).uri
+        text = html.escape(drawing.text)
+        return (
+            f'<figure><img src="{source}" alt="{drawing.title}" class="chart">'
+            f"<figcaption>{text}</figcaption></figure>"
+        )
+
 
 def build(answers: Answers, title: str) -> Any:
     """Build the page as Gradio's `Blocks`."""
@@ -212,7 +228,8 @@ def build(answers: Answers, title: str) -> Any:
         return {notice: "", **news(*answers.look(ArrayPicture(sample.array), sample.name))}
 
     def news(image: np.ndarray, shown: str) -> dict[Any, Any]:
-        return {state: image, seen: shown, prediction: answers.predict(image), constant: ""}
+        texts = {prediction: answers.predict(image), constant: "", certificate: ""}
+        return {state: image, seen: shown, **texts}
 
     def on_block(image: np.ndarray, block: str) -> tuple[Any, str]:
         heads = gr.Dropdown(answers.choices(block), value=ALL_HEADS)
@@ -267,6 +284,9 @@ def build(answers: Answers, title: str) -> Any:
                 gr.HTML("<h2>How sensitive it is</h2>")
                 measure = gr.Button("Estimate the local Lipschitz constant")
                 constant = gr.HTML()
+        gr.HTML("<h2>How far it may change</h2>")
+        certify = gr.Button("Certify and attack: seconds for small images, minutes for large ones")
+        certificate = gr.HTML()
         gr.HTML(f"<footer>Samples: {credit}</footer>")
 
         exclusive: Any = {  # only one event at a time uses the model
@@ -274,7 +294,7 @@ def build(answers: Answers, title: str) -> Any:
             "concurrency_limit": 1,
             "api_visibility": "private",
         }
-        pictured = [state, seen, prediction, constant, notice]
+        pictured = [state, seen, prediction, constant, certificate, notice]
         for event in (
             upload.upload(on_upload, upload, [upload, *pictured], **exclusive),
             *(
@@ -288,6 +308,7 @@ def build(answers: Answers, title: str) -> Any:
         live = {"trigger_mode": "always_last", "show_progress": "hidden"}
         level.input(answers.disturb, [state, level], noisy, **live, **exclusive)
         measure.click(answers.measure, state, constant, **exclusive)
+        certify.click(answers.certify, state, certificate, **exclusive)
     return page
 
 

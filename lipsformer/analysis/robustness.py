@@ -27,7 +27,7 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
     return own - others.amax(dim=1)
 
 
-def pgd_attack(
+def smallest_margins(
     function: Function,
     images: Tensor,
     labels: Tensor,
@@ -36,7 +36,7 @@ def pgd_attack(
     steps: int = 20,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    r"""Search within a distance of the images for images that the function classifies wrongly.
+    r"""Search within a distance of the images for the smallest margins, by gradient descent.
 
     The attack is projected gradient descent on the margin. It starts at a random point and makes
     steps of length 2.5 eps / steps along the unit gradient:
@@ -52,7 +52,14 @@ def pgd_attack(
         generator: Random generator of the starting point.
 
     Returns:
-        Mask [B], True if the image or any image on the way is not classified as its label.
+        The smallest margin of the image and of all images on the way, [B].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.robustness import smallest_margins
+        >>> images, labels = torch.tensor([[0.9, 0.1]]), torch.tensor([0])  # the margin is 0.8
+        >>> smallest_margins(lambda x: x, images, labels, eps=0.1).item() < 0.7
+        True
 
     Reference:
         Madry et al. 2018, "Towards Deep Learning Models Resistant to Adversarial Attacks".
@@ -65,18 +72,44 @@ def pgd_attack(
 
     noise = torch.randn(images.shape, generator=generator, dtype=images.dtype).to(images.device)
     with torch.no_grad():
-        broken = margins(function(images), labels) <= 0.0
+        smallest = margins(function(images), labels)
     moved = project(images + eps * noise / sample_norm(noise))
     for _ in range(steps):
         moved = moved.detach().requires_grad_()
         with torch.enable_grad():
             margin = margins(function(moved), labels)
             (gradient,) = torch.autograd.grad(margin.sum(), moved)
-        broken |= margin.detach() <= 0.0
+        smallest = smallest.fmin(margin.detach())
         direction = gradient / sample_norm(gradient).clamp_min(torch.finfo(gradient.dtype).tiny)
         moved = project(moved.detach() - 2.5 * eps / steps * direction)
     with torch.no_grad():
-        return broken | (margins(function(moved), labels) <= 0.0)
+        return smallest.fmin(margins(function(moved), labels))
+
+
+def pgd_attack(
+    function: Function,
+    images: Tensor,
+    labels: Tensor,
+    eps: float | Tensor,
+    *,
+    steps: int = 20,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Search within a distance of the images for images that the function classifies wrongly.
+
+    Args:
+        function: As for `smallest_margins`, like all other arguments.
+        images: [B, ...].
+        labels: [B].
+        eps: Largest distance.
+        steps: Number of steps.
+        generator: Random generator of the starting point.
+
+    Returns:
+        Mask [B], True if the image or any image on the way is not classified as its label.
+    """
+    at = (images, labels, eps)
+    return smallest_margins(function, *at, steps=steps, generator=generator) <= 0.0
 
 
 def robust_mask(

@@ -12,6 +12,8 @@ from lipsformer import kernels
 
 GROUPS = 8  # of channels: 0 to 3 are folded, 2 to 5 move by one token
 MOVES = ((1, 1), (1, -1), (2, 1), (2, -1))  # (axis of [B, H, W, C], step) of the groups 2 to 5
+MAX_STEPS = 100  # of Newton and Schulz; each multiplies a small singular value by 1.5
+CONVERGED = 1e-11  # length of a step
 
 
 class FoldShift(nn.Module):
@@ -191,7 +193,8 @@ def orthogonalize(weight: Tensor, exact: bool = False) -> Tensor:
 
     Args:
         weight: [out, in, ...], reshaped to [out, in * ...]. Half precision is widened to float32.
-        exact: Return the nearest matrix itself, from a singular value decomposition.
+        exact: Make as many steps in float64 as lead to the nearest matrix itself. LAPACK's singular
+            value decomposition would be shorter, but may fail where singular values are equal.
 
     Example:
         >>> import torch
@@ -201,11 +204,22 @@ def orthogonalize(weight: Tensor, exact: bool = False) -> Tensor:
                 [0.0000, 0.9845]])
     """
     matrix = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
-    if exact:
-        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-        matrix = left @ right
-    elif matrix.shape[0] <= matrix.shape[1]:
-        matrix = 1.5 * matrix - 0.5 * (matrix @ matrix.T) @ matrix
-    else:
-        matrix = 1.5 * matrix - 0.5 * matrix @ (matrix.T @ matrix)
+    matrix = _nearest(matrix.double()) if exact else _step(matrix)
     return matrix.reshape(weight.shape).to(weight.dtype)
+
+
+def _step(matrix: Tensor) -> Tensor:
+    if matrix.shape[0] <= matrix.shape[1]:
+        return 1.5 * matrix - 0.5 * (matrix @ matrix.T) @ matrix
+    return 1.5 * matrix - 0.5 * matrix @ (matrix.T @ matrix)
+
+
+def _nearest(matrix: Tensor) -> Tensor:
+    """Return the limit of the iteration, begun with a multiple whose norm is at most 1."""
+    squared = (matrix @ matrix.T).abs().sum(1).max()  # at least the square of the norm
+    matrix = matrix / squared.sqrt().clamp_min(1.0)
+    for _ in range(MAX_STEPS):
+        before, matrix = matrix, _step(matrix)
+        if (matrix - before).norm() <= CONVERGED:
+            break
+    return matrix

@@ -69,7 +69,7 @@ class Drawing:
 
     def svg(self) -> str:
         """Return an SVG element that uses the colors and the font of the page."""
-        with _style({"svg.hashsalt": self.name}):
+        with style({"svg.hashsalt": self.name}):
             text = self._saved(format="svg", metadata=NO_DATE).decode()
         text = text[text.index("<svg ") :]
         text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
@@ -81,7 +81,7 @@ class Drawing:
 
     def png(self) -> bytes:
         """Return a PNG on the light background."""
-        with _style():
+        with style():
             return self._saved(format="png", dpi=150, facecolor=LIGHT["background"])
 
     def _saved(self, **options) -> bytes:
@@ -158,7 +158,7 @@ def confusion_figure(run: RunLog, counts: np.ndarray, classes: Sequence[str]) ->
     cells[..., :3] = np.where(right[..., None], to_rgb(RIGHT), to_rgb(WRONG))
     # The root keeps single mistakes visible; text on the colors stays legible up to 0.75.
     cells[..., 3] = 0.75 * np.where(right, shares, np.sqrt(shares / worst))
-    with _style({"axes.grid": False}):
+    with style({"axes.grid": False}):
         figure = Figure(figsize=(4.6, 4.5), layout="constrained")
         axes = figure.subplots()
         edges = (-0.5, len(starts) * group - 0.5)
@@ -305,12 +305,13 @@ def _keys(run: RunLog, kind: str) -> list[str]:
     return sorted((key for key in record if key.startswith(f"{kind}/")), key=position)
 
 
-def _style(more: dict[str, object] | None = None):
+def style(more: dict[str, object] | None = None):
+    """Return a context in which matplotlib draws in the style of the page."""
     return matplotlib.rc_context({**STYLE, **(more or {})})
 
 
 def _axes(label: str, *, log: bool = False) -> tuple[Figure, Axes]:
-    with _style():
+    with style():
         figure = Figure(figsize=(3.9, 2.9), layout="constrained")
         axes = figure.subplots()
         axes.set(xlabel="update", ylabel=label)
@@ -346,7 +347,7 @@ def _run_handles(runs: Sequence[RunLog]) -> list[Line2D]:
 
 def _legend(figure: Figure, handles: list[Line2D]) -> None:
     if handles:
-        with _style():
+        with style():
             figure.legend(handles=handles, loc="outside upper left", ncols=3)
 
 

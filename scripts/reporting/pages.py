@@ -26,6 +26,7 @@ Rows = list[tuple[str, list[Any]]]
 SECTIONS = {
     "training": "Training",
     "lipschitz": "Lipschitz constants",
+    "certificates": "Certificates",
     "mistakes": "Mistakes",
     "attention": "Attention",
     "configuration": "Configuration",
@@ -43,6 +44,11 @@ class Report:
     training: list[Drawing]
     monitor: list[Drawing]
     seconds: float
+
+    @property
+    def certified(self) -> bool:
+        """Whether a certificate lies beside the weights of a run."""
+        return any(isinstance(v, Validation) and v.certificates for v in self.validations)
 
     def html(self) -> str:
         """Return a page that loads nothing from elsewhere."""
@@ -80,10 +86,11 @@ class Report:
         models = sorted({f"{r.config.model.name} on {_data(r)}" for r in self.runs})
         return environment.get_template(template).render(
             **vars(self),
+            certified=self.certified,
             **more,
             title=f"Run report: {names}" if len(self.runs) == 1 else f"{len(self.runs)} runs",
             subtitle="; ".join(models),
-            sections=SECTIONS,
+            sections={k: v for k, v in SECTIONS.items() if k != "certificates" or self.certified},
             tiles=_tiles(self.runs),
             outcome=_outcome(self.runs),
             settings=_settings(self.runs),

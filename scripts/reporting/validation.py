@@ -1,5 +1,6 @@
 """Predictions of a run's model for its validation images, and its attention."""
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,11 @@ from lipsformer._configfile import ConfigError
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.errors import confusion_matrix, most_confused_pairs, worst_mistakes
 from lipsformer.config import Config
-from lipsformer.engine.run_folder import CheckpointError, RunFolder, load_model
+from lipsformer.engine.run_folder import CheckpointError, RunFolder, Weights, load_model
+from scripts._certificate import FILE
+from scripts._certify_picture import certify_picture
+from scripts.reporting.certificates import picture_figure, shares_figure
+from scripts.reporting.figures import Drawing
 from scripts.reporting.pictures import InlineImage, overlaid
 from scripts.reporting.runs import RunLog
 
@@ -64,6 +69,7 @@ class Validation:
         mistakes: Images of high loss; wrongly classified ones come first.
         samples: The images of the attention maps.
         attention: One column per stage, or the reason why there are none.
+        certificates: Figures of the certificate that lies beside the weights; none without one.
     """
 
     weights: Path
@@ -76,6 +82,7 @@ class Validation:
     mistakes: list[Mistake]
     samples: list[InlineImage]
     attention: list[AttentionColumn] | str
+    certificates: list[Drawing]
 
 
 def validate(run: RunLog, limit: int, which: str = "best") -> Validation | str:
@@ -133,7 +140,23 @@ def _validate(run: RunLog, limit: int, which: str) -> Validation:
             for i in samples
         ],
         attention=attention_columns(model, dataset, samples, run.config),
+        certificates=certificate_figures(run, weights, model, dataset),
     )
+
+
+def certificate_figures(
+    run: RunLog, weights: Weights, model: nn.Module, dataset: ImageDataset
+) -> list[Drawing]:
+    """Draw the certificate beside the weights, and what an attack finds for the first image."""
+    if not (weights.folder / FILE).exists():
+        return []
+    sets = json.loads((weights.folder / FILE).read_text())["sets"]
+    claims = next(iter(sets.values()))
+    premises = claims["premises"]
+    right = np.argmax(premises["logits"], axis=1) == np.array(premises["labels"])
+    picture = certify_picture(model, dataset[0][0].permute(2, 0, 1), run.config.data)
+    shares = [shares_figure(run.name, claims["executed"], right)] if any(claims["executed"]) else []
+    return [*shares, picture_figure(picture)]
 
 
 def readable(classes: Sequence[str]) -> list[str]:

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.autoattack import OWN, attack_own_radii, auto_attack, table
+from benchmarks.autoattack import (
+    ATTACKS,
+    OWN,
+    accuracy,
+    attack_own_radii,
+    auto_attack,
+    table,
+)
 from lipsformer.analysis.bounds import Domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius
 from tests.conftest import ROOT
@@ -24,6 +31,18 @@ def test_the_page_shows_the_results_and_no_certified_image_fell():
         assert 100.0 * certified / CERTIFIED["images"] == pytest.approx(at["certified"])
     own = [at for at in RESULTS["attacks"] if at["within"] == OWN]
     assert own and all(all(at["kept"]) for at in own)
+
+
+def test_accuracy_counts_the_certified_images_and_waits_for_all_attacks():
+    """Of five images one is wrong, one certified, and two attacks break one and the same image."""
+    right, radius = [True, True, False, True, True], [0.3, 0.0, 0.0, 0.1, 0.0]
+    first = {"within": "0.2", "images": [1, 3]}
+    attacks = [first | {"attack": name, "kept": [True, True]} for name in ATTACKS]
+    attacks[0]["kept"] = attacks[2]["kept"] = [True, False]
+    last = {"within": "0.2", "images": [4], "kept": [True]}
+    attacks += [last | {"attack": name} for name in ATTACKS]
+    assert accuracy({"right": right, "radius": radius, "attacks": attacks}, "0.2") == 60.0
+    assert accuracy({"right": right, "radius": radius, "attacks": attacks[:-1]}, "0.2") is None
 
 
 @pytest.mark.slow

@@ -77,6 +77,9 @@ def test_a_step_lowers_every_norm_below_one_and_comes_near_the_nearest_orthogona
         assert torch.allclose(orthogonalize(matrix, exact=True).flatten(1), u @ vh)
         far = orthogonalize((u * s / s.max() * 1.99) @ vh)
         assert torch.linalg.matrix_norm(far, 2) <= 1.0 + 1e-12
+        equal = torch.where(s == s.max(), s.new_tensor(1e-6), s.new_tensor(1.0))
+        for singular in (equal, 1e6 * s, torch.ones_like(s) + 1e-7):
+            assert torch.allclose(orthogonalize((u * singular) @ vh, exact=True), u @ vh)
         near = orthogonalize((u * torch.linspace(0.99, 1.01, len(s), dtype=s.dtype)) @ vh)
         assert (near - u @ vh).norm() < 1e-3
 

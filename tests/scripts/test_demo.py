@@ -29,6 +29,8 @@ from timm.data import create_transform, resolve_model_data_config
 import lipsformer  # noqa: F401  (registers the models)
 from data import UnreadableImageError
 from data.images import EncodedPicture
+from lipsformer.analysis.bounds import image_domain, lipschitz_bound
+from lipsformer.analysis.certificates import certified_radius
 from lipsformer.config import DataConfig
 from lipsformer.engine.build import timm_config
 from lipsformer.engine.run_folder import find_weights
@@ -129,6 +131,18 @@ def test_sensitivity_is_that_of_the_dense_jacobian(model):
     assert found.direction.max() == 1.0
     first, second = exact((pixels - 0.4)[None] / 0.3)[0].sort(descending=True).values[:2].tolist()
     assert found.margin == pytest.approx(first - second, rel=1e-3)
+
+
+def test_a_picture_has_the_certificate_of_its_normalized_image(model, answers):
+    image = np.array(photo(SIZE, SIZE))
+    pixels = torch.tensor(image).permute(2, 0, 1)[None]
+    certified = lipschitz_bound(network(), image_domain((SIZE, SIZE), (0.4,) * 3, (0.3,) * 3))
+    logits = network().double()((pixels.double() / 255 - 0.4) / 0.3)
+    found = model.certify(image)
+    assert found.everywhere == pytest.approx(0.3 * certified_radius(logits, certified).item())
+    assert found.around > found.everywhere
+    assert found.around < found.attacked
+    assert f"no change shorter than {found.everywhere:.2g} changes" in answers.certify(image)
 
 
 def picture_of(page: str) -> np.ndarray:

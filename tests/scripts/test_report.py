@@ -159,6 +159,21 @@ def test_mistakes_are_those_of_a_loop_over_the_images(run: Path) -> None:
         assert float(rest) == pytest.approx(100 * q, abs=0.051)
 
 
+def test_a_certificate_beside_the_weights_has_a_section(run: Path, tmp_path: Path) -> None:
+    assert 'id="certificates"' not in read_page(run)[0]
+    copied = shutil.copytree(run, tmp_path / "run")
+    radii = [0.001 * (i + 1) for i in range(360)]
+    premises = {"logits": [[1.0, 0.0]] * 360, "labels": [0] * 180 + [1] * 180}
+    claims = {"data": {"executed": radii, "premises": premises}}
+    beside = max((copied / "checkpoints").iterdir()) / "certificate.json"
+    beside.write_text(json.dumps({"sets": claims}))
+    write_report([copied], copied / "report.html", images=5)
+    text, _ = read_page(copied)
+    assert 'id="certificates"' in text
+    assert "Half of all images have at least 0.0005." in text  # 180 right ones, and 180 zeros
+    assert "Around this picture that is proved up to" in text
+
+
 def test_figures_of_training_are_those_of_the_records(run: Path) -> None:
     text, _ = read_page(run)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
