@@ -5,11 +5,16 @@
         --output benchmarks/results/autoattack_digits.json
     python -m benchmarks.autoattack outputs/certified/cifar10 --data holdout=0 --every 100 \
         --output benchmarks/results/autoattack_cifar10.json
+    python -m benchmarks.autoattack outputs/capped --every 100 \
+        --local benchmarks/results/local_certificates/cifar10_capped.json \
+        --output benchmarks/results/autoattack_capped.json
     python -m benchmarks.autoattack --table benchmarks/results/autoattack_digits.json
 
 Within the given distances only those images are attacked that are classified rightly and not
 certified there. Then every image is attacked within its own certified radius (the executed one).
-The command writes the results of every attack on every batch, and goes on where it was stopped.
+The With --local the radii are those of local certificates, and only the own radii are attacked, in
+float64. The command writes the results of every attack on every batch, and goes on where it was
+stopped.
 """
 
 import itertools
@@ -26,6 +31,7 @@ from benchmarks.machine import commit, machine
 from benchmarks.records import markdown
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
+from lipsformer.config import DataConfig
 from lipsformer.engine.run_folder import find_weights, load_model
 from scripts._certificate import FILE, sha256
 from scripts._certify import parse_distance
@@ -34,6 +40,7 @@ OWN = "own radius"
 ATTACKS = ("apgd-ce", "apgd-t", "fab-t", "square")  # the standard version
 BATCH = 60
 SLACK = 1e-5  # of a distance, for the float32 arithmetic of the attack
+LEAST = 0.05  # distance that AutoAttack gets at least: its float32 images cannot resolve 1e-6
 
 Function = Callable[[Tensor], Tensor]
 
@@ -69,32 +76,58 @@ def attack_own_radii(
 ) -> Tensor:
     """Return which images keep their label within a radius of their own, [B].
 
-    AutoAttack knows a single distance R, the largest radius. It sees images u, and the network
-    sees x + (u - x) r / R, where x is the attacked image next to u and r its radius. Two images
-    must be more than 2 R apart.
+    AutoAttack knows a single distance R: the largest radius, or `LEAST` if that is larger. It sees
+    images u, and the network sees x + (u - x) r / R in float64, where x is the attacked image next
+    to u and r its radius. Two images must be more than 2 R apart.
 
     Args:
-        function: As for `auto_attack`.
+        function: As for `auto_attack`, for images in float64.
         images: As for `auto_attack`.
         labels: [B].
         radii: [B], > 0.
         attacks: As for `auto_attack`.
     """
-    largest, flat = radii.max().item(), images.flatten(1)
+    largest, flat = max(radii.max().item(), LEAST), images.flatten(1)
     if len(images) > 1 and torch.pdist(flat).min() <= 2.0 * largest:
         raise ValueError(f"two images are at most {2.0 * largest:g} apart: attack them separately")
-    shares = (radii / largest).to(images.dtype)[:, None, None, None]
+    shares = (radii.double() / largest)[:, None, None, None]
 
     def shrunk(u: Tensor) -> Tensor:
         nearest = torch.cdist(u.detach().flatten(1), flat).argmin(1)
-        centers = images[nearest]
-        return function(centers + (u - centers) * shares[nearest])
+        centers = images[nearest].double()
+        return function(centers + (u - centers) * shares[nearest]).to(u.dtype)
 
     return auto_attack(shrunk, images, labels, largest, attacks)
 
 
+def claimed_radii(folder: Path, local: Path | None, every: int, data: DataConfig) -> list[float]:
+    """Return the radii of the first of every so many images, in pixel values of [0, 1].
+
+    Args:
+        folder: Folder of the weights and their certificate.
+        local: Record of `benchmarks.local_certificates` to take in its place, or None.
+        every: How many images there are for each that is attacked.
+        data: The preprocessing.
+
+    Raises:
+        ValueError: If the record of local certificates leaves out images that are attacked.
+    """
+    if local is None:
+        return json.loads((folder / FILE).read_text())["sets"]["data"]["executed"][::every]
+    record = json.loads(local.read_text())
+    step, rest = divmod(every, record["every"])
+    if rest != 0:
+        raise ValueError(f"--every={every} must be a multiple of {record['every']}, as in {local}")
+    return [row["local"] * min(data.std) for row in record["rows"][::step]]
+
+
 def measure(
-    run: str, output: Path, distances: Sequence[str], every: int, overrides: Sequence[str]
+    run: str,
+    output: Path,
+    distances: Sequence[str],
+    every: int,
+    overrides: Sequence[str],
+    local: Path | None,
 ) -> dict[str, Any]:
     """Attack images of the certificate file of a run's best weights.
 
@@ -104,6 +137,7 @@ def measure(
         distances: Distances within which images are attacked, such as "36/255".
         every: The first of so many images is attacked.
         overrides: Settings of the data as the certificate was made with, such as "holdout=0".
+        local: As for `claimed_radii`. The model then runs in float64.
 
     Raises:
         ValueError: If the certificate is of other images, or the output of another certificate.
@@ -111,18 +145,19 @@ def measure(
     weights = find_weights(run, "best")
     config = weights.config([f"data.{override}" for override in overrides])
     assert config is not None
-    claims = json.loads((weights.folder / FILE).read_text())["sets"]["data"]
     dataset = build_eval_dataset(config.data, classes=weights.classes())
-    if len(claims["executed"]) != len(dataset):
+    radii = torch.tensor(claimed_radii(weights.folder, local, every, config.data)).double()
+    chosen = range(0, len(dataset), every)
+    if len(radii) != len(chosen):
         raise ValueError(
-            f"the certificate has {len(claims['executed'])} images and the data {len(dataset)}: "
-            "give the --data that eval.py had"
+            f"the certificate has {len(radii)} of every {every} images and the data {len(chosen)}: "
+            "give the --data that the certificate was made with"
         )
-    radii = torch.tensor(claims["executed"][::every], dtype=torch.float64)
-    pixels, labels = collate([dataset[i] for i in range(0, len(dataset), every)])
+    pixels, labels = collate([dataset[i] for i in chosen])
     images = (pixels / 255.0).contiguous()
-    model = load_model(weights).eval().requires_grad_(False)
-    normalize = Normalize(config.data.mean, config.data.std)
+    dtype = torch.float32 if local is None else torch.float64
+    model = load_model(weights).to(dtype).eval().requires_grad_(False)
+    normalize = Normalize(config.data.mean, config.data.std, dtype)
 
     def logits(pixels: Tensor) -> Tensor:
         return model(normalize(pixels * 255.0))
@@ -144,9 +179,9 @@ def measure(
         record = known
     done = {(at["within"], at["attack"], at["images"][0]) for at in record["attacks"]}
     for within in (*distances, OWN):
-        chosen = attacked(record, within)
-        for name, first in itertools.product(ATTACKS, range(0, len(chosen), BATCH)):
-            of = chosen[first : first + BATCH]
+        tried = attacked(record, within)
+        for name, first in itertools.product(ATTACKS, range(0, len(tried), BATCH)):
+            of = tried[first : first + BATCH]
             if (within, name, of[0]) in done:
                 continue
             if within == OWN:
@@ -204,6 +239,7 @@ def main() -> None:
     parser.add_argument("--distances", nargs="*", default=["36/255"], help="e.g. 36/255 0.2")
     parser.add_argument("--every", type=int, default=1, help="attack the first of so many images")
     parser.add_argument("--data", nargs="*", default=[], metavar="key=value", help="as eval.py had")
+    parser.add_argument("--local", type=Path, metavar="JSON", help="radii of local certificates")
     parser.add_argument("--output", type=Path, help="JSON file; goes on if it exists")
     parser.add_argument("--table", type=Path, metavar="JSON", help="only print these results")
     options = parser.parse_args()
@@ -212,10 +248,11 @@ def main() -> None:
     elif options.run is None or options.output is None:
         parser.error("give a run and --output, or --table")
     else:
-        settings = (options.distances, options.every, options.data)
+        distances = [] if options.local else options.distances
+        settings = (distances, options.every, options.data, options.local)
         record = measure(options.run, options.output, *settings)
         print(table(record))
-        for within in options.distances:
+        for within in distances:
             share = accuracy(record, within)
             print(f"accuracy under AutoAttack within {within}: {share} %")
 

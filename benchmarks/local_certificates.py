@@ -2,6 +2,8 @@
 
     python -m benchmarks.local_certificates outputs/demo \
         --output benchmarks/results/local_certificates/digits.json
+    python -m benchmarks.local_certificates outputs/capped --every 10 \
+        --output benchmarks/results/local_certificates/cifar10_capped.json
     python -m benchmarks.local_certificates --table benchmarks/results/local_certificates/*.json
 
 The output is written after every 16 images, and the command continues an output that exists.
@@ -53,17 +55,17 @@ def attacked_distances(model: nn.Module, images: Tensor, labels: Tensor) -> Tens
     return distances.masked_fill(high.flatten() > QUARTERS[-1], math.inf)
 
 
-def measure(run: str, failure: float, count: int | None, output: Path) -> dict[str, Any]:
+def measure(run: str, failure: float, every: int, output: Path) -> dict[str, Any]:
     """Write the record of a run's best weights on its evaluation images, and return it.
 
     Args:
         run: Folder of the run.
         failure: Probability that the local certificate of an image is wrong.
-        count: Number of images; None for all.
+        every: The first of so many images is measured.
         output: JSON file. Images that it holds are not measured again.
 
     Raises:
-        ValueError: If the file is of other weights, or was made with another `failure`.
+        ValueError: If the file is of other weights, or was made with another `failure` or `every`.
     """
     weights = find_weights(run, "best")
     config = weights.config([])
@@ -79,17 +81,18 @@ def measure(run: str, failure: float, count: int | None, output: Path) -> dict[s
         "data": data.source,
         "bound_log10": bound.log10,
         "failure": failure,
+        "every": every,
     }
     record: dict[str, Any] = {**facts, "rows": []}
     if output.exists():
         record = json.loads(output.read_text())
         if any(record[name] != value for name, value in facts.items()):
-            raise ValueError(f"{output} holds another model, other data or another failure")
+            raise ValueError(f"{output} holds another model, other data or other options")
     record |= {"commit": commit(), "machine": machine(torch.device("cpu"))}
     rows = record["rows"]
-    total = len(images) if count is None else min(count, len(images))
-    for first in range(len(rows), total, BATCH):
-        pixels, labels = collate([images[i] for i in range(first, min(first + BATCH, total))])
+    chosen = range(0, len(images), every)
+    for first in range(len(rows), len(chosen), BATCH):
+        pixels, labels = collate([images[i] for i in chosen[first : first + BATCH]])
         inputs = Normalize(data.mean, data.std)(pixels)
         started = time.process_time()
         logits, local = local_certificates(model, inputs, failure)
@@ -132,7 +135,7 @@ def main() -> None:
         __doc__, prog="python -m benchmarks.local_certificates"
     )
     parser.add_argument("run", nargs="?", help="folder of a run")
-    parser.add_argument("--images", type=int, help="number of images; default: all")
+    parser.add_argument("--every", type=int, default=1, help="take the first of so many images")
     parser.add_argument(
         "--failure", type=float, default=1e-12, help="probability that a certificate is wrong"
     )
@@ -147,7 +150,7 @@ def main() -> None:
     if options.run is None or options.output is None:
         parser.error("RUN and --output are needed")
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    print(table([measure(options.run, options.failure, options.images, options.output)]))
+    print(table([measure(options.run, options.failure, options.every, options.output)]))
 
 
 if __name__ == "__main__":

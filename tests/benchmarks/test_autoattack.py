@@ -56,12 +56,20 @@ def test_right_radii_withstand_the_attack_and_wrong_ones_fall():
     images = 0.5 + 0.05 * torch.randn(17, 1, 5, 7, generator=generator)
 
     def function(x: Tensor) -> Tensor:
-        return layer(x.flatten(1))
+        weight, bias = (p.to(x.dtype) for p in layer.parameters())
+        return nn.functional.linear(x.flatten(1), weight, bias)
 
     logits = function(images).detach()
-    labels, radii = logits.argmax(1), certified_radius(logits, lipschitz_bound(layer, Domain(())))
+    labels, radii = (
+        logits.argmax(1),
+        certified_radius(logits, lipschitz_bound(layer, Domain(size=()))),
+    )
     assert attack_own_radii(function, images, labels, 0.999 * radii).all()
     assert not attack_own_radii(function, images, labels, 1.01 * radii).any()
+    one, label, radius = images[:1], labels[:1], 1e-6 * radii[:1]  # float32 images miss such a ball
+    enlarged = lambda x: function(one + (x - one.double()) * 1e6)  # noqa: E731
+    assert attack_own_radii(enlarged, one, label, 0.999 * radius).all()
+    assert not attack_own_radii(enlarged, one, label, 1.01 * radius).any()
     eps = radii.median().item()
     assert torch.equal(auto_attack(function, images, labels, 1.001 * eps), radii > 1.001 * eps)
     with pytest.raises(ValueError, match="two images are at most"):
