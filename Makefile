@@ -28,7 +28,7 @@ check: test  ## the same as test
 docs: .venv/.dev  ## build the documentation into site/; links and formulas are checked
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
-wheel: .venv/.demo  ## build the wheel into dist/, with CPU kernels compiled for x86-64
+wheel: .venv/.demo  ## build the wheel into dist/, with CPU kernels compiled for this architecture
 	$(PY) -m lipsformer.kernels.build lipsformer/kernels/prebuilt
 	$(PY) -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 	rm -r lipsformer/kernels/prebuilt  # they would be taken before the sources, in the clone too

@@ -2,14 +2,15 @@
 
     python -m lipsformer.kernels.build FOLDER
 
-The command compiles the libraries for all processors into FOLDER; `make wheel` puts them into the
-wheel.
+The command compiles the libraries for all processors of this architecture into FOLDER; `make wheel`
+puts them into the wheel.
 """
 
 import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import stat
@@ -24,8 +25,11 @@ import torch
 _SOURCES = Path(__file__).parent / "csrc"
 _PREBUILT = Path(__file__).parent / "prebuilt"
 _TARGETS = {
-    "AVX512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
-    "AVX2": ["-march=x86-64-v3"],
+    "x86_64": {
+        "AVX512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+        "AVX2": ["-march=x86-64-v3"],
+    },
+    "aarch64": {"NEON": ["-march=armv8-a"]},
 }
 # The linker gets no -fopenmp: OpenMP's symbols come from the runtime that torch has loaded, so that
 # there is one pool of threads. -ffast-math is left out because it assumes that there are no NaNs.
@@ -50,10 +54,13 @@ def compiled_library() -> ctypes.CDLL | None:
     ``CXX`` names the compiler, with arguments if need be. A compilation that failed is not tried
     again until the sources or the compiler change.
 
-    Returns None where the system is not Linux, the processor has no AVX2, or there is neither a
-    library nor a compiler.
+    Returns None where the system is not Linux, the processor is neither an x86-64 with AVX2 nor an
+    aarch64, or there is neither a library nor a compiler.
     """
-    target = _TARGETS.get(torch.backends.cpu.get_cpu_capability())
+    machine = platform.machine()
+    # every aarch64 has NEON, whatever PyTorch calls it
+    extension = "NEON" if machine == "aarch64" else torch.backends.cpu.get_cpu_capability()
+    target = _TARGETS.get(machine, {}).get(extension)
     if sys.platform != "linux" or target is None:
         return None
     prebuilt = _PREBUILT / _file_name([*_FLAGS, *target])
@@ -182,14 +189,14 @@ def _compile(compiler: list[str], command: list[str], built: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Compile the libraries for all processors into a folder; older ones in it are removed."""
+    """Compile the libraries of this architecture into a folder; older ones in it are removed."""
     compiler = _compiler()
     if compiler is None:
         raise SystemExit("error: there is no g++, and CXX names no other compiler")
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("csrc-*"):
         old.unlink()
-    for target in _TARGETS.values():
+    for target in _TARGETS.get(platform.machine(), {}).values():
         command = [*compiler, *_FLAGS, *target]
         _compile_and_load(compiler, command, folder / _file_name([*_FLAGS, *target]))
 

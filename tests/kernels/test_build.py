@@ -203,6 +203,32 @@ def test_a_failed_compilation_is_not_tried_again(folder, tmp_path, monkeypatch, 
         assert "\n" not in record.message
 
 
+@pytest.mark.parametrize(
+    ("machine", "capability", "option"),
+    [
+        ("x86_64", "AVX512", "-march=x86-64-v4"),
+        ("x86_64", "AVX2", "-march=x86-64-v3"),
+        ("x86_64", "DEFAULT", None),
+        ("aarch64", "DEFAULT", "-march=armv8-a"),
+        ("aarch64", "SVE256", "-march=armv8-a"),
+        ("riscv64", "DEFAULT", None),
+    ],
+)
+def test_the_processor_chooses_the_compilers_target(
+    folder, tmp_path, monkeypatch, machine, capability, option
+):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\necho $* > {tmp_path}/arguments\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert again() is None
+    arguments = tmp_path / "arguments"
+    assert arguments.exists() == (option is not None)
+    assert option is None or option in arguments.read_text().split()
+
+
 def test_a_compiler_may_have_arguments_and_one_that_is_missing_is_named(
     compiled, monkeypatch, caplog
 ):
