@@ -78,7 +78,7 @@ def measure(run: str, failure: float, every: int, output: Path) -> dict[str, Any
     )
     facts = {
         "model": str(config.model.name),
-        "data": data.source,
+        "data": data.name or data.source,
         "bound_log10": bound.log10,
         "failure": failure,
         "every": every,
