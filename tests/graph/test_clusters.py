@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,12 +15,15 @@ from torch_geometric.utils import subgraph
 
 from data import DataError
 from data.clusters import ClusterBatches, metis_clusters
+from lipsformer._configfile import read_config
 from lipsformer.graph import create_model
-from lipsformer.graph.config import GraphTrainConfig
+from lipsformer.graph.config import GraphConfig, GraphTrainConfig
 from lipsformer.graph.ranks import on_first_rank, rank_and_count
 from lipsformer.graph.training import _Training, fit
+from scripts import _graph_seed, train_graph
 from tests.launch import CONTEXT
 
+ROOT = Path(__file__).resolve().parents[2]
 NODES, PARTS, PER_STEP, FEATURES, LAYERS = 101, 7, 3, 5, 2
 MODELS = {
     "deep_gat": {"norm": "lipschitznorm+layernorm", "heads": 2, "attn_dropout": 0.0},
@@ -168,6 +173,71 @@ def test_two_processes_train_like_one(two, tmp_path, name):
     assert first["result"] == second["result"] == pytest.approx(one["result"], rel=1e-7)
     for mine, theirs in zip(records(tmp_path), records(two / name), strict=True):
         assert theirs == pytest.approx(mine, rel=1e-7)
+
+
+def write_config(folder: Path, **data) -> list[str]:
+    content = {
+        "model": {"name": "deep_gat", "hidden_channels": 4, "kwargs": {"heads": 2}},
+        "data": {"name": "cora", **data},
+        "train": {"epochs": 2, "seeds": [0, 1]},
+        "run": {"output_dir": str(folder / "out")},
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(content))
+    return ["--config", str(path)]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.parts_per_step=0", "data.parts_per_step=0 is not possible: must be >= 1"),
+        ("data.halo_hops=-1", "data.halo_hops=-1 is not possible: must be >= 0, or null"),
+        ("data.num_parts=103", "data.num_parts=103 is more than the 101 nodes"),
+    ],
+)
+def test_mistakes_in_a_config_end_in_one_line(tmp_path, monkeypatch, capsys, override, message):
+    pytest.importorskip("pymetis")
+    monkeypatch.setattr(_graph_seed, "load_graph", lambda *args, **kwargs: communities())
+    assert train_graph.main([*write_config(tmp_path, loader="cluster"), override]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_sampled_neighborhoods_train(tmp_path, monkeypatch):
+    pytest.importorskip("pyg_lib", reason="NeighborLoader samples with pyg-lib")
+    data = communities()
+    data.x = data.x.float()
+    monkeypatch.setattr(_graph_seed, "load_graph", lambda *args, **kwargs: data.clone())
+    arguments = write_config(tmp_path, loader="neighbor", batch_size=11)
+    config = read_config(GraphConfig, arguments[1])
+    steps = list(_graph_seed.load_batches(config).train)
+    assert sum(int(batch.train_mask.sum()) for batch in steps) == data.train_mask.sum()
+    assert train_graph.main(arguments) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.dist
+@pytest.mark.data
+@pytest.mark.parametrize("loader", ["cluster", "full"])
+def test_train_graph_on_two_processes(datasets, tmp_path, loader):
+    """Process 0 alone writes, and a loader that cannot be shared ends in one line."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command += ["-m", "scripts.train_graph", *write_config(tmp_path, loader=loader)]
+    command += [f"data.root={datasets}", "data.num_parts=13", "data.parts_per_step=5"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for _ in range(2):  # the second command finds all seeds finished
+        found = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        if loader == "full":
+            assert found.returncode != 0
+            assert "error: data.loader='full' is not possible: several processes" in found.stderr
+            return
+        assert found.returncode == 0, found.stderr
+        assert found.stdout.count('"seeds": 2') == 1
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["seed"] for line in lines] == [0, 1]
 
 
 @pytest.mark.dist
