@@ -2,9 +2,12 @@
 
     python -m benchmarks.graph_layers --graph medium --output benchmarks/results/graph/layers_medium_cpu.json
     python -m benchmarks.graph_layers --graph medium --device cuda --output benchmarks/results/graph/layers_medium_cuda.json
+    python -m benchmarks.graph_layers --graph pubmed --features 256 --heads 4 --channels 64
+    python -m benchmarks.graph_layers GATConv "LipschitzGATConv, new edges" --graph molecules
     python -m benchmarks.graph_layers --table benchmarks/results/graph/layers_*.json
 
-Each layer maps 64 features to 8 heads x 8 channels. The layers take turns in random order in every
+Each layer maps `--features` to `--heads` x `--channels`. `molecules` is a batch of 1,000 drawn graphs of
+20 to 40 nodes with at most 4 bonds per node, mostly 2 or 3. The layers take turns in random order in every
 round, so that a busy machine slows all of them alike. The ratio to the first layer is the median over
 the rounds. The first rounds warm up. Peak memory is the most that torch's allocator holds at once
 beyond inputs and parameters. It includes sorting the edges.
@@ -20,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +46,12 @@ COLUMNS = (
     *("layer", "forward ms", "forward + backward ms"),
     *("speed ratio (range)", "peak MB", "ratio"),
 )
-FEATURES, CHANNELS, HEADS = 64, 8, 8
 GRAPHS = {"medium": (100_000, 1_000_000), "large": (1_000_000, 10_000_000)}
 
 
-def by_messages(layer: type[nn.Module]) -> nn.Module:
+def by_messages(layer: type[nn.Module], *widths: int) -> nn.Module:
     """Create one of our layers with a hook, which makes it compute message by message."""
-    conv: Any = layer(FEATURES, CHANNELS, HEADS)
+    conv: Any = layer(*widths)
     conv.register_message_forward_hook(lambda *_: None)
     return conv
 
@@ -68,36 +71,33 @@ def by_target(edge_index: Tensor, num_nodes: int) -> Tensor:
     return edge_index[:, edge_index[1].argsort(stable=True)].contiguous()
 
 
-# name -> layer, and the form in which it gets the edges
-LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor, int], Tensor | SortedEdges]]] = {
-    "GATConv": (lambda: GATConv(FEATURES, CHANNELS, HEADS), same),
-    "GATConv, sorted edges": (lambda: GATConv(FEATURES, CHANNELS, HEADS), by_target),
-    "TransformerConv": (lambda: TransformerConv(FEATURES, CHANNELS, HEADS), same),
-    "GCNConv": (lambda: GCNConv(FEATURES, CHANNELS * HEADS), same),
-    "LipschitzGATConv": (lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS), prepared),
-    "LipschitzGATConv, new edges": (lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS), same),
-    "LipschitzGATConv without norm": (
-        lambda: LipschitzGATConv(FEATURES, CHANNELS, HEADS, score_norm=None),
-        prepared,
-    ),
-    "LipschitzGATConv, messages": (lambda: by_messages(LipschitzGATConv), same),
-    "LipschitzTransformerConv, messages": (lambda: by_messages(LipschitzTransformerConv), same),
-    "ScaledCosineConv, messages": (lambda: by_messages(ScaledCosineConv), same),
-    "LipschitzTransformerConv": (
-        lambda: LipschitzTransformerConv(FEATURES, CHANNELS, HEADS),
-        prepared,
-    ),
-    "ScaledCosineConv": (lambda: ScaledCosineConv(FEATURES, CHANNELS, HEADS), prepared),
+# name -> layer by numbers of features, channels and heads, and the form in which it gets the edges
+LAYERS: dict[
+    str, tuple[Callable[..., nn.Module], Callable[[Tensor, int], Tensor | SortedEdges]]
+] = {
+    "GATConv": (GATConv, same),
+    "GATConv, sorted edges": (GATConv, by_target),
+    "TransformerConv": (TransformerConv, same),
+    "GCNConv": (lambda features, channels, heads: GCNConv(features, channels * heads), same),
+    "LipschitzGATConv": (LipschitzGATConv, prepared),
+    "LipschitzGATConv, new edges": (LipschitzGATConv, same),
+    "LipschitzGATConv without norm": (partial(LipschitzGATConv, score_norm=None), prepared),
+    "LipschitzGATConv, messages": (partial(by_messages, LipschitzGATConv), same),
+    "LipschitzTransformerConv, messages": (partial(by_messages, LipschitzTransformerConv), same),
+    "ScaledCosineConv, messages": (partial(by_messages, ScaledCosineConv), same),
+    "LipschitzTransformerConv": (LipschitzTransformerConv, prepared),
+    "LipschitzTransformerConv, new edges": (LipschitzTransformerConv, same),
+    "ScaledCosineConv": (ScaledCosineConv, prepared),
 }
 
 
 class Candidate:
     """Measure one layer on one graph."""
 
-    def __init__(self, name: str, x: Tensor, edge_index: Tensor) -> None:
+    def __init__(self, name: str, channels: int, heads: int, x: Tensor, edge_index: Tensor) -> None:
         """Create the layer on the device of ``x``."""
         make, self.prepare = LAYERS[name]
-        self.conv = make().to(x.device)
+        self.conv = make(x.size(1), channels, heads).to(x.device)
         self.x, self.edge_index = x, edge_index
         self.edges = self.prepare(edge_index, len(x))
 
@@ -153,7 +153,9 @@ def measure(candidates: dict[str, Candidate], rounds: int, warmup: int) -> dict[
 
 
 def edges(graph: str, root: str) -> tuple[int, Tensor]:
-    """Return the number of nodes and the edges of PubMed, or of a uniformly random graph."""
+    """Return the number of nodes and the edges of PubMed, of molecules, or of a random graph."""
+    if graph == "molecules":
+        return molecules(1000)
     if graph == "pubmed":
         data = load_graph("pubmed-partial", graph_root(root))
         assert data.num_nodes is not None and data.edge_index is not None
@@ -162,11 +164,29 @@ def edges(graph: str, root: str) -> tuple[int, Tensor]:
     return num_nodes, torch.randint(num_nodes, (2, num_edges))
 
 
+def molecules(count: int) -> tuple[int, Tensor]:
+    """Draw trees of 20 to 40 nodes with a few rings of six as one graph, with both directions."""
+    sizes = torch.randint(20, 41, (count,))
+    start = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    node = torch.arange(len(start))
+    place = node - start
+    # each node but the first has a bond to one of the two before it
+    parent = node - torch.minimum(place, torch.randint(1, 3, place.shape))
+    bonds = torch.stack([node, parent])[:, place > 0]
+    closes = (place % 6 == 5) & (torch.rand(len(place)) < 0.5)
+    rings = torch.stack([node, node - 5])[:, closes]
+    bonds = torch.cat([bonds, rings], dim=1)
+    return len(node), torch.cat([bonds, bonds.flip(0)], dim=1)
+
+
 def table(record: dict[str, Any]) -> str:
     """Return the figures of one record as a Markdown table."""
     host, graph = record["machine"], record["graph"]
+    # records of the time when these were the only widths do not name them
+    widths = {"features": 64, "heads": 8, "channels": 8} | record["options"]
     intro = (
-        f"{graph['num_nodes']:,} nodes, {graph['num_edges']:,} edges, {host['device']} "
+        f"{graph['num_nodes']:,} nodes, {graph['num_edges']:,} edges, {widths['features']} "
+        f"features to {widths['heads']} heads x {widths['channels']} channels, {host['device']} "
         f"({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
         f"PyG {host['torch_geometric']}, {record['options']['rounds']} rounds, {host['date']}"
     )
@@ -186,12 +206,14 @@ def record_of(options: argparse.Namespace) -> dict[str, Any]:
     random.seed(0)
     num_nodes, edge_index = edges(options.graph, options.root)
     edge_index = edge_index.to(options.device)
-    x = torch.randn(num_nodes, FEATURES, device=options.device, requires_grad=True)
-    candidates = {name: Candidate(name, x, edge_index) for name in options.layers}
+    x = torch.randn(num_nodes, options.features, device=options.device, requires_grad=True)
+    widths = options.channels, options.heads
+    candidates = {name: Candidate(name, *widths, x, edge_index) for name in options.layers}
+    settings = ("rounds", "warmup", "features", "channels", "heads")
     return {
         "machine": machine(x.device) | {"torch_geometric": torch_geometric.__version__},
         "graph": {"name": options.graph, "num_nodes": num_nodes, "num_edges": edge_index.size(1)},
-        "options": {"rounds": options.rounds, "warmup": options.warmup},
+        "options": {name: getattr(options, name) for name in settings},
         "layers": measure(candidates, options.rounds, options.warmup),
     }
 
@@ -200,7 +222,10 @@ def main() -> None:
     """Run the command line."""
     parser = documented_parser(__doc__)
     parser.add_argument("layers", nargs="*", default=list(LAYERS), help="the first is the base")
-    parser.add_argument("--graph", choices=("pubmed", *GRAPHS), default="pubmed")
+    parser.add_argument("--graph", choices=("pubmed", "molecules", *GRAPHS), default="pubmed")
+    parser.add_argument("--features", type=int, default=64)
+    parser.add_argument("--channels", type=int, default=8, help="of each head")
+    parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--root", default="datasets")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=11)

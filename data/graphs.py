@@ -1,5 +1,7 @@
 """Load citation, Wikipedia, WebKB and actor graphs and ogbn-arxiv, and draw Tree-NeighborsMatch.
 
+`generated-arxiv` is a drawn graph of ogbn-arxiv's size, to measure time and memory without data.
+
 A graph is one PyG `Data` with `x`, `edge_index`, `y` and the masks of its three splits. Trees are
 many such graphs, in which only the root has a label.
 """
@@ -12,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.datasets import Actor, Planetoid, WebKB, WikipediaNetwork
 from torch_geometric.utils import to_undirected
 
 from data.errors import DataError
+from data.generated_graphs import generated_arxiv
 from data.root import data_root
 
 # data set -> (folder that holds its raw files below the root, how PyG or OGB reads it)
@@ -39,6 +44,8 @@ _SOURCES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "ogbn-arxiv": ("ogbn_arxiv", lambda root: _arxiv(root)),
 }
 
+_GENERATED: dict[str, Callable[[], Data]] = {"generated-arxiv": generated_arxiv}
+
 
 def graph_root(root: str | None) -> Path:
     """Return the folder `graphs` below the folder of all data sets (`data.root.data_root`)."""
@@ -59,7 +66,8 @@ def load_graph(
     """Read one graph with its split.
 
     Args:
-        name: One of the names in `_SOURCES`; `pubmed-partial` has features for few nodes only.
+        name: One of the names in `_SOURCES` and `_GENERATED`; `pubmed-partial` has features for few
+            nodes only.
         root: Folder that holds the graphs in the layout of PyG and OGB.
         split: Number of the split; 0 if there is only one.
         normalize_features: Whether to divide the features of every node by their sum.
@@ -73,15 +81,7 @@ def load_graph(
         DataError: If the name or the split is unknown, the graph is missing, or the features are
             not finite.
     """
-    if name not in _SOURCES:
-        raise DataError(f"data.name={name!r} is not known; choose trees, {', '.join(_SOURCES)}")
-    folder, read = _SOURCES[name]
-    root = Path(root)
-    if not download and not (root / folder).is_dir():
-        raise DataError(
-            f"{name} is not in {root / folder}; set data.download=true or change data.root"
-        )
-    data = read(root)
+    data: Any = _GENERATED[name]() if name in _GENERATED else _read(name, Path(root), download)
     _check(data, name)
     masks = {key: data[key] for key in ("train_mask", "val_mask", "test_mask")}
     for key, mask in masks.items():
@@ -99,6 +99,18 @@ def load_graph(
         missing_nodes(data.train_mask, missing_rate, missing_seed)[:, None], 0
     )
     return data
+
+
+def _read(name: str, root: Path, download: bool) -> Any:
+    if name not in _SOURCES:
+        names = ", ".join(["trees", *_SOURCES, *_GENERATED])
+        raise DataError(f"data.name={name!r} is not known; choose {names}")
+    folder, read = _SOURCES[name]
+    if not download and not (root / folder).is_dir():
+        raise DataError(
+            f"{name} is not in {root / folder}; set data.download=true or change data.root"
+        )
+    return read(root)
 
 
 def missing_nodes(train_mask: Tensor, rate: float, seed: int) -> Tensor:
@@ -229,7 +241,9 @@ def _check(data: Any, name: str) -> None:
 def _arxiv(root: Path) -> Any:
     from ogb.nodeproppred import PygNodePropPredDataset  # slow to import, and only needed here
 
-    dataset: Any = PygNodePropPredDataset("ogbn-arxiv", str(root))
+    # OGB 1.3.6 reads its own file with torch.load, which knows no class of PyG by default.
+    with torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]):
+        dataset: Any = PygNodePropPredDataset("ogbn-arxiv", str(root))
     data = dataset[0]
     data.y = data.y.flatten()
     for key, part in (("train", "train"), ("val", "valid"), ("test", "test")):

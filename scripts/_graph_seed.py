@@ -3,27 +3,87 @@
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.loader import NeighborLoader, RandomNodeLoader
+from torch_geometric.loader import NeighborLoader
 from tqdm import tqdm
 
+from data.clusters import ClusterBatches, metis_clusters
 from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
+from lipsformer._configfile import require
 from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphDataConfig
+from lipsformer.graph.ranks import on_first_rank, rank_and_count
 from lipsformer.graph.training import fit
 
 
-def load_batches(config: GraphDataConfig) -> tuple[Iterable[Data], Iterable[Data], int, int]:
-    """Return training batches, evaluation batches, the number of features and that of classes."""
-    if config.name == "trees":
-        trees = TreeNeighborsMatch(config.tree_depth, config.num_trees, config.tree_seed)
-        batches = TreeBatches(trees, trees.num_train, config.batch_size, shuffle=True)
-        evaluation = TreeBatches(trees, len(trees), config.batch_size)
-        return batches, evaluation, trees[0].num_features, trees.num_leaves
-    data = load_graph(
+class Batches(NamedTuple):
+    """What a graph run trains and is evaluated on.
+
+    Attributes:
+        train: Training batches of this process; see `fit`.
+        evaluation: Evaluation batches.
+        num_features: Number of features.
+        num_classes: Number of classes.
+    """
+
+    train: Iterable[Data]
+    evaluation: Iterable[Data]
+    num_features: int
+    num_classes: int
+
+
+def load_batches(config: GraphConfig) -> Batches:
+    """Read or draw the graphs of a config, and divide them among the steps and processes.
+
+    Raises:
+        DataError: See `load_graph` and `metis_clusters`.
+        ConfigError: If several processes cannot share the batches.
+    """
+    own = config.data
+    rank, num_ranks = rank_and_count()
+    if num_ranks > 1:
+        shared = own.name != "trees" and own.loader in ("cluster", "partition")
+        allowed = "several processes need cluster or partition, and a graph that is not trees"
+        require(shared, "data.loader", own.loader, allowed)
+    if own.name == "trees":
+        trees = TreeNeighborsMatch(own.tree_depth, own.num_trees, own.tree_seed)
+        batches = TreeBatches(trees, trees.num_train, own.batch_size, shuffle=True)
+        evaluation = TreeBatches(trees, len(trees), own.batch_size)
+        return Batches(batches, evaluation, trees[0].num_features, trees.num_leaves)
+    if num_ranks > 1:  # one process downloads, and its errors are those of all
+        on_first_rank(lambda: _read(own) and None)
+    data = _read(own)
+    batches: Iterable[Data] = [data]
+    if own.loader == "neighbor":
+        batches = NeighborLoader(
+            data,
+            list(own.num_neighbors),
+            input_nodes=data.train_mask,
+            batch_size=own.batch_size,
+            shuffle=True,
+            transform=_only_seed_nodes,
+        )
+    elif own.loader != "full":
+        hops = config.model.num_layers + 1 if own.halo_hops is None else own.halo_hops
+        batches = ClusterBatches(
+            data,
+            own.num_parts,
+            parts_per_step=own.parts_per_step,
+            clusters=_metis(data, own.num_parts) if own.loader == "cluster" else None,
+            halo_hops=hops,
+            rank=rank,
+            num_ranks=num_ranks,
+            draw_seed=lambda: on_first_rank(lambda: int(torch.randint(2**62, ()))),
+        )
+    return Batches(batches, [data], data.num_features, int(data.y.max()) + 1)
+
+
+def _read(config: GraphDataConfig) -> Data:
+    return load_graph(
         config.name,
         graph_root(config.root),
         split=config.split,
@@ -33,19 +93,12 @@ def load_batches(config: GraphDataConfig) -> tuple[Iterable[Data], Iterable[Data
         missing_seed=config.missing_seed,
         download=config.download,
     )
-    batches: Iterable[Data] = [data]
-    if config.loader == "neighbor":
-        batches = NeighborLoader(
-            data,
-            list(config.num_neighbors),
-            input_nodes=data.train_mask,
-            batch_size=config.batch_size,
-            shuffle=True,
-            transform=_only_seed_nodes,
-        )
-    elif config.loader == "partition":
-        batches = RandomNodeLoader(data, config.num_parts, shuffle=True)
-    return batches, [data], data.num_features, int(data.y.max()) + 1
+
+
+def _metis(data: Data, num_parts: int) -> Tensor:
+    edge_index = data.edge_index
+    assert edge_index is not None
+    return on_first_rank(lambda: metis_clusters(edge_index, len(data.y), num_parts))
 
 
 def _only_seed_nodes(batch: Data) -> Data:
@@ -55,24 +108,38 @@ def _only_seed_nodes(batch: Data) -> Data:
 
 
 def train_seed(
-    config: GraphConfig, seed: int, folder: Path | None = None, progress: bool = False
+    config: GraphConfig,
+    batches: Batches,
+    seed: int,
+    folder: Path | None = None,
+    *,
+    device: str | None = None,
+    progress: bool = False,
 ) -> dict[str, Any]:
-    """Train one seed of a config and return its outcome; see `fit`."""
-    train_batches, eval_batches, num_features, num_classes = load_batches(config.data)
+    """Train one seed of a config on its batches and return its outcome; see `fit`.
+
+    Args:
+        config: The config of the run.
+        batches: What `load_batches` returns for it.
+        seed: The seed.
+        folder: See `fit`.
+        device: Device of this process; None for the config's.
+        progress: Whether to show the progress on the terminal.
+    """
 
     def build_model() -> torch.nn.Module:
         model = config.model
         return create_model(
             model.name,
-            num_features,
+            batches.num_features,
             model.hidden_channels,
-            num_classes,
+            batches.num_classes,
             model.num_layers,
             **model.kwargs,
         )
 
     writer = None
-    if config.run.tensorboard and folder is not None:
+    if config.run.tensorboard and folder is not None and rank_and_count()[0] == 0:
         from torch.utils.tensorboard import SummaryWriter  # an optional dependency
 
         writer = SummaryWriter(str(folder / f"tensorboard-seed{seed}"))
@@ -88,11 +155,11 @@ def train_seed(
 
         result = fit(
             build_model,  # pyright: ignore[reportArgumentType]
-            train_batches,
-            eval_batches,
+            batches.train,
+            batches.evaluation,
             config.train,
             seed,
-            device=config.run.device,
+            device=device or config.run.device,
             folder=folder,
             checkpoint_every=config.run.checkpoint_every,
             on_epoch=on_epoch,

@@ -54,7 +54,7 @@ def _train(path: Path, overrides: list[str], seed: int, runs: Path) -> dict[str,
     config = read_config(GraphConfig, path, overrides)
     folder = runs / hashlib.sha256(dump_config(config).encode()).hexdigest()[:12]
     folder.mkdir(parents=True, exist_ok=True)
-    return train_seed(config, seed, folder)
+    return train_seed(config, load_batches(config), seed, folder)
 
 
 def sweep(
@@ -100,8 +100,8 @@ def _run_missing(
     grid = cells(config)
     # mistakes show before the first training, and no two processes prepare the same graph
     configs = [read_config(GraphConfig, base, settings) for _, settings in grid]
-    for data in {repr(item.data): item.data for item in configs}.values():
-        load_batches(data)
+    for item in {repr(item.data): item for item in configs}.values():
+        load_batches(item)
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.yaml").write_text(dump_config(config))

@@ -1,15 +1,19 @@
 """Train a graph network for one or several seeds.
 
     python -m scripts.train_graph --config configs/graph/cora_gat.yaml train.seeds=[0,1,2]
+    torchrun --nproc_per_node 2 -m scripts.train_graph --config configs/graph/arxiv_gat.yaml
 
 The output folder gets `results.jsonl` with one line per finished seed, `seed<n>.jsonl` with one
 line per epoch, and `summary.json` with mean and standard deviation. The same command continues an
-interrupted run.
+interrupted run. Several processes train together on the clusters of a large graph.
 """
 
 import argparse
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +23,43 @@ from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.graph.config import GraphConfig
 from lipsformer.graph.plots import plot_training
+from lipsformer.graph.ranks import on_first_rank, rank_and_count
 from lipsformer.jsonl import append_jsonl, read_jsonl
-from scripts._graph_seed import summarize, train_seed
+from scripts._graph_seed import load_batches, summarize, train_seed
 
 
-def run(config: GraphConfig, progress: bool) -> dict[str, Any]:
-    """Train the seeds that are missing in the output folder, and return the summary of all."""
+def run(config: GraphConfig, device: str, progress: bool) -> dict[str, Any]:
+    """Train the seeds that are missing in the output folder, and return the summary of all.
+
+    Only process 0 writes to the folder.
+
+    Args:
+        config: The config of the run.
+        device: The device of this process.
+        progress: Whether to show the progress on the terminal.
+    """
+    folder = Path(config.run.output_dir)
+    log = folder / "results.jsonl"
+    done = {result["seed"]: result for result in on_first_rank(lambda: _start(config))}
+    missing = [seed for seed in config.train.seeds if seed not in done]
+    batches = load_batches(config) if missing else None
+    for seed in missing:
+        assert batches is not None
+        done[seed] = train_seed(config, batches, seed, folder, device=device, progress=progress)
+        if rank_and_count()[0] > 0:
+            continue
+        append_jsonl(log, done[seed])
+        if config.train.profile_every:
+            records = list(read_jsonl(folder / f"seed{seed}.jsonl"))
+            plot_training(records, folder / f"gradients-seed{seed}.png", title=f"seed {seed}")
+    summary = summarize([done[seed] for seed in config.train.seeds])
+    if rank_and_count()[0] == 0:
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def _start(config: GraphConfig) -> list[dict[str, Any]]:
+    """Write the config to the output folder, and return the results that the folder holds."""
     folder = Path(config.run.output_dir)
     stored = folder / "config.yaml"
     if stored.exists() and _identity(read_config(GraphConfig, stored)) != _identity(config):
@@ -33,24 +68,34 @@ def run(config: GraphConfig, progress: bool) -> dict[str, Any]:
         )
     folder.mkdir(parents=True, exist_ok=True)
     stored.write_text(dump_config(config))
-    log = folder / "results.jsonl"
-    done = {result["seed"]: result for result in read_jsonl(log)}
-    for seed in config.train.seeds:
-        if seed in done:
-            continue
-        done[seed] = train_seed(config, seed, folder, progress)
-        append_jsonl(log, done[seed])
-        if config.train.profile_every:
-            records = list(read_jsonl(folder / f"seed{seed}.jsonl"))
-            plot_training(records, folder / f"gradients-seed{seed}.png", title=f"seed {seed}")
-    summary = summarize([done[seed] for seed in config.train.seeds])
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return summary
+    return list(read_jsonl(folder / "results.jsonl"))
 
 
 def _identity(config: GraphConfig) -> tuple[object, ...]:
     """Return the parts of a config that decide the result of a seed."""
     return config.model, config.data, replace(config.train, seeds=(0,)), config.run.device
+
+
+@contextmanager
+def joined_processes(device: str) -> Iterator[str]:
+    """Join the processes that a launcher started, if any, and yield the device of this one.
+
+    Args:
+        device: The config's `run.device`.
+    """
+    if not {"WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys():
+        yield device
+        return
+    from accelerate import PartialState  # slow to import, and only needed here
+
+    from lipsformer.engine.distributed import refuse_lost_processes
+
+    state = PartialState(cpu=device == "cpu")
+    refuse_lost_processes(state.num_processes)
+    try:
+        yield str(state.device) if state.num_processes > 1 else device
+    finally:
+        state.destroy_process_group()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,8 +111,11 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
     """Run the command and return its exit code; 2 means that the config or the data are wrong."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
     config = read_config(GraphConfig, args.config, args.overrides)
-    summary = run(config, progress=sys.stderr.isatty())
-    print(json.dumps(summary))
+    with joined_processes(config.run.device) as device:
+        first = rank_and_count()[0] == 0
+        summary = run(config, device, progress=sys.stderr.isatty() and first)
+    if first:
+        print(json.dumps(summary))
     return 0
 
 

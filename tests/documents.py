@@ -81,7 +81,10 @@ def check_command(words: Sequence[str], own_scripts: Sequence[str] = ()) -> None
             check_script(options.training_script, options.training_script_args, own_scripts)
         case ["torchrun", *arguments]:
             options = torchrun_parser().parse_args(arguments)
-            check_script(options.training_script, options.training_script_args, own_scripts)
+            if options.module:
+                check_module(options.training_script, options.training_script_args)
+            else:
+                check_script(options.training_script, options.training_script_args, own_scripts)
         case ["timeout", "--preserve-status", seconds, *command]:
             assert float(seconds) > 0
             check_command(command, own_scripts)

@@ -83,7 +83,7 @@ ELSEWHERE = {
         *{"torch", "timm", "einops", "torch_geometric", "fvcore", "numpy", "matplotlib"}
     },
     "data": {
-        *{"torch", "torchvision", "timm", "torch_geometric", "ogb"},
+        *{"torch", "torchvision", "timm", "torch_geometric", "ogb", "pymetis"},
         *{"numpy", "PIL", "cv2", "simplejpeg", "sklearn", "pyarrow"},
     },
 }

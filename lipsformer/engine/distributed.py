@@ -64,20 +64,30 @@ def start(config: Config) -> Accelerator:
             project_dir=str(output_dir), logging_dir=str(output_dir / TENSORBOARD)
         ),
     )
-    # For `--cpu --num_processes 2` Accelerate 1.15 starts one process, without a WORLD_SIZE, but
-    # with the address at which two would meet.
-    launched = {"MASTER_ADDR", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
-    if launched and "WORLD_SIZE" not in os.environ and accelerator.num_processes == 1:
-        raise ConfigError(
-            "`accelerate launch --num_processes N` started one process instead of N, as it does on "
-            "CPUs: use `torchrun --nproc_per_node N`, or --num_processes 1 to train on one"
-        )
+    refuse_lost_processes(accelerator.num_processes)
     if _asked_for("FSDP") and not accelerator.is_fsdp2:
         raise ConfigError(
             f"FSDP was asked for, but Accelerate set up {accelerator.distributed_type.value}: it "
             "leaves FSDP out on CPUs, and its default is version 1; use --fsdp_version 2 on GPUs"
         )
     return accelerator
+
+
+def refuse_lost_processes(num_processes: int) -> None:
+    """Raise a `ConfigError` if the launcher was asked for more processes than it started.
+
+    For `--cpu --num_processes 2` Accelerate 1.15 starts one process, without a WORLD_SIZE, but with
+    the address at which two would meet.
+
+    Args:
+        num_processes: Number of processes that have joined.
+    """
+    launched = {"MASTER_ADDR", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
+    if launched and "WORLD_SIZE" not in os.environ and num_processes == 1:
+        raise ConfigError(
+            "`accelerate launch --num_processes N` started one process instead of N, as it does on "
+            "CPUs: use `torchrun --nproc_per_node N`, or --num_processes 1 to train on one"
+        )
 
 
 def _asked_for(engine: str) -> bool:

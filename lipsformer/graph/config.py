@@ -56,11 +56,14 @@ class GraphDataConfig:
         undirected: Whether to add the reverse of every edge.
         missing_rate: Share of the nodes outside the training set whose features are set to zero.
         missing_seed: Seed that draws these nodes.
-        loader: `full` trains on the whole graph, `neighbor` on sampled neighbourhoods, and
-            `partition` on the parts of a random partition.
+        loader: `full` trains on the whole graph, `neighbor` on sampled neighbourhoods, `cluster`
+            on METIS clusters, and `partition` on random parts that are drawn in every epoch.
         batch_size: Number of seed nodes, or of trees, in a batch.
         num_neighbors: Number of neighbours that `neighbor` samples per layer.
-        num_parts: Number of parts of `partition`.
+        num_parts: Number of parts of `cluster` and `partition`.
+        parts_per_step: Number of parts that a step joins, with the edges between them.
+        halo_hops: With several processes, number of hops of neighbours within the step that each
+            one adds to its parts; null for the number of layers and one more.
         tree_depth: Depth of the trees.
         num_trees: Number of trees.
         tree_seed: Seed that draws the trees.
@@ -78,10 +81,12 @@ class GraphDataConfig:
     undirected: bool = False
     missing_rate: float = 0.0
     missing_seed: int = 0
-    loader: Literal["full", "neighbor", "partition"] = "full"
+    loader: Literal["full", "neighbor", "cluster", "partition"] = "full"
     batch_size: int = 256
     num_neighbors: tuple[int, ...] = (10, 10)
     num_parts: int = 8
+    parts_per_step: int = 1
+    halo_hops: int | None = None
     tree_depth: int = 3
     num_trees: int = 8000
     tree_seed: int = 0
@@ -89,9 +94,11 @@ class GraphDataConfig:
     def __post_init__(self) -> None:
         rate = self.missing_rate
         require(0 <= rate <= 1, "data.missing_rate", rate, "must be in [0, 1]")
-        for name in ("batch_size", "num_parts", "tree_depth", "num_trees"):
+        for name in ("batch_size", "num_parts", "parts_per_step", "tree_depth", "num_trees"):
             value = getattr(self, name)
             require(value >= 1, f"data.{name}", value, "must be >= 1")
+        hops = self.halo_hops
+        require(hops is None or hops >= 0, "data.halo_hops", hops, "must be >= 0, or null")
         require(self.split >= 0, "data.split", self.split, "must be >= 0")
         for name in ("missing_seed", "tree_seed"):
             require(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "must be >= 0")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch_geometric import seed_everything
 from torch_geometric.data import Data
 
@@ -18,6 +19,12 @@ from lipsformer.graph.config import GraphTrainConfig
 from lipsformer.graph.diagnostics import gradient_norms, layer_profile
 from lipsformer.graph.edge_attention.csr import SortedEdges, silence_beta_notice
 from lipsformer.graph.models.stack import GraphNet
+from lipsformer.graph.ranks import (
+    gather_from_ranks,
+    on_first_rank,
+    rank_and_count,
+    sum_over_ranks,
+)
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
 __all__ = ["NodeBatch", "evaluate", "fit"]
@@ -34,19 +41,26 @@ class NodeBatch:
         edges: The edges.
         y: Labels, [V].
         masks: The nodes of each split, [V] each.
+        num_train: Number of training nodes of the step over all processes.
     """
 
     x: Tensor
     edges: SortedEdges
     y: Tensor
     masks: dict[str, Tensor]
+    num_train: int
 
     @staticmethod
     def of(data: Any, device: str) -> "NodeBatch":
-        """Move PyG's `Data` to a device."""
+        """Move PyG's `Data` to a device.
+
+        Its `num_train` is used if it has one, and the training nodes are counted otherwise.
+        """
         data = data.to(device)
         masks = {split: data[f"{split}_mask"] for split in SPLITS}
-        return NodeBatch(data.x, SortedEdges(data.edge_index, len(data.x)), data.y, masks)
+        num_train = data.num_train if "num_train" in data else int(masks["train"].sum())
+        edges = SortedEdges(data.edge_index, len(data.x))
+        return NodeBatch(data.x, edges, data.y, masks, num_train)
 
     def compressed(self) -> "NodeBatch":
         """Store the features as a sparse CSR matrix where that makes the first linear map cheaper.
@@ -132,7 +146,11 @@ class _Best:
 
 
 class _Training:
-    """The training of one seed: everything that one epoch hands to the next."""
+    """The training of one seed: everything that one epoch hands to the next.
+
+    Several processes that have joined a process group train together: each one computes its part
+    of every step, and DDP averages the gradients.
+    """
 
     def __init__(self, model: GraphNet, settings: GraphTrainConfig, device: str) -> None:
         self.model = model
@@ -150,6 +168,8 @@ class _Training:
         self.record: dict[str, Any] = {}  # of the last epoch with a finite loss
         self.epoch = 0
         self.diverged = False
+        self.rank, self.num_ranks = rank_and_count()
+        self.parallel = DistributedDataParallel(model) if self.num_ranks > 1 else model
 
     @property
     def finished(self) -> bool:
@@ -165,13 +185,10 @@ class _Training:
         if not self.diverged:
             record = {"epoch": self.epoch, "loss": loss, "gradient_norm": gradient_norm}
             record["lr"] = self.optimizer.param_groups[0]["lr"]
-            record |= evaluate(self.model, eval_batches, self.device)
+            record |= on_first_rank(lambda: self._evaluate(eval_batches))
             self.best.update(self.epoch, record)
             if self.scheduler is not None:
                 self.scheduler.step(record["val_loss"])
-            every = self.settings.profile_every
-            if every and self.epoch % every == 0:
-                record["profile"] = self._profile(eval_batches)
             self.record = record
         self.epoch += 1
 
@@ -182,17 +199,25 @@ class _Training:
         loss, gradient_norm = math.nan, math.nan
         for batch in _on_device(batches, self.device):
             self.optimizer.zero_grad(set_to_none=True)
-            mask = batch.masks["train"]
-            if not mask.any():
+            if batch.num_train == 0:
                 continue
-            value = F.cross_entropy(self.model(batch.x, batch.edges)[mask], batch.y[mask])
-            value.backward()
+            mask = batch.masks["train"]
+            logits = self.parallel(batch.x, batch.edges)[mask]
+            share = F.cross_entropy(logits, batch.y[mask], reduction="sum") / batch.num_train
+            (share * self.num_ranks).backward()  # DDP averages, but the shares add up to the mean
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-            loss, gradient_norm = value.item(), norm.item()
+            loss, gradient_norm = sum_over_ranks(share.detach()).item(), norm.item()
             if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
                 break
             self.optimizer.step()
         return loss, gradient_norm
+
+    def _evaluate(self, batches: Batches) -> dict[str, Any]:
+        record: dict[str, Any] = evaluate(self.model, batches, self.device)
+        every = self.settings.profile_every
+        if every and self.epoch % every == 0:
+            record["profile"] = self._profile(batches)
+        return record
 
     def _profile(self, batches: Batches) -> dict[str, list[float]]:
         training_norms = gradient_norms(self.model)  # read now, because layer_profile clears them
@@ -201,12 +226,18 @@ class _Training:
         return {**profile, "training_gradient_norm": training_norms}
 
     def save(self, path: Path) -> None:
-        """Write everything that an exact continuation needs, in one atomic step."""
+        """Write everything that an exact continuation needs, in one atomic step.
+
+        All processes call it, and the first one writes.
+        """
+        rng = torch.stack(gather_from_ranks(torch.get_rng_state()))
+        if self.rank > 0:
+            return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "rng": torch.get_rng_state(),
+            "rng": rng,
             "best": asdict(self.best),
             "record": self.record,
             "epoch": self.epoch,
@@ -216,13 +247,23 @@ class _Training:
         os.replace(partial, path)
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint that `save` wrote."""
+        """Continue from a checkpoint that `save` wrote.
+
+        Raises:
+            ValueError: If another number of processes wrote it.
+        """
         state = torch.load(path, map_location=self.device, weights_only=True)
+        rng = state["rng"].cpu().view(-1, len(torch.get_rng_state()))
+        if len(rng) != self.num_ranks:
+            raise ValueError(
+                f"{path} was written by {len(rng)} processes, not {self.num_ranks}: continue with "
+                f"{len(rng)}, or delete it to start anew"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"].cpu())
+        torch.set_rng_state(rng[self.rank].clone())  # a view is read at the wrong place
         self.best = _Best(**state["best"])
         self.record, self.epoch = state["record"], state["epoch"]
 
@@ -254,10 +295,15 @@ def fit(
 ) -> dict[str, Any]:
     """Train one model from one seed and return the outcome.
 
+    If a process group is initialized, all its processes must call this function. They train one
+    model together, process 0 evaluates it and writes the files, and all return the same outcome.
+
     Args:
         build_model: Function that creates the model; it is called after the seed is set.
-        train_batches: Graphs of one epoch; the loss covers the nodes of their `train_mask`. A list
-            of whole graphs is prepared only once, and a loader is iterated in every epoch.
+        train_batches: Graphs of one epoch; the loss covers the nodes of their `train_mask`, divided
+            by their `num_train` if they have one. A list of whole graphs is prepared only once, and
+            a loader is iterated in every epoch. With several processes, a batch holds the part of
+            this process, and its `num_train` is that of the whole step.
         eval_batches: Graphs with the masks of all splits.
         settings: Settings of the optimizer and of early stopping.
         seed: Seed of all random numbers.
@@ -272,15 +318,21 @@ def fit(
         The best epoch with its validation and test accuracy, the test accuracy of the last epoch,
         the highest training accuracy of any epoch, whether the loss stopped being finite (which
         ends the run), and the seconds taken.
+
+    Raises:
+        ValueError: If another number of processes wrote the checkpoint.
     """
     start = time.perf_counter()
     seed_everything(seed)
     training = _Training(build_model().to(device), settings, device)
+    if training.rank > 0:
+        torch.manual_seed(2**32 * training.rank + seed)  # every process draws its own dropout
     checkpoint = None if folder is None else folder / f"seed{seed}.pt"
     log = None if folder is None else folder / f"seed{seed}.jsonl"
     if checkpoint is not None and checkpoint.exists():
         training.load(checkpoint)
-    if log is not None:
+    first = training.rank == 0
+    if log is not None and first:
         _drop_records(log, training.epoch)
     train_batches, eval_batches = (
         _prepared(batches, training.model, device) for batches in (train_batches, eval_batches)
@@ -291,11 +343,11 @@ def fit(
         if training.diverged:
             break
         on_epoch(training.record)
-        if log is not None:
+        if log is not None and first:
             append_jsonl(log, training.record)
         if checkpoint is not None and training.epoch % checkpoint_every == 0:
             training.save(checkpoint)
-    if checkpoint is not None:
+    if checkpoint is not None and first:
         checkpoint.unlink(missing_ok=True)
     return {
         "seed": seed,

@@ -1,3 +1,4 @@
+import gzip
 import math
 
 import pytest
@@ -6,6 +7,7 @@ from torch_geometric.data import Batch
 
 from data import graphs
 from data.errors import DataError
+from data.generated_graphs import generated_arxiv
 from data.graphs import TreeBatches, TreeNeighborsMatch, load_graph, missing_nodes
 
 COUNTS = {  # nodes, edges, features, classes
@@ -123,3 +125,50 @@ def test_tree_batches_cover_the_first_trees_once_in_a_new_order_each_time():
     labels = trees.values.gather(1, trees.keys[:, None])[:17, 0]
     assert not torch.equal(*orders)
     assert all(torch.equal(order.sort()[0], labels.sort()[0]) for order in orders)
+
+
+def write_csv(path, tensor):
+    rows = tensor if tensor.dim() == 2 else tensor[:, None]
+    text = "".join(",".join(map(str, row)) + "\n" for row in rows.tolist())
+    with gzip.open(path, "wt") as file:
+        file.write(text)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_ogbn_arxiv_is_read_from_the_files_of_ogb(tmp_path):
+    pytest.importorskip("ogb")
+    expected = generated_arxiv(53, 101, 128, 40, num_train=31, num_val=11)
+    raw, split = tmp_path / "ogbn_arxiv" / "raw", tmp_path / "ogbn_arxiv" / "split" / "time"
+    raw.mkdir(parents=True)
+    split.mkdir(parents=True)
+    (tmp_path / "ogbn_arxiv" / "RELEASE_v1.txt").touch()
+    (tmp_path / "ogbn_arxiv" / "mapping").mkdir()
+    write_csv(raw / "edge.csv.gz", expected.edge_index.T)
+    write_csv(raw / "node-feat.csv.gz", expected.x)
+    write_csv(raw / "node-label.csv.gz", expected.y)
+    write_csv(raw / "node_year.csv.gz", torch.full((53,), 2019))
+    write_csv(raw / "num-node-list.csv.gz", torch.tensor([53]))
+    write_csv(raw / "num-edge-list.csv.gz", torch.tensor([101]))
+    for name, key in (("train", "train"), ("valid", "val"), ("test", "test")):
+        write_csv(split / f"{name}.csv.gz", expected[f"{key}_mask"].nonzero())
+    for _ in range(2):  # first written, then read, in PyG's form
+        data = load_graph("ogbn-arxiv", tmp_path, normalize_features=False)
+        for key in ("x", "edge_index", "y", "train_mask", "val_mask", "test_mask"):
+            torch.testing.assert_close(data[key], expected[key])
+
+
+def test_the_generated_graph_has_its_sizes_and_a_power_law_of_in_degrees():
+    data = generated_arxiv(20_011, 140_009, 3, 5, num_train=1009, num_val=503)
+    assert data.x.shape == (20_011, 3) and data.edge_index.shape == (2, 140_009)
+    assert (data.edge_index[0] != data.edge_index[1]).all()
+    masks = torch.stack([data.train_mask, data.val_mask, data.test_mask]).int()
+    assert masks.sum(1).tolist() == [1009, 503, 18_499] and (masks.sum(0) == 1).all()
+    source, target = data.edge_index
+    assert len((source * 20_011 + target).unique()) == 140_009
+    assert (data.y[source] == data.y[target]).double().mean() == pytest.approx(0.72, abs=0.02)
+    # P(degree >= k) falls like k^(1 - 2.5)
+    degree = target.bincount(minlength=20_011)
+    few, many = ((degree >= k).sum().item() for k in (20, 80))
+    assert math.log(few / many) / math.log(4) == pytest.approx(1.5, abs=0.15)
+    again = generated_arxiv(20_011, 140_009, 3, 5, num_train=1009, num_val=503)
+    assert again.edge_index.equal(data.edge_index) and again.x.equal(data.x)

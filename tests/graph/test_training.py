@@ -175,17 +175,17 @@ def test_partition_training_covers_every_node_once(graph, tmp_path, monkeypatch)
     path = write_config(tmp_path, graph, monkeypatch)
     overrides = ["data.loader=partition", "data.num_parts=3"]
     config = read_config(GraphConfig, path, overrides)
-    batches, _, _, _ = _graph_seed.load_batches(config.data)
-    parts = list(batches)
+    batches = _graph_seed.load_batches(config)
+    parts = list(batches.train)
     assert len(parts) == 3
     rows = torch.cat([part.x for part in parts])
     torch.testing.assert_close(rows.sort(dim=0).values, graph.x.sort(dim=0).values)
-    assert math.isfinite(_graph_seed.train_seed(config, 0)["last_loss"])
+    assert math.isfinite(_graph_seed.train_seed(config, batches, 0)["last_loss"])
 
 
 def test_trees_are_trained_on_their_training_share_only(tmp_path):
     config = read_config(GraphConfig, ROOT / "configs/graph/trees.yaml", ["data.num_trees=50"])
-    train, evaluation, features, classes = _graph_seed.load_batches(config.data)
+    train, evaluation, features, classes = _graph_seed.load_batches(config)
     masks = [batch.train_mask.sum().item() for batch in train]
     assert sum(masks) == 40 and features == 2 * (classes + 1)
     roots = [(batch.y >= 0).sum().item() for batch in evaluation]

@@ -1,0 +1,58 @@
+"""The processes that train one network together: one number for each, and work that one does.
+
+Everything here also works in a single process without a process group.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["gather_from_ranks", "on_first_rank", "rank_and_count", "sum_over_ranks"]
+
+Result = TypeVar("Result")
+
+
+def rank_and_count() -> tuple[int, int]:
+    """Return the number of this process, from 0, and the number of all processes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def on_first_rank(work: Callable[[], Result]) -> Result:
+    """Call `work` in process 0 only; return its result, or raise its error, in every process.
+
+    Args:
+        work: Function without arguments. Its result must be picklable.
+    """
+    rank, count = rank_and_count()
+    if count == 1:
+        return work()
+    outcome: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            outcome[0] = work()
+        except Exception as error:  # the other processes would wait for the broadcast forever
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """Add up the tensors of all processes."""
+    if rank_and_count()[1] == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def gather_from_ranks(value: Tensor) -> list[Tensor]:
+    """Return the tensors of all processes, in the order of their numbers."""
+    count = rank_and_count()[1]
+    values: list[Any] = [value] * count
+    if count > 1:
+        dist.all_gather_object(values, value)
+    return values
