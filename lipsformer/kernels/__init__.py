@@ -21,8 +21,8 @@ from lipsformer.kernels.gpu_windows import (
     MAX_GPU_TOKENS_WITH_BIAS,
     gpu_cosine_windows,
 )
-from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
-from lipsformer.kernels.pointwise import add_gelu, center, centered_affine, gelu_residual
+from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear, product_dtype
+from lipsformer.kernels.pointwise import add_gelu, center, centered_affine, gelu_residual, residual
 from lipsformer.kernels.trial import is_proven, try_kernel
 from lipsformer.kernels.verdict import is_used, restore_verdicts, verdicts
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
@@ -49,7 +49,9 @@ __all__ = [
     "normalize_rows",
     "pack_weight",
     "packed_linear",
+    "product_dtype",
     "recomputed_attention",
+    "residual",
     "restore_verdicts",
     "try_kernel",
     "usable",
