@@ -22,7 +22,14 @@ from lipsformer.kernels.gpu_windows import (
     gpu_cosine_windows,
 )
 from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear, product_dtype
-from lipsformer.kernels.pointwise import add_gelu, center, centered_affine, gelu_residual, residual
+from lipsformer.kernels.pointwise import (
+    add_gelu,
+    center,
+    centered_affine,
+    fork,
+    gelu_residual,
+    residual,
+)
 from lipsformer.kernels.trial import is_proven, try_kernel
 from lipsformer.kernels.verdict import is_used, restore_verdicts, verdicts
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
@@ -40,6 +47,7 @@ __all__ = [
     "centered_affine",
     "cosine_windows",
     "depthwise_conv",
+    "fork",
     "fused_linear",
     "gelu_residual",
     "gpu_block",

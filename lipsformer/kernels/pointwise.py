@@ -131,6 +131,33 @@ class _Residual(torch.autograd.Function):
         return grad, grad_z, None, None
 
 
+def fork(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x`` and its samples ``index``, whose gradients are added in one pass.
+
+    Args:
+        x: [B, ..., C], bfloat16 and contiguous.
+        index: [K], increasing.
+    """
+    return _Fork.apply(x, index)
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(index)
+        return x.view_as(x), x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivatives()
+        (index,) = ctx.saved_tensors
+        grad, grad_kept = (tensor.contiguous() for tensor in grad_outputs)
+        one, total = torch.ones(grad.shape[-1]), torch.empty_like(grad)
+        sizes = (len(grad), *_sizes(grad_kept))
+        run("residual_bfloat16", grad, grad_kept, *_rows(one), index, total, *sizes)
+        return total, None
+
+
 def add_gelu(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:
     """Return x + scale * GELU(z).
 

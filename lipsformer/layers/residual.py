@@ -95,7 +95,11 @@ class WeightedResidual(nn.Module):
         kept = _kept_samples(x, mask)
         inputs = x
         if mask is not None and kept is not None:  # the dropped samples do not enter the branch
-            inputs, mask = x.index_select(0, kept), mask[kept]
+            mask = mask[kept]
+            if kernels.usable("residual", x, training=self.training):
+                x, inputs = kernels.fork(x, kept)
+            else:
+                inputs = x.index_select(0, kept)
         ends_in = getattr(self.branch, "ends_in", None)
         if ends_in == "linear":
             scaled = self.branch(inputs, *context, output_scale=self.residual_scale)
