@@ -21,8 +21,15 @@ from lipsformer.kernels.gpu_windows import (
     MAX_GPU_TOKENS_WITH_BIAS,
     gpu_cosine_windows,
 )
-from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
-from lipsformer.kernels.pointwise import add_gelu, center, centered_affine, gelu_residual
+from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear, product_dtype
+from lipsformer.kernels.pointwise import (
+    add_gelu,
+    center,
+    centered_affine,
+    fork,
+    gelu_residual,
+    residual,
+)
 from lipsformer.kernels.trial import is_proven, try_kernel
 from lipsformer.kernels.verdict import is_used, restore_verdicts, verdicts
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
@@ -40,6 +47,7 @@ __all__ = [
     "centered_affine",
     "cosine_windows",
     "depthwise_conv",
+    "fork",
     "fused_linear",
     "gelu_residual",
     "gpu_block",
@@ -49,7 +57,9 @@ __all__ = [
     "normalize_rows",
     "pack_weight",
     "packed_linear",
+    "product_dtype",
     "recomputed_attention",
+    "residual",
     "restore_verdicts",
     "try_kernel",
     "usable",

@@ -30,22 +30,31 @@ INT, NUMBER = ctypes.c_int64, ctypes.c_float
 
 def _signatures() -> dict[str, tuple[Any, ...]]:
     """Return the parameter types of every kernel without the last one, the number of threads."""
-    signatures: dict[str, tuple[Any, ...]] = {
-        # z, grad, activated, size
-        "gelu_gradient": (F32, F32, F32, INT),
-        # x, z, scale, scale_stride, index, y, samples, kept, tokens, channels
-        "gelu_residual": (F32, F32, F32, INT, INDEX, F32, *[INT] * 4),
-        # grad, z, scale, scale_stride, index, grad_z, grad_scale, kept, tokens, channels
-        "gelu_residual_gradients": (F32, F32, F32, INT, INDEX, F32, F32, *[INT] * 3),
-        # x, gain, shift, shift_stride, y, rows, channels
-        "center": (F32, F32, F32, INT, F32, INT, INT),
-        # grad, y, gain, bias, grad_x, grad_offset, grad_bias, rows, channels
-        "center_gradients": (*[F32] * 7, INT, INT),
-        # x, total, rows, channels
-        "row_sum": (F32, F32, INT, INT),
-    }
+    signatures: dict[str, tuple[Any, ...]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         name, value = name_of(dtype), _TensorOf(dtype)
+        # z, grad, activated, size
+        signatures[f"gelu_gradient_{name}"] = (value, value, value, INT)
+        # x, z, scale, scale_stride, index, y, samples, kept, tokens, channels
+        residual = (value, value, F32, INT, INDEX, value, *[INT] * 4)
+        signatures[f"residual_{name}"] = signatures[f"gelu_residual_{name}"] = residual
+        # grad, scale, scale_stride, index, grad_z, kept, tokens, channels
+        signatures[f"residual_gradient_{name}"] = (value, F32, INT, INDEX, value, *[INT] * 3)
+        # grad, z, scale, scale_stride, index, grad_z, grad_scale, kept, tokens, channels
+        gradients = (value, value, F32, INT, INDEX, value, F32, *[INT] * 3)
+        signatures[f"gelu_residual_gradients_{name}"] = gradients
+        # x, gain, shift, shift_stride, y, rows, channels
+        signatures[f"center_{name}"] = (value, F32, F32, INT, value, INT, INT)
+        signatures[f"center_map_{name}"] = (value, F32, value, INT, value, INT, INT)
+        # grad, y, gain, bias, grad_x, grad_offset, grad_bias, rows, channels
+        gradients = (value, value, F32, F32, value, F32, F32, INT, INT)
+        signatures[f"center_gradients_{name}"] = gradients
+        # x, total, rows, channels
+        signatures[f"row_sum_{name}"] = (value, F32, INT, INT)
+        # weight, scale, scaled, rows, columns
+        signatures[f"scale_weight_{name}"] = (F32, F32, value, INT, INT)
+        # grad, weight, scale, grad_weight, grad_scale, rows, columns
+        signatures[f"scale_weight_gradients_{name}"] = (value, *[F32] * 4, INT, INT)
         # x, weight, bias, y, batch, height, width, channels, kernel, flip
         signatures[f"depthwise_{name}"] = (value, F32, F32, value, *[INT] * 6)
         # x, grad, grad_weight, grad_bias, batch, height, width, channels, kernel

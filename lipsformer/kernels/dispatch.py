@@ -32,8 +32,9 @@ class Needs(NamedTuple):
 
     Attributes:
         backends: "csrc" for our compiled kernels and "onednn" for PyTorch's, which computes float32
-            without autocast only. One of them must be available. An empty tuple means that the
-            operator consists of PyTorch's operators.
+            without autocast only. On its own it also computes bfloat16 for an operator whose
+            ``casts`` is true. One of them must be available. An empty tuple means that the operator
+            consists of PyTorch's operators.
         dtypes: Data types of the first tensor. Under autocast, an operator whose ``casts`` is true
             sees the type that autocast gives it.
         casts: Whether autocast changes the type of the operator's input.
@@ -54,28 +55,31 @@ class Needs(NamedTuple):
     device: str = "cpu"
 
 
-_POINTWISE = Needs(("csrc",), contiguous=True)
+_POINTWISE = Needs(("csrc",), _FLOAT32_BFLOAT16, contiguous=True)
+_POINTWISE_MIXED = _POINTWISE._replace(mixed=True)  # parameters are float32
 NEEDS = {
     # asked by the layers
-    "center_norm": Needs(),
+    "center_norm": Needs((), _FLOAT32_BFLOAT16, mixed=True),
     # These two do not call oneDNN. They ask for it because it excludes autocast, which would cast
     # the operators of their forward pass and not those of their backward pass.
     "cosine_normalize": Needs(("onednn",)),
     "attention": Needs(("onednn",)),
     "cosine_windows": Needs(("csrc",), _FLOAT32_BFLOAT16, mixed=True),
     "depthwise": Needs(("csrc", "onednn"), _FLOAT32_BFLOAT16, casts=True, mixed=True),
-    "gelu_residual": Needs(),
+    "gelu_residual": Needs((), _FLOAT32_BFLOAT16, mixed=True),
     "kept_samples": Needs((), _FLOAT32_BFLOAT16),
-    "linear": Needs(("onednn",), min_dims=3),
-    "packed_linear": Needs(("onednn",)),
+    "linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True, min_dims=3),
+    "packed_linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True),
+    "residual": Needs(("csrc",), (torch.bfloat16,), contiguous=True),
     # asked by the layers on a GPU
     "block.gpu": Needs(dtypes=(torch.bfloat16,), casts=True, device="cuda"),
     "cosine_windows.gpu": Needs(dtypes=_HALF, device="cuda"),
     # asked inside the kernels, where PyTorch's operators are the other choice
-    "center.csrc": _POINTWISE,
+    "center.csrc": _POINTWISE_MIXED,
     "depthwise.csrc": Needs(("csrc",), _FLOAT32_BFLOAT16, mixed=True),
     "gelu.csrc": _POINTWISE,
-    "gelu_residual.csrc": _POINTWISE,
+    "gelu_residual.csrc": _POINTWISE_MIXED,
+    "scale_weight.csrc": Needs(("csrc",), mixed=True, contiguous=True),
     "sum_rows.csrc": _POINTWISE,
 }
 _said: set[tuple[str, str | None]] = set()
@@ -197,10 +201,16 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
         if not autocast and dtype == torch.float32:
             return None
         if needs.backends == ("onednn",):
-            return "autocast is on"
+            return _onednn_bfloat16_obstacle() if needs.casts else "autocast is on"
     if "csrc" in needs.backends:
         return _csrc_obstacle(x, others)
     return "oneDNN is not available" if needs.backends else None
+
+
+def _onednn_bfloat16_obstacle() -> str | None:
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return "oneDNN computes no bfloat16 on this processor"
 
 
 def _csrc_obstacle(x: Tensor, others: tuple[Tensor, ...]) -> str | None:

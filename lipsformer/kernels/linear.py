@@ -1,6 +1,7 @@
 """Linear layers on oneDNN, which uses the full vector width of every processor.
 
-The backward pass also needs the derivative of GELU and sums of rows (csrc/linear.cpp).
+The backward pass also needs the derivative of GELU and sums of rows (csrc/linear.cpp). bfloat16 is
+read and written between the products; the parameters and their gradients are float32.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipsformer.kernels.bindings import run
+from lipsformer.kernels.bindings import name_of, run
 from lipsformer.kernels.dispatch import refuse_second_derivatives, usable
 
 
@@ -23,15 +24,22 @@ def fused_linear(
     """Return output_scale * (GELU(x) W^T + b), with GELU and the scale at almost no cost.
 
     Args:
-        x: [B, ..., C_in], at least three dimensions.
+        x: [B, ..., C_in], at least three dimensions; autocast casts it.
         weight: W, [C_out, C_in].
         bias: b, [C_out].
         act_before: Apply GELU to ``x`` first. The backward pass computes it again.
         output_scale: [C_out], multiplied into the weight.
     """
+    x = x.to(product_dtype(x))
     if torch.is_grad_enabled():
         return _FusedLinear.apply(x, weight, bias, act_before, output_scale)
-    return _conv_1x1(F.gelu(x) if act_before else x, *_scale_rows(weight, bias, output_scale))
+    weight, bias = _scale_rows(weight, bias, output_scale, x.dtype)
+    return _apply(F.gelu(x) if act_before else x, weight, bias)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which a product with ``x`` is computed; autocast may change it."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -45,43 +53,70 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, scale: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, act: bool, scale: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, scale)
-        ctx.gelu = gelu
-        return _conv_1x1(F.gelu(x) if gelu else x, *_scale_rows(weight, bias, scale))
+        scaled, offset = _scale_rows(weight, bias, scale, x.dtype)
+        kept = scaled if x.dtype == torch.bfloat16 else None  # it takes little memory
+        ctx.save_for_backward(x, weight, bias, scale, kept)
+        ctx.act_before = act
+        return _apply(F.gelu(x) if act else x, scaled, offset)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, scale = ctx.saved_tensors
+        x, weight, bias, scale, scaled = ctx.saved_tensors
         grad = grad_outputs[0].contiguous()
         need_x, need_weight, _, _, need_scale = ctx.needs_input_grad
-        scaled, _ = _scale_rows(weight, None, scale)
+        if scaled is None or torch.is_grad_enabled():  # a kept copy has no graph
+            scaled, _ = _scale_rows(weight, None, scale, x.dtype)
         grad_x = grad_weight = grad_bias = grad_scale = None
         if need_x:
             grad_x = _product(grad, scaled.T)
-        if ctx.gelu:
+        if ctx.act_before:
             x = F.gelu(x) if grad_x is None else gelu_backward_(grad_x, x)
-        if need_weight or need_scale:
-            grad_weight = _weight_gradient(grad, x)
         if bias is not None:
             grad_bias = sum_rows(grad)
-        if grad_weight is not None and need_scale:
-            grad_scale = (grad_weight * weight).sum(1)
-            if bias is not None and grad_bias is not None:
-                grad_scale += grad_bias * bias
+        if need_weight or need_scale:
+            grad_scaled = _weight_gradient(grad, x)
+            grad_weight, grad_scale = _scale_rows_backward(grad_scaled, weight, scale)
+        if grad_scale is not None and bias is not None and grad_bias is not None:
+            grad_scale += grad_bias * bias
         if scale is not None:
-            grad_weight = None if grad_weight is None else grad_weight * scale[:, None]
             grad_bias = None if grad_bias is None else grad_bias * scale
         return grad_x, grad_weight, grad_bias, None, grad_scale
 
 
 def _scale_rows(
-    weight: Tensor, bias: Tensor | None, scale: Tensor | None
+    weight: Tensor, bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias times the scale of their rows, in the type of the product."""
     if scale is None:
-        return weight, bias
-    return weight * scale[:, None], None if bias is None else bias * scale
+        return weight.to(dtype), None if bias is None else bias.to(dtype)
+    bias = None if bias is None else (bias * scale).to(dtype)
+    if dtype == torch.bfloat16 and usable("scale_weight.csrc", weight, scale):
+        scaled = torch.empty_like(weight, dtype=dtype)
+        run("scale_weight_bfloat16", weight, scale, scaled, *weight.shape)
+        return scaled, bias
+    return (weight * scale[:, None]).to(dtype), bias
+
+
+def _scale_rows_backward(
+    grad: Tensor, weight: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the weight and the scale from that of the scaled weight."""
+    if scale is None:
+        return grad.to(weight.dtype), None
+    if grad.dtype == torch.bfloat16 and usable("scale_weight.csrc", weight, scale, grad):
+        gradients = torch.empty_like(weight), torch.empty_like(scale)
+        run("scale_weight_gradients_bfloat16", grad, weight, scale, *gradients, *weight.shape)
+        return gradients
+    grad = grad.to(weight.dtype)
+    return grad * scale[:, None], (grad * weight).sum(1)
+
+
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.dtype == torch.float32:
+        return _conv_1x1(x, weight, bias)
+    return packed_linear(x, weight, bias, act_after=False)
 
 
 def _conv_1x1(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,6 +139,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return the sum over the tokens of grad x^T ([C_out, C_in])."""
     channels_out, channels_in = grad.shape[-1], x.shape[-1]
+    if x.dtype == torch.bfloat16:  # in which the convolution takes up to three times as long
+        return grad.reshape(-1, channels_out).T @ x.reshape(-1, channels_in)
     if x.numel() < channels_in**2:  # with few tokens the convolution takes up to half again as long
         return _product(grad.reshape(-1, channels_out).T, x.reshape(-1, channels_in).T)
     weight = grad.new_empty(channels_out, channels_in, 1, 1)
@@ -119,19 +156,20 @@ def gelu_backward_(grad: Tensor, z: Tensor) -> Tensor:
     refuse_second_derivatives()
     if usable("gelu.csrc", grad, z):
         activated = torch.empty_like(z)
-        run("gelu_gradient", z, grad, activated, z.numel())
+        run(f"gelu_gradient_{name_of(z.dtype)}", z, grad, activated, z.numel())
         return activated
     torch.ops.aten.gelu_backward.grad_input(grad, z, grad_input=grad)
     return F.gelu(z)
 
 
 def sum_rows(x: Tensor) -> Tensor:
-    """Return the sum of ``x`` ([..., C]) over all dimensions but the last."""
+    """Return the sum of ``x`` ([..., C]) over all dimensions but the last; bfloat16 in float32."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
     if usable("sum_rows.csrc", x):
-        total = x.new_empty(x.shape[-1])
-        run("row_sum", x, total, x.numel() // x.shape[-1], x.shape[-1])
+        total = x.new_empty(x.shape[-1], dtype=dtype)
+        run(f"row_sum_{name_of(x.dtype)}", x, total, x.numel() // x.shape[-1], x.shape[-1])
         return total
-    return x.reshape(-1, x.shape[-1]).sum(0)
+    return x.reshape(-1, x.shape[-1]).sum(0, dtype=dtype)
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -144,8 +182,8 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, act_after: boo
 
     Args:
         x: [..., C_in].
-        packed: The weight, as ``pack_weight`` returned it.
-        bias: [C_out] or None.
+        packed: The weight, [C_out, C_in] or as ``pack_weight`` returned it, in the type of ``x``.
+        bias: [C_out] in the type of ``x``, or None.
         act_after: Apply GELU to the output.
     """
     act, approximate = ("gelu", "none") if act_after else ("none", "")

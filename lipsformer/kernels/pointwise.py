@@ -1,4 +1,7 @@
-"""Weighted residuals behind GELU, and CenterNorm, on the CPU: each in one pass over the map.
+"""Weighted residuals and CenterNorm on the CPU: each in one pass over the map.
+
+A map may be bfloat16. It is computed in float32, with float32 parameters, and the result has the
+type of the map.
 
 The functions at the top are called by the layers. Those below are their forward and backward
 passes, which use PyTorch's operators where the compiled kernels cannot run.
@@ -11,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipsformer.kernels.bindings import run
-from lipsformer.kernels.dispatch import usable
+from lipsformer.kernels.bindings import name_of, run
+from lipsformer.kernels.dispatch import refuse_second_derivatives, usable
 from lipsformer.kernels.linear import gelu_backward_
 
 # Up to this |bias / gain| the centered input can be computed from the output without much rounding.
-MAX_OFFSET = 64.0
+MAX_OFFSET = {torch.float32: 64.0, torch.bfloat16: 4.0}
 
 
 def centered_affine(x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
@@ -28,6 +31,8 @@ def centered_affine(x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Ten
         bias: [C].
         factor: Number that multiplies the gain.
     """
+    if x.dtype == torch.bfloat16:
+        gain, bias = gain.float(), bias.float()
     if torch.is_grad_enabled():
         return _CenteredAffine.apply(x, gain, bias, factor)
     return center(x, gain * factor, bias)
@@ -45,7 +50,7 @@ class _CenteredAffine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
         y = center(x, gain * factor, bias)
-        lost = (bias.abs() > MAX_OFFSET * gain.abs()) | (gain == 0.0)
+        lost = (bias.abs() > MAX_OFFSET[x.dtype] * gain.abs()) | (gain == 0.0)
         ctx.save_for_backward(y, gain, bias, lost, x if lost.any() else None)
         ctx.factor = factor
         return y
@@ -58,7 +63,7 @@ class _CenteredAffine(torch.autograd.Function):
         if x is None:
             return grad_x, offset / gain, grad_bias, None
         grad_gain = offset / gain.masked_fill(lost, 1.0)  # 0 / 0 has no derivative
-        centered = x[..., lost] - x.mean(dim=-1, keepdim=True)
+        centered = x[..., lost] - x.mean(dim=-1, keepdim=True, dtype=gain.dtype)
         direct = (grad[..., lost] * centered).reshape(-1, centered.shape[-1]).sum(0) * ctx.factor
         return grad_x, grad_gain.index_put((lost,), direct), grad_bias, None
 
@@ -72,9 +77,10 @@ def gelu_residual(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = No
         scale: [C] or [K, 1, ..., C].
         index: [K], increasing; None for all samples.
     """
+    z, scale = z.to(x.dtype), scale.float()
     if torch.is_grad_enabled():
         return _GeluResidual.apply(x, z, scale, index)
-    return add_gelu(x, z.float(), scale, index)
+    return add_gelu(x, z, scale, index)
 
 
 class _GeluResidual(torch.autograd.Function):
@@ -83,14 +89,73 @@ class _GeluResidual(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
         ctx.save_for_backward(z, scale, index)
-        return add_gelu(x, z.float(), scale, index)
+        return add_gelu(x, z, scale, index)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         z, scale, index = ctx.saved_tensors
         (grad,) = grad_outputs
-        grad_z, grad_scale = add_gelu_backward(grad, z.float(), scale, index)
-        return grad, grad_z.to(z.dtype), grad_scale, None
+        return grad, *add_gelu_backward(grad, z, scale, index), None
+
+
+def residual(x: Tensor, z: Tensor, mask: Tensor, index: Tensor | None = None) -> Tensor:
+    """Return x + mask * z, where z may hold only the samples of ``index``.
+
+    Args:
+        x: [B, ..., C], bfloat16 and contiguous, as ``z``.
+        z: [K, ..., C].
+        mask: [K, 1, ..., 1], which gets no gradient.
+        index: [K], increasing; None for all samples.
+    """
+    scale = mask.float().expand(*mask.shape[:-1], x.shape[-1]).contiguous()
+    return _Residual.apply(x, z, scale, index)
+
+
+class _Residual(torch.autograd.Function):
+    """Keep neither map."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
+        ctx.save_for_backward(scale, index)
+        y = torch.empty_like(x)
+        run("residual_bfloat16", x, z, *_rows(scale), index, y, len(x), *_sizes(z))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        scale, index = ctx.saved_tensors
+        grad = grad_outputs[0].contiguous()
+        grad_z = grad.new_empty(len(scale), *grad.shape[1:])
+        run("residual_gradient_bfloat16", grad, *_rows(scale), index, grad_z, *_sizes(grad_z))
+        return grad, grad_z, None, None
+
+
+def fork(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x`` and its samples ``index``, whose gradients are added in one pass.
+
+    Args:
+        x: [B, ..., C], bfloat16 and contiguous.
+        index: [K], increasing.
+    """
+    return _Fork.apply(x, index)
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(index)
+        return x.view_as(x), x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivatives()
+        (index,) = ctx.saved_tensors
+        grad, grad_kept = (tensor.contiguous() for tensor in grad_outputs)
+        one, total = torch.ones(grad.shape[-1]), torch.empty_like(grad)
+        sizes = (len(grad), *_sizes(grad_kept))
+        run("residual_bfloat16", grad, grad_kept, *_rows(one), index, total, *sizes)
+        return total, None
 
 
 def add_gelu(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:
@@ -105,11 +170,13 @@ def add_gelu(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -
     fits = x.shape[1:] == z.shape[1:] and (index is not None or len(x) == len(z))
     if fits and _scale_fits(z, scale) and usable("gelu_residual.csrc", x, z, scale):
         y = torch.empty_like(x)
-        run("gelu_residual", x, z, *_rows(scale), index, y, len(x), *_sizes(z))
+        name = f"gelu_residual_{name_of(x.dtype)}"
+        run(name, x, z, *_rows(scale), index, y, len(x), *_sizes(z))
         return y
+    wide, activated = x.to(scale.dtype), F.gelu(z.to(scale.dtype))
     if index is not None:
-        return x.index_add(0, index, F.gelu(z) * scale)
-    return torch.addcmul(x, F.gelu(z), scale)
+        return wide.index_add(0, index, activated * scale).to(x.dtype)
+    return torch.addcmul(wide, activated, scale).to(x.dtype)
 
 
 def add_gelu_backward(
@@ -119,12 +186,13 @@ def add_gelu_backward(
     if _scale_fits(z, scale) and usable("gelu_residual.csrc", grad, z, scale):
         grad_z, grad_scale = torch.empty_like(z), torch.empty_like(scale)
         sizes = (grad_z, grad_scale, *_sizes(z))
-        run("gelu_residual_gradients", grad, z, *_rows(scale), index, *sizes)
+        name = f"gelu_residual_gradients_{name_of(z.dtype)}"
+        run(name, grad, z, *_rows(scale), index, *sizes)
         return grad_z, grad_scale
     grad_branch = grad if index is None else grad.index_select(0, index)
     grad_z = grad_branch * scale
-    activated = gelu_backward_(grad_z, z)
-    return grad_z, activated.mul_(grad_branch).sum_to_size(scale.shape)
+    activated = gelu_backward_(grad_z, z.to(scale.dtype))
+    return grad_z.to(z.dtype), activated.mul_(grad_branch).sum_to_size(scale.shape)
 
 
 def center(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
@@ -137,12 +205,16 @@ def center(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
     """
     # The number of dimensions decides first: sizes of another kind would be compared in an export,
     # which then excludes the batch that is as large as the number of channels.
-    fits = gain.shape == x.shape[-1:] and shift.shape == (x if shift.ndim == x.ndim else gain).shape
-    if fits and usable("center.csrc", x, gain, shift):
+    is_map = shift.ndim == x.ndim > 1
+    like = x if is_map else gain
+    fits = gain.shape == x.shape[-1:] and shift.shape == like.shape and shift.dtype == like.dtype
+    if fits and gain.dtype == torch.float32 and usable("center.csrc", x, gain, shift):
         y = torch.empty_like(x)
-        run("center", x, gain, *_rows(shift), y, x.numel() // x.shape[-1], x.shape[-1])
+        name = f"center_{'map_' if is_map else ''}{name_of(x.dtype)}"
+        run(name, x, gain, *_rows(shift), y, x.numel() // x.shape[-1], x.shape[-1])
         return y
-    return torch.addcmul(shift, x - x.mean(dim=-1, keepdim=True), gain)
+    wide = x.to(gain.dtype)
+    return torch.addcmul(shift, wide - wide.mean(dim=-1, keepdim=True), gain).to(x.dtype)
 
 
 def center_backward(
@@ -164,21 +236,23 @@ def center_backward(
         grad_x = torch.empty_like(grad)
         sums = torch.empty_like(gain), torch.empty_like(gain)
         sizes = (y.numel() // y.shape[-1], y.shape[-1])
-        run("center_gradients", grad, y, gain, shift, grad_x, *sums, *sizes)
+        name = f"center_gradients_{name_of(y.dtype)}"
+        run(name, grad, y, gain, shift, grad_x, *sums, *sizes)
         return grad_x, *sums
-    rows = grad.reshape(-1, len(gain))
+    rows = grad.reshape(-1, len(gain)).to(gain.dtype)
     grad_shift = rows.sum(0)
     product_sum = (rows * y.reshape(rows.shape)).sum(0) - shift * grad_shift
     grad_x = grad * gain
     grad_x -= grad_x.mean(dim=-1, keepdim=True)
-    return grad_x, product_sum, grad_shift
+    return grad_x.to(grad.dtype), product_sum, grad_shift
 
 
 def _scale_fits(z: Tensor, scale: Tensor) -> bool:
     """Return whether ``scale`` has one row, or one row for each sample of ``z`` ([K, ..., C])."""
     channels = z.shape[-1]
     per_sample = (len(z), *[1] * (z.ndim - 2), channels)
-    return z.ndim > 1 and scale.shape in ((channels,), per_sample)
+    shape_fits = z.ndim > 1 and scale.shape in ((channels,), per_sample)
+    return shape_fits and scale.dtype == torch.float32
 
 
 def _rows(scale: Tensor) -> tuple[Tensor, int]:

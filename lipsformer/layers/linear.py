@@ -12,8 +12,8 @@ class Linear(nn.Linear):
 
     .. math:: y = s \odot (x W^T + b) \quad\text{or}\quad y = s \odot (\mathrm{GELU}(x) W^T + b)
 
-    On the CPU in float32 it is computed by oneDNN, which uses the full vector width of every
-    processor; elsewhere it is ``nn.Linear``. The 2-norm Lipschitz constant per token is
+    On the CPU in float32 or bfloat16 it is computed by oneDNN, which uses the full vector width of
+    every processor; elsewhere it is ``nn.Linear``. The 2-norm Lipschitz constant per token is
     :math:`|W|_2`, times 1.1290 with GELU.
 
     Shape:

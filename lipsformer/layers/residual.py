@@ -95,10 +95,16 @@ class WeightedResidual(nn.Module):
         kept = _kept_samples(x, mask)
         inputs = x
         if mask is not None and kept is not None:  # the dropped samples do not enter the branch
-            inputs, mask = x.index_select(0, kept), mask[kept]
+            mask = mask[kept]
+            if kernels.usable("residual", x, training=self.training):
+                x, inputs = kernels.fork(x, kept)
+            else:
+                inputs = x.index_select(0, kept)
         ends_in = getattr(self.branch, "ends_in", None)
         if ends_in == "linear":
             scaled = self.branch(inputs, *context, output_scale=self.residual_scale)
+            if mask is not None and kernels.usable("residual", x, scaled, training=self.training):
+                return kernels.residual(x, scaled, mask, kept)
             return _add(x, scaled, mask, kept)
         scale = self.residual_scale if mask is None else self.residual_scale * mask
         if ends_in == "gelu" and kernels.usable("gelu_residual", x, scale, training=self.training):
@@ -149,4 +155,4 @@ def _add(x: Tensor, output: Tensor, scale: Tensor | None, kept: Tensor | None) -
     if kept is not None:
         output = output if scale is None else output * scale
         return x.index_add(0, kept, output.to(x.dtype))
-    return x + output if scale is None else torch.addcmul(x, output, scale.to(x.dtype))
+    return x + output if scale is None else torch.addcmul(x, output, scale).to(x.dtype)

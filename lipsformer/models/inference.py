@@ -38,9 +38,9 @@ class FrozenLinear(nn.Linear):
 
     .. math:: y = x W^T + b \quad\text{or}\quad y = \mathrm{GELU}(x W^T + b)
 
-    Without gradients on the CPU in float32, oneDNN computes it in one pass from a copy of the
-    weight in its own layout. The copy is made at the first call and again when the weight has
-    changed. Elsewhere it is ``nn.Linear`` and GELU.
+    Without gradients on the CPU in float32 or bfloat16, oneDNN computes it in one pass from a copy
+    of the weight in its own layout. The copy is made at the first call and again when a parameter
+    or the type has changed. Elsewhere it is ``nn.Linear`` and GELU.
 
     Shape:
         x: [..., C_in]; the output is [..., C_out].
@@ -62,7 +62,7 @@ class FrozenLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.act_after = act_after
-        self.packed: tuple[tuple[int, int], Tensor] | None = None
+        self.packed: tuple[Any, Tensor, Tensor | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the packed copy, which can be neither copied nor saved."""
@@ -75,10 +75,14 @@ class FrozenLinear(nn.Linear):
 
     def _linear(self, input: Tensor) -> Tensor:
         if kernels.usable("packed_linear", input, self.weight) and input.numel() > 0:
-            state = (self.weight.data_ptr(), self.weight._version)
+            dtype = kernels.product_dtype(input)
+            tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
+            state = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
             if self.packed is None or self.packed[0] != state:
-                self.packed = (state, kernels.pack_weight(self.weight))
-            return kernels.packed_linear(input, self.packed[1], self.bias, self.act_after)
+                bias = None if self.bias is None else self.bias.to(dtype)
+                self.packed = (state, kernels.pack_weight(self.weight.to(dtype)), bias)
+            _, weight, bias = self.packed
+            return kernels.packed_linear(input.to(dtype), weight, bias, self.act_after)
         y = F.linear(input, self.weight, self.bias)
         return F.gelu(y) if self.act_after else y
 

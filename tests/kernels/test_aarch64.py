@@ -12,7 +12,10 @@ from lipsformer.kernels import bindings, build
 
 FOLDER = Path(__file__).parent
 COMPILER = "aarch64-linux-gnu-g++"
-FILES = ("kernels/test_windows.py", "kernels/test_pointwise.py", "layers/test_conv.py")
+FILES = (
+    *("kernels/test_windows.py", "kernels/test_pointwise.py", "kernels/test_bfloat16.py"),
+    "layers/test_conv.py",
+)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
+FILES = ("windows", "pointwise", "derivatives", "bfloat16")
 COMPILERS = (
     *("g++", "g++-9", "g++-11", "g++-12", "g++-13", "g++-14"),
     *("clang++-14", "clang++-16", "clang++-19"),
@@ -21,7 +22,7 @@ COMPILERS = (
 def test_the_kernels_pass_their_tests_with_a_compiler(compiler, tmp_path):
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
-    files = [str(FOLDER / f"test_{name}.py") for name in ("windows", "pointwise", "derivatives")]
+    files = [str(FOLDER / f"test_{name}.py") for name in FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     run = subprocess.run(
         command,

@@ -1,15 +1,17 @@
 // CenterNorm and its gradients, each in one pass over the map.
 #include "rows.h"
 
-extern "C" {
+namespace {
 
 // y = gain * (x - mean(x)) + shift, where shift is one row (stride 0) or a map.
-void center(const float *x, const float *gain, const float *shift, int64_t shift_stride, float *y,
+template <class Value, class Shift>
+void center(const Value *x, const float *gain, const Shift *shift, int64_t shift_stride, Value *y,
             int64_t rows, int64_t channels, int64_t threads) {
     if (rows * channels < ALONE) threads = 1;
     parallel_for(threads, rows, [=](int64_t row) {
-        const float *from = x + row * channels, *add = shift + row * shift_stride;
-        float *to = y + row * channels;
+        const Value *from = x + row * channels;
+        const Shift *add = shift + row * shift_stride;
+        Value *to = y + row * channels;
         vec total = {};
         each(channels, [&](int64_t i, auto lanes) { total += lanes.load(from + i); });
         const float mean = sum(total) / channels;
@@ -21,8 +23,9 @@ void center(const float *x, const float *gain, const float *shift, int64_t shift
 }
 
 // grad_x = c - mean(c) of c = gain * grad; the sums of grad * (y - bias) and of grad over the rows.
-void center_gradients(const float *grad, const float *y, const float *gain, const float *bias,
-                      float *grad_x, float *grad_offset, float *grad_bias, int64_t rows,
+template <class Value>
+void center_gradients(const Value *grad, const Value *y, const float *gain, const float *bias,
+                      Value *grad_x, float *grad_offset, float *grad_bias, int64_t rows,
                       int64_t channels, int64_t threads) {
     const Parts parts(rows);
     std::vector<float> offsets(parts.count * channels), biases(parts.count * channels);
@@ -32,8 +35,8 @@ void center_gradients(const float *grad, const float *y, const float *gain, cons
         float *offset_sum = offset_parts + part * channels;
         float *bias_sum = bias_parts + part * channels;
         for (int64_t row = parts.begin(part); row < parts.begin(part + 1); ++row) {
-            const float *from = grad + row * channels, *output = y + row * channels;
-            float *to = grad_x + row * channels;
+            const Value *from = grad + row * channels, *output = y + row * channels;
+            Value *to = grad_x + row * channels;
             vec total = {};
             each(channels, [&](int64_t i, auto lanes) {
                 const vec g = lanes.load(from + i);
@@ -54,4 +57,25 @@ void center_gradients(const float *grad, const float *y, const float *gain, cons
     add_parts(biases.data(), parts.count, channels, grad_bias);
 }
 
-}  // extern "C"
+}  // namespace
+
+#define EXPORT(name, Value)                                                                        \
+    extern "C" void center_##name(const Value *x, const float *gain, const float *shift,           \
+                                  int64_t shift_stride, Value *y, int64_t rows, int64_t channels,  \
+                                  int64_t threads) {                                               \
+        center(x, gain, shift, shift_stride, y, rows, channels, threads);                          \
+    }                                                                                              \
+    extern "C" void center_map_##name(const Value *x, const float *gain, const Value *shift,       \
+                                      int64_t shift_stride, Value *y, int64_t rows,                \
+                                      int64_t channels, int64_t threads) {                         \
+        center(x, gain, shift, shift_stride, y, rows, channels, threads);                          \
+    }                                                                                              \
+    extern "C" void center_gradients_##name(                                                       \
+        const Value *grad, const Value *y, const float *gain, const float *bias, Value *grad_x,    \
+        float *grad_offset, float *grad_bias, int64_t rows, int64_t channels, int64_t threads) {   \
+        center_gradients(grad, y, gain, bias, grad_x, grad_offset, grad_bias, rows, channels,      \
+                         threads);                                                                 \
+    }
+
+EXPORT(float32, float)
+EXPORT(bfloat16, bf16)

@@ -1,16 +1,14 @@
-// What a linear layer behind GELU needs besides products: GELU's gradient and sums of rows.
+// What a linear layer needs besides products: GELU's gradient, sums of rows, and weights that are
+// multiplied by a scale per row.
 #include "rows.h"
 
 namespace {
 
-constexpr int64_t BLOCK = 1 << 12;  // floats of a map that is taken as one long row
-
-}  // namespace
-
-extern "C" {
+constexpr int64_t BLOCK = 1 << 12;  // numbers of a map that is taken as one long row
 
 // activated = GELU(z), grad *= GELU'(z).
-void gelu_gradient(const float *z, float *grad, float *activated, int64_t n, int64_t threads) {
+template <class Value>
+void gelu_gradient(const Value *z, Value *grad, Value *activated, int64_t n, int64_t threads) {
     if (n < ALONE) threads = 1;
     parallel_for(threads, (n + BLOCK - 1) / BLOCK, [=](int64_t block) {
         const int64_t start = block * BLOCK;
@@ -18,7 +16,7 @@ void gelu_gradient(const float *z, float *grad, float *activated, int64_t n, int
             const vec x = lanes.load(z + start + i);
             vec value, density;
             normal(x, value, density);
-            float *g = grad + start + i;
+            Value *g = grad + start + i;
             lanes.store(activated + start + i, x * value);
             lanes.store(g, lanes.load(g) * (value + x * density));
         });
@@ -26,7 +24,8 @@ void gelu_gradient(const float *z, float *grad, float *activated, int64_t n, int
 }
 
 // The sum of the rows.
-void row_sum(const float *x, float *total, int64_t rows, int64_t channels, int64_t threads) {
+template <class Value>
+void row_sum(const Value *x, float *total, int64_t rows, int64_t channels, int64_t threads) {
     const Parts parts(rows);
     std::vector<float> sums(parts.count * channels);
     float *const totals = sums.data();
@@ -42,4 +41,61 @@ void row_sum(const float *x, float *total, int64_t rows, int64_t channels, int64
     add_parts(sums.data(), parts.count, channels, total);
 }
 
-}  // extern "C"
+// scaled = scale * weight, row by row.
+template <class Value>
+void scale_weight(const float *weight, const float *scale, Value *scaled, int64_t rows,
+                  int64_t columns, int64_t threads) {
+    if (rows * columns < ALONE) threads = 1;
+    parallel_for(threads, rows, [=](int64_t row) {
+        const float *from = weight + row * columns, factor = scale[row];
+        Value *to = scaled + row * columns;
+        each(columns, [=](int64_t i, auto lanes) {
+            lanes.store(to + i, lanes.load(from + i) * factor);
+        });
+    });
+}
+
+// From the gradient of the scaled weight: grad_weight = scale * grad; grad_scale sums grad * weight.
+template <class Value>
+void scale_weight_gradients(const Value *grad, const float *weight, const float *scale,
+                            float *grad_weight, float *grad_scale, int64_t rows, int64_t columns,
+                            int64_t threads) {
+    if (rows * columns < ALONE) threads = 1;
+    parallel_for(threads, rows, [=](int64_t row) {
+        const float *own = weight + row * columns, factor = scale[row];
+        const Value *from = grad + row * columns;
+        float *to = grad_weight + row * columns;
+        vec total = {};
+        each(columns, [&](int64_t i, auto lanes) {
+            const vec g = lanes.load(from + i);
+            total += g * lanes.load(own + i);
+            lanes.store(to + i, g * factor);
+        });
+        grad_scale[row] = sum(total);
+    });
+}
+
+}  // namespace
+
+#define EXPORT(name, Value)                                                                        \
+    extern "C" void gelu_gradient_##name(const Value *z, Value *grad, Value *activated, int64_t n, \
+                                         int64_t threads) {                                        \
+        gelu_gradient(z, grad, activated, n, threads);                                             \
+    }                                                                                              \
+    extern "C" void row_sum_##name(const Value *x, float *total, int64_t rows, int64_t channels,   \
+                                   int64_t threads) {                                              \
+        row_sum(x, total, rows, channels, threads);                                                \
+    }                                                                                              \
+    extern "C" void scale_weight_##name(const float *weight, const float *scale, Value *scaled,    \
+                                        int64_t rows, int64_t columns, int64_t threads) {          \
+        scale_weight(weight, scale, scaled, rows, columns, threads);                               \
+    }                                                                                              \
+    extern "C" void scale_weight_gradients_##name(                                                 \
+        const Value *grad, const float *weight, const float *scale, float *grad_weight,            \
+        float *grad_scale, int64_t rows, int64_t columns, int64_t threads) {                       \
+        scale_weight_gradients(grad, weight, scale, grad_weight, grad_scale, rows, columns,        \
+                               threads);                                                           \
+    }
+
+EXPORT(float32, float)
+EXPORT(bfloat16, bf16)

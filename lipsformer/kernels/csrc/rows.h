@@ -1,4 +1,4 @@
-// Passes over the rows of a map.
+// Passes over the rows of a map of floats or of bfloat16, which are computed in float.
 //
 // Sums over rows are taken in parts that depend on the shape alone and are added in order, so the
 // results do not depend on the number of threads.
@@ -15,14 +15,14 @@ constexpr int64_t PART = 64;        // least rows of a part
 constexpr int64_t PARTS = 64;
 
 struct Whole {
-    vec load(const float *p) const { return ::load(p); }
-    void store(float *p, vec x) const { ::store(p, x); }
+    template <class Value> vec load(const Value *p) const { return ::load(p); }
+    template <class Value> void store(Value *p, vec x) const { ::store(p, x); }
 };
 
 struct Rest {
     int64_t n;
-    vec load(const float *p) const { return load_first(p, n); }
-    void store(float *p, vec x) const { store_first(p, x, n); }
+    template <class Value> vec load(const Value *p) const { return load_first(p, n); }
+    template <class Value> void store(Value *p, vec x) const { store_first(p, x, n); }
 };
 
 // step(i, lanes) for every vector of a row; lanes loads zeros behind the row's end.
