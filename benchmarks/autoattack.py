@@ -12,9 +12,9 @@
 
 Within the given distances only those images are attacked that are classified rightly and not
 certified there. Then every image is attacked within its own certified radius (the executed one).
-The With --local the radii are those of local certificates, and only the own radii are attacked, in
-float64. The command writes the results of every attack on every batch, and goes on where it was
-stopped.
+With --local the radii are those of local certificates, and only the own radii are attacked, in
+float64. An image is not attacked again after its class has changed. The command writes the results
+of every attack on every batch, and goes on where it was stopped.
 """
 
 import itertools
@@ -177,12 +177,13 @@ def measure(
         if any(known[key] != record[key] for key in ("weights_sha256", "right", "radius")):
             raise ValueError(f"{output} holds the results of another certificate: remove it")
         record = known
-    done = {(at["within"], at["attack"], at["images"][0]) for at in record["attacks"]}
-    for within in (*distances, OWN):
-        tried = attacked(record, within)
-        for name, first in itertools.product(ATTACKS, range(0, len(tried), BATCH)):
-            of = tried[first : first + BATCH]
-            if (within, name, of[0]) in done:
+    done = {(at["within"], at["attack"], i) for at in record["attacks"] for i in at["images"]}
+    tried = {within: attacked(record, within) for within in (*distances, OWN)}
+    for within, name in itertools.product(tried, ATTACKS):
+        for first in range(0, len(tried[within]), BATCH):
+            batch = tried[within][first : first + BATCH]
+            of = [i for i in batch if i not in changed(record, within)]
+            if len(of) == 0 or (within, name, of[0]) in done:
                 continue
             if within == OWN:
                 kept = attack_own_radii(logits, images[of], predicted[of], radii[of], [name])
@@ -205,17 +206,27 @@ def attacked(record: dict[str, Any], within: str) -> list[int]:
     return [i for i, (right, radius) in rows if right and radius <= parse_distance(within)]
 
 
+def changed(record: dict[str, Any], within: str) -> set[int]:
+    """Return the images whose class an attack changed within a distance."""
+    return {
+        i
+        for at in record["attacks"]
+        if at["within"] == within
+        for i, kept in zip(at["images"], at["kept"], strict=True)
+        if not kept
+    }
+
+
 def accuracy(record: dict[str, Any], within: str) -> float | None:
     """Return the share of images that are right and keep their class, in percent.
 
     Certified images count as kept. None if an attack on an image is missing.
     """
-    tried, lost = dict.fromkeys(ATTACKS, 0), set[int]()
+    lost, tried = changed(record, within), {name: set[int]() for name in ATTACKS}
     for at in record["attacks"]:
         if at["within"] == within:
-            tried[at["attack"]] += len(at["images"])
-            lost |= {i for i, kept in zip(at["images"], at["kept"], strict=True) if not kept}
-    if any(count != len(attacked(record, within)) for count in tried.values()):
+            tried[at["attack"]] = tried[at["attack"]] | set(at["images"])
+    if any(set(attacked(record, within)) - lost - images for images in tried.values()):
         return None
     return 100.0 * (sum(record["right"]) - len(lost)) / len(record["right"])
 
