@@ -70,11 +70,12 @@ def contestants(
     """
     found: dict[tuple[str, str], Logits] = {}
     traced = cache(lambda: trace(model, images))
-    folded = fold(model)
-    eager = {"eager": lambda: model, "folded": lambda: folded}
-    eager["compiled"] = lambda: torch.compile(folded, dynamic=False)
+    can_fold = fold(model) is not model
+    # A folded model keeps weights of one precision, so each precision has a model of its own.
+    eager = {"eager": lambda: model, "folded": lambda: fold(model)}
+    eager["compiled"] = lambda: torch.compile(fold(model), dynamic=False)
     for form, precision in itertools.product(options.forms, options.precisions):
-        if form in eager and precision != "int8" and (form != "folded" or folded is not model):
+        if form in eager and precision != "int8" and (form != "folded" or can_fold):
             found[form, precision] = autocast(eager[form](), precision)
         key = RUNTIMES.get(form, {}).get(precision)
         if key is not None:

@@ -1,0 +1,25 @@
+"""The tables of the pages on speed are those of the committed records."""
+
+import json
+
+import pytest
+
+from benchmarks import deployment, graph_layers, models
+from tests.conftest import ROOT
+
+PAGES = {
+    "deployment_xeon.json": ("deployment.md", deployment.table),
+    "int8_digits.json": ("deployment.md", deployment.table),
+    "models_bf16_xeon.json": ("performance.md", models.table),
+    "models_batch_xeon.json": ("performance.md", models.table),
+    "models_size_xeon.json": ("performance.md", models.table),
+    "graph/layers_pubmed_wide_xeon.json": ("performance.md", graph_layers.table),
+    "graph/layers_molecules_xeon.json": ("performance.md", graph_layers.table),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_shows_the_table_of_its_record(name):
+    page, table = PAGES[name]
+    record = json.loads((ROOT / "benchmarks/results" / name).read_text())
+    assert table(record).strip() in (ROOT / "docs" / page).read_text()
