@@ -89,28 +89,30 @@ def test_signatures_are_those_of_the_sources():
     for path in SOURCES.glob("*.cpp"):
         text = path.read_text().replace("\\\n", " ")
         body = text[text.index('extern "C"') :]
-        pattern = r"void (\w+?)(?:_##name)?\(([^)]*)\)\s*\{"
-        for name, parameters in re.findall(pattern, body):
-            found[name] = [
+        for written, parameters in re.findall(r"void ([\w#]+)\(([^)]*)\)\s*\{", body):
+            found[written] = [
                 re.sub(r"\w+$", "", " ".join(parameter.split()))
                 for parameter in parameters.split(",")
             ]
-    plain = {n for n in bindings.SIGNATURES if not n.endswith(("_float32", "_bfloat16"))}
-    templates = {n.removesuffix("_float32") for n in bindings.SIGNATURES if n.endswith("_float32")}
-    assert set(found) == plain | templates
-    for name, parameters in found.items():
+    both = ("float32", "bfloat16")  # what the macros are given
+    exported = {
+        name.replace("##name", dtype): (dtype, parameters)
+        for name, parameters in found.items()
+        for dtype in (both if name.endswith("##name") else both[1:])
+    }
+    assert set(exported) == set(bindings.SIGNATURES)
+    for name, (dtype, parameters) in exported.items():
         *signature, threads = parameters
         assert threads == "int64_t "
-        for dtype in [""] if name in plain else ["_float32", "_bfloat16"]:
-            value = bindings.SIGNATURES[name + dtype]
-            assert len(value) == len(signature), name
-            for kind, written in zip(value, signature, strict=True):
-                if written in types:
-                    expected = getattr(bindings, types[written])
-                    same = kind is expected or kind.dtype == expected.dtype
-                else:  # the type that the macro is given
-                    same = str(kind.dtype) == f"torch.{dtype[1:]}"
-                assert same, (name, written)
+        value = bindings.SIGNATURES[name]
+        assert len(value) == len(signature), name
+        for kind, written in zip(value, signature, strict=True):
+            if written in types:
+                expected = getattr(bindings, types[written])
+                same = kind is expected or kind.dtype == expected.dtype
+            else:  # the type that the macro is given, or bf16
+                same = str(kind.dtype) == f"torch.{dtype}"
+            assert same, (name, written)
 
 
 def test_compiled_once_and_again_when_the_sources_change(compiled, monkeypatch):
