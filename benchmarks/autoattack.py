@@ -5,7 +5,7 @@
         --output benchmarks/results/autoattack_digits.json
     python -m benchmarks.autoattack outputs/certified/cifar10 --data holdout=0 --every 100 \
         --output benchmarks/results/autoattack_cifar10.json
-    python -m benchmarks.autoattack outputs/capped --every 100 \
+    python -m benchmarks.autoattack outputs/capped --every 1000 \
         --local benchmarks/results/local_certificates/cifar10_capped.json \
         --output benchmarks/results/autoattack_capped.json
     python -m benchmarks.autoattack --table benchmarks/results/autoattack_digits.json
