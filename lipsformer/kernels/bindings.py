@@ -49,6 +49,10 @@ def _signatures() -> dict[str, tuple[Any, ...]]:
         signatures[f"center_gradients_{name}"] = gradients
         # x, total, rows, channels
         signatures[f"row_sum_{name}"] = (value, F32, INT, INT)
+        # weight, scale, scaled, rows, columns
+        signatures[f"scale_weight_{name}"] = (F32, F32, value, INT, INT)
+        # grad, weight, scale, grad_weight, grad_scale, rows, columns
+        signatures[f"scale_weight_gradients_{name}"] = (value, *[F32] * 4, INT, INT)
         # x, weight, bias, y, batch, height, width, channels, kernel, flip
         signatures[f"depthwise_{name}"] = (value, F32, F32, value, *[INT] * 6)
         # x, grad, grad_weight, grad_bias, batch, height, width, channels, kernel
@@ -65,10 +69,6 @@ def _signatures() -> dict[str, tuple[Any, ...]]:
     signatures["residual_bfloat16"] = residual  # arguments as of gelu_residual
     # grad, scale, scale_stride, index, grad_z, kept, tokens, channels
     signatures["residual_gradient_bfloat16"] = (BF16, F32, INT, INDEX, BF16, *[INT] * 3)
-    # weight, scale, scaled, rows, columns
-    signatures["scale_weight_bfloat16"] = (F32, F32, BF16, INT, INT)
-    # grad, weight, scale, grad_weight, grad_scale, rows, columns
-    signatures["scale_weight_gradients_bfloat16"] = (BF16, *[F32] * 4, INT, INT)
     return signatures
 
 

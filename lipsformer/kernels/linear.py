@@ -1,9 +1,14 @@
-"""Linear layers on oneDNN, which uses the full vector width of every processor.
+"""Linear layers on the library with the fastest products.
 
-The backward pass also needs the derivative of GELU and sums of rows (csrc/linear.cpp). bfloat16 is
-read and written between the products; the parameters and their gradients are float32.
+For float32 that is MKL, PyTorch's choice, on Intel's processors only. oneDNN uses the full vector
+width of every processor, and computes bfloat16 everywhere.
+
+The backward pass also needs the derivative of GELU, sums of rows and scaled weights
+(csrc/linear.cpp). bfloat16 is read and written between the products; the parameters and their
+gradients are float32.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +17,9 @@ from torch import Tensor
 
 from lipsformer.kernels.bindings import name_of, run
 from lipsformer.kernels.dispatch import refuse_second_derivatives, usable
+
+_CPU = Path("/proc/cpuinfo")
+_MKL = torch.backends.mkl.is_available() and _CPU.exists() and "GenuineIntel" in _CPU.read_text()
 
 
 def fused_linear(
@@ -28,9 +36,13 @@ def fused_linear(
         weight: W, [C_out, C_in].
         bias: b, [C_out].
         act_before: Apply GELU to ``x`` first. The backward pass computes it again.
-        output_scale: [C_out], multiplied into the weight.
+        output_scale: [C_out], multiplied into the weight, or into the output where that has fewer
+            numbers. In bfloat16 always into the weight, in the pass that rounds it.
     """
     x = x.to(product_dtype(x))
+    few_tokens = x.numel() < x.shape[-1] ** 2
+    if few_tokens and output_scale is not None and x.dtype == torch.float32:
+        return fused_linear(x, weight, bias, act_before) * output_scale
     if torch.is_grad_enabled():
         return _FusedLinear.apply(x, weight, bias, act_before, output_scale)
     weight, bias = _scale_rows(weight, bias, output_scale, x.dtype)
@@ -92,9 +104,9 @@ def _scale_rows(
     if scale is None:
         return weight.to(dtype), None if bias is None else bias.to(dtype)
     bias = None if bias is None else (bias * scale).to(dtype)
-    if dtype == torch.bfloat16 and usable("scale_weight.csrc", weight, scale):
+    if usable("scale_weight.csrc", weight, scale):
         scaled = torch.empty_like(weight, dtype=dtype)
-        run("scale_weight_bfloat16", weight, scale, scaled, *weight.shape)
+        run(f"scale_weight_{name_of(dtype)}", weight, scale, scaled, *weight.shape)
         return scaled, bias
     return (weight * scale[:, None]).to(dtype), bias
 
@@ -105,9 +117,10 @@ def _scale_rows_backward(
     """Return the gradients of the weight and the scale from that of the scaled weight."""
     if scale is None:
         return grad.to(weight.dtype), None
-    if grad.dtype == torch.bfloat16 and usable("scale_weight.csrc", weight, scale, grad):
+    if usable("scale_weight.csrc", weight, scale, grad):
         gradients = torch.empty_like(weight), torch.empty_like(scale)
-        run("scale_weight_gradients_bfloat16", grad, weight, scale, *gradients, *weight.shape)
+        name = f"scale_weight_gradients_{name_of(grad.dtype)}"
+        run(name, grad, weight, scale, *gradients, *weight.shape)
         return gradients
     grad = grad.to(weight.dtype)
     return grad * scale[:, None], (grad * weight).sum(1)
@@ -115,7 +128,7 @@ def _scale_rows_backward(
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype == torch.float32:
-        return _conv_1x1(x, weight, bias)
+        return F.linear(x, weight, bias) if _MKL else _conv_1x1(x, weight, bias)
     return packed_linear(x, weight, bias, act_after=False)
 
 
@@ -130,8 +143,9 @@ def _as_map(x: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b^T, on oneDNN unless the product is to be differentiated or counted."""
-    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+    """Return a b^T, by PyTorch's operator if the product is to be differentiated or counted."""
+    by_mkl = _MKL and a.dtype == torch.float32
+    if by_mkl or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
         return F.linear(a, b)
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
 
@@ -139,7 +153,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return the sum over the tokens of grad x^T ([C_out, C_in])."""
     channels_out, channels_in = grad.shape[-1], x.shape[-1]
-    if x.dtype == torch.bfloat16:  # in which the convolution takes up to three times as long
+    if _MKL or x.dtype == torch.bfloat16:  # where the convolution takes longer
         return grad.reshape(-1, channels_out).T @ x.reshape(-1, channels_in)
     if x.numel() < channels_in**2:  # with few tokens the convolution takes up to half again as long
         return _product(grad.reshape(-1, channels_out).T, x.reshape(-1, channels_in).T)

@@ -64,11 +64,12 @@ class _CosineWindows(torch.autograd.Function):
         ctx.options = options
         batch, height, width, _, parts, channels = qkv.shape
         out = qkv.new_empty(batch, height, width, parts * channels)
+        of_qkv, of_out = qkv.view(-1, channels), out.view(-1, channels)
         for part, (window, nu, eps) in enumerate(options):
             run(
                 f"cosine_windows_forward_{name_of(qkv.dtype)}",
-                *(qkv[0, 0, 0, i, part] for i in range(3)),
-                out[0, 0, 0, part * channels :],
+                *(of_qkv[i * parts + part] for i in range(3)),
+                of_out[part],
                 *(bias, tau[part], None if lepe is None else lepe[part]),
                 *_geometry(qkv, tau, window, nu, eps),
             )
@@ -85,13 +86,15 @@ class _CosineWindows(torch.autograd.Function):
             None if tensor is None else torch.zeros_like(tensor) for tensor in (bias, tau, lepe)
         )
         assert grad_tau is not None
+        parts, channels = qkv.shape[-2:]
+        of_qkv, of_grad_qkv, of_grad = (x.view(-1, channels) for x in (qkv, grad_qkv, grad))
         for part, (window, nu, eps) in enumerate(ctx.options):
             run(
                 f"cosine_windows_backward_{name_of(qkv.dtype)}",
-                *(qkv[0, 0, 0, i, part] for i in range(3)),
-                grad[0, 0, 0, part * qkv.shape[-1] :],
+                *(of_qkv[i * parts + part] for i in range(3)),
+                of_grad[part],
                 *(bias, tau[part], None if lepe is None else lepe[part]),
-                *(grad_qkv[0, 0, 0, i, part] for i in range(3)),
+                *(of_grad_qkv[i * parts + part] for i in range(3)),
                 *(grad_bias, grad_tau[part], None if grad_lepe is None else grad_lepe[part]),
                 *_geometry(qkv, tau, window, nu, eps),
             )

@@ -12,9 +12,9 @@ class Linear(nn.Linear):
 
     .. math:: y = s \odot (x W^T + b) \quad\text{or}\quad y = s \odot (\mathrm{GELU}(x) W^T + b)
 
-    On the CPU in float32 or bfloat16 it is computed by oneDNN, which uses the full vector width of
-    every processor; elsewhere it is ``nn.Linear``. The 2-norm Lipschitz constant per token is
-    :math:`|W|_2`, times 1.1290 with GELU.
+    On the CPU it is computed by oneDNN, which uses the full vector width of every processor, and in
+    float32 on Intel's processors by MKL; elsewhere it is ``nn.Linear``. The 2-norm Lipschitz
+    constant per token is :math:`|W|_2`, times 1.1290 with GELU.
 
     Shape:
         x: [B, ..., C_in]; the output is [B, ..., C_out].
@@ -35,8 +35,9 @@ class Linear(nn.Linear):
             input: [B, ..., C_in].
             act_before: Apply GELU to the input first. Training on the CPU computes it again in the
                 backward pass instead of keeping it.
-            output_scale: [C_out], multiplies the output. It is multiplied into the weight, so that
-                it needs no pass over the output and its gradient no copy of the output.
+            output_scale: [C_out], multiplies the output. With more tokens than input channels it is
+                multiplied into the weight, so that it needs no pass over the output and its
+                gradient no copy of the output.
         """
         if kernels.usable("linear", input, self.weight, training=self.training):
             return kernels.fused_linear(input, self.weight, self.bias, act_before, output_scale)

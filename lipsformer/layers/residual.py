@@ -144,7 +144,7 @@ def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
     many there are.
     If the mask drops every sample, all are computed, so that each parameter gets a gradient.
     """
-    if mask is None or not kernels.usable("kept_samples", x, training=True):
+    if mask is None or len(x) == 1 or not kernels.usable("kept_samples", x, training=True):
         return None
     index = mask.flatten().nonzero().flatten()
     return None if index.shape[0] in (0, x.shape[0]) else index

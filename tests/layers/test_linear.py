@@ -1,7 +1,16 @@
 import pytest
 import torch
 
+from lipsformer.kernels import linear
 from lipsformer.layers import Linear
+
+
+@pytest.fixture(params=["MKL", "oneDNN"], autouse=True)
+def products(request, monkeypatch):
+    """The library of the products in float32, which otherwise depends on the processor."""
+    if request.param == "MKL" and not torch.backends.mkl.is_available():
+        pytest.skip("this PyTorch was built without MKL")
+    monkeypatch.setattr(linear, "_MKL", request.param == "MKL")
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -80,12 +89,15 @@ def test_gelu_inside_equals_gelu_outside_in_value_and_gradient():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gelu", [True, False])
+@pytest.mark.parametrize("tokens", [3, 29])
 @pytest.mark.parametrize("mode", ["train", "eval", "inference"])
 @pytest.mark.usefixtures("path")
-def test_scale_equals_float64_in_value_and_gradient(bias, gelu, mode):
+def test_scale_equals_float64_in_value_and_gradient(bias, gelu, tokens, mode):
+    """With fewer tokens than channels and with more."""
     torch.manual_seed(0)
     layer = Linear(7, 17, bias=bias).train(mode == "train")
-    x, scale = torch.randn(2, 3, 5, 7, requires_grad=True), torch.randn(17, requires_grad=True)
+    x = torch.randn(1, tokens, 7, requires_grad=True)
+    scale = torch.randn(17, requires_grad=True)
     inputs = [x, scale, *layer.parameters()]
     exact = [t.detach().double().requires_grad_() for t in inputs]
     hidden = 0.5 * exact[0] * (1 + torch.erf(exact[0] / 2**0.5)) if gelu else exact[0]
@@ -114,13 +126,13 @@ def test_gradient_of_the_gradient_equals_float64_in_training(tokens):
     for x, scale, weight in (inputs, exact):
         x.requires_grad_(), scale.requires_grad_()
         bias = layer.bias.to(x.dtype)
-        linear = (
+        output = (
             layer(x, output_scale=scale)
             if weight is layer.weight
             else (x @ weight.T + bias) * scale
         )
         first = torch.autograd.grad(
-            linear, (x, scale, weight), upstream.to(x.dtype), create_graph=True
+            output, (x, scale, weight), upstream.to(x.dtype), create_graph=True
         )
         penalty = sum(gradient.square().sum() for gradient in first)
         results.append(torch.autograd.grad(penalty, (x, scale, weight)))

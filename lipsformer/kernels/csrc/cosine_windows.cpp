@@ -1,5 +1,8 @@
 // Scaled cosine attention in the windows of a map of projected tokens, in one pass: a window and head
 // at a time is normalised, attended and written back while it lies in the cache.
+//
+// A sum over a row is a chain of additions, and what needs it must wait. So a loop takes the sums of
+// all rows before the next loop uses them: then the processor works on several rows at once.
 
 #include <initializer_list>
 #include <memory>
@@ -10,6 +13,16 @@
 namespace {
 
 constexpr int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// products[i] = the sum over a row of a * b.
+void row_products(const float *a, const float *b, int64_t rows, int64_t columns, float *products) {
+    for (int64_t i = 0; i < rows; ++i) {
+        vec total = {};
+        for (int64_t j = 0; j < columns; j += LANES)
+            total += load(a + i * columns + j) * load(b + i * columns + j);
+        products[i] = sum(total);
+    }
+}
 
 struct Map {
     int64_t batch, height, width, heads, dim;  // dim: channels per head
@@ -91,24 +104,23 @@ struct Map {
 
     // x <- length * x / sqrt(|x|^2 + eps) for every row; keeps 1 / sqrt(|x|^2 + eps).
     void normalize(float *x, float length, float eps, float *inverse) const {
+        row_products(x, x, n, padded_dim, inverse);
+        for (int64_t t = 0; t < n; ++t) inverse[t] = 1.0f / __builtin_sqrtf(inverse[t] + eps);
         for (int64_t t = 0; t < n; ++t) {
             float *row = x + t * padded_dim;
-            vec squares = {};
-            for (int64_t c = 0; c < padded_dim; c += LANES) squares += load(row + c) * load(row + c);
-            inverse[t] = 1.0f / __builtin_sqrtf(sum(squares) + eps);
             const float factor = inverse[t] * length;
             for (int64_t c = 0; c < padded_dim; c += LANES) store(row + c, load(row + c) * factor);
         }
     }
 
-    // Gradient of normalize, in place; y is its result.
-    void normalize_backward(float *grad, const float *y, float length, const float *inverse) const {
+    // Gradient of normalize, in place; y is its result, sums are n floats to work with.
+    void normalize_backward(float *grad, const float *y, float length, const float *inverse,
+                            float *sums) const {
+        row_products(grad, y, n, padded_dim, sums);
         for (int64_t t = 0; t < n; ++t) {
             float *g = grad + t * padded_dim;
             const float *row = y + t * padded_dim;
-            vec products = {};
-            for (int64_t c = 0; c < padded_dim; c += LANES) products += load(g + c) * load(row + c);
-            const float along = sum(products) / (length * length);
+            const float along = sums[t] / (length * length);
             const float factor = inverse[t] * length;
             for (int64_t c = 0; c < padded_dim; c += LANES)
                 store(g + c, (load(g + c) - load(row + c) * along) * factor);
@@ -116,7 +128,11 @@ struct Map {
     }
 
     void transpose(const float *x, float *y) const {
-        for (int64_t t = 0; t < n; ++t)
+        int64_t t = 0;
+        for (; t + 4 <= n; t += 4)
+            for (int64_t c = 0; c < padded_dim; c += 4)
+                transpose_4x4(x + t * padded_dim + c, padded_dim, y + c * padded_n + t, padded_n);
+        for (; t < n; ++t)
             for (int64_t c = 0; c < padded_dim; ++c) y[c * padded_n + t] = x[t * padded_dim + c];
     }
 };
@@ -162,24 +178,27 @@ void product(int64_t rows, const float *a, int64_t a_row, int64_t a_col, const f
 
 void clear(float *x, int64_t n) { memset(x, 0, n * sizeof(float)); }
 
-// Row-wise softmax of [n][padded_n]; the padding holds scores that vanish.
-void softmax(float *x, int64_t n, int64_t padded_n) {
+// x <- exp(x - the largest of its row); sums[i] = the sum of the row.
+void exponentials(float *x, int64_t n, int64_t padded_n, float *sums) {
     for (int64_t i = 0; i < n; ++i) {
-        float *row = x + i * padded_n;
+        const float *row = x + i * padded_n;
         vec most = load(row);
         for (int64_t j = LANES; j < padded_n; j += LANES) {
             const vec next = load(row + j);
             most = next > most ? next : most;
         }
-        const float top = max(most);
+        sums[i] = max(most);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        float *row = x + i * padded_n;
+        const float top = sums[i];
         vec total = {};
         for (int64_t j = 0; j < padded_n; j += LANES) {
             const vec e = exp(load(row + j) - top);
             total += e;
             store(row + j, e);
         }
-        const float factor = 1.0f / sum(total);
-        for (int64_t j = 0; j < padded_n; j += LANES) store(row + j, load(row + j) * factor);
+        sums[i] = sum(total);
     }
 }
 
@@ -206,38 +225,40 @@ std::unique_ptr<float[]> pad_bias(const Map &map, const float *bias) {
     return padded;
 }
 
-// attn = softmax(queries keys^T + bias), in rows of padded_n; padded is what pad_bias returned.
+// attn / sums = softmax(queries keys^T + bias), in rows of padded_n; padded is what pad_bias returned.
 void weigh(const Map &map, int64_t head, const float *queries, const float *keys_t,
-           const float *bias, const float *padded, float *attn) {
+           const float *bias, const float *padded, float *attn, float *sums) {
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
     if (padded)
         memcpy(attn, padded + (bias ? head * n * pn : 0), n * pn * sizeof(float));
     else
         pad_rows(map, bias ? bias + head * n * n : nullptr, attn);
     product(n, queries, pd, 1, keys_t, pn, map.dim, attn, pn, pn);
-    softmax(attn, n, pn);
+    exponentials(attn, n, pn, sums);
 }
 
-// LePE: a depthwise 3x3 convolution inside the window, its kernels [9][channels].
-template <typename Visit>
-inline void neighbours(const Map &map, Visit visit) {
-    for (int64_t y = 0; y < map.h; ++y)
-        for (int64_t x = 0; x < map.w; ++x)
-            for (int64_t dy = -1; dy <= 1; ++dy)
-                for (int64_t dx = -1; dx <= 1; ++dx)
-                    if (y + dy >= 0 && y + dy < map.h && x + dx >= 0 && x + dx < map.w)
-                        visit(y * map.w + x, (y + dy) * map.w + x + dx, (dy + 1) * 3 + dx + 1);
+// LePE, a depthwise 3x3 convolution inside the window: f(to, from) for the places that a tap joins.
+template <typename F>
+inline void joined(const Map &map, int64_t tap, F f) {
+    const int64_t dy = tap / 3 - 1, dx = tap % 3 - 1;
+    for (int64_t y = std::max<int64_t>(0, -dy); y < map.h - std::max<int64_t>(0, dy); ++y)
+        for (int64_t x = std::max<int64_t>(0, -dx); x < map.w - std::max<int64_t>(0, dx); ++x)
+            f(y * map.w + x, (y + dy) * map.w + x + dx);
 }
 
+// A thread's own memory, from zeros, in parts of whole vectors. A vector never lies in two lines of the
+// cache: one that is loaded soon after it was stored would be waited for.
 struct Scratch {
     std::unique_ptr<float[]> memory;
     float *free;
 
-    explicit Scratch(int64_t floats) : memory(new float[floats]()), free(memory.get()) {}
+    explicit Scratch(int64_t floats)
+        : memory(new float[floats + LANES]()),
+          free(memory.get() + -(reinterpret_cast<uintptr_t>(memory.get()) / 4) % LANES) {}
 
     float *take(int64_t floats) {
         float *p = free;
-        free += floats;
+        free += round_up(floats);
         return p;
     }
 };
@@ -256,11 +277,12 @@ void forward(const T *q, const T *k, const T *v, T *out, const float *bias, cons
     const float *padded_bias = padded.get();
     parallel(threads, [=](const Team &team) {
         std::unique_ptr<int64_t[]> place(new int64_t[n]), place_next(new int64_t[n]);
-        Scratch scratch(n * (pn + 4 * pd + 1) + pd * (pn + 10));
+        Scratch scratch(n * (pn + 4 * pd) + pd * (pn + 10) + 2 * pn);
         float *queries = scratch.take(n * pd), *keys = scratch.take(n * pd);
         float *values = scratch.take(n * pd), *result = scratch.take(n * pd);
         float *keys_t = scratch.take(pd * pn), *attn = scratch.take(n * pn);
-        float *inverse = scratch.take(n), *kernels = scratch.take(10 * pd);
+        float *inverse = scratch.take(n), *sums = scratch.take(n);
+        float *kernels = scratch.take(10 * pd);
         team.share(map.windows * heads, [&](int64_t task) {
             const int64_t head = map.head(task), channel = head * dim;
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
@@ -269,19 +291,28 @@ void forward(const T *q, const T *k, const T *v, T *out, const float *bias, cons
                 for (int64_t i = 0; i < 10; ++i)
                     memcpy(kernels + i * pd, lepe + i * heads * dim + channel, dim * sizeof(float));
                 for (int64_t t = 0; t < n; ++t) memcpy(result + t * pd, kernels + 9 * pd, pd * 4);
-                neighbours(map, [&](int64_t to, int64_t from, int64_t tap) {
-                    for (int64_t c = 0; c < pd; c += LANES)
-                        store(result + to * pd + c,
-                              load(result + to * pd + c) +
-                                  load(kernels + tap * pd + c) * load(values + from * pd + c));
-                });
+                for (int64_t tap = 0; tap < 9; ++tap)
+                    for (int64_t c = 0; c < pd; c += LANES) {
+                        const vec factor = load(kernels + tap * pd + c);
+                        joined(map, tap, [&](int64_t to, int64_t from) {
+                            float *y = result + to * pd + c;
+                            store(y, load(y) + factor * load(values + from * pd + c));
+                        });
+                    }
             }
             map.normalize(queries, tau[head], eps, inverse);
             map.normalize(keys, 1.0f, eps, inverse);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse);
             map.transpose(keys, keys_t);
-            weigh(map, head, queries, keys_t, bias, padded_bias, attn);
-            product(n, attn, pn, 1, values, pd, n, result, pd, pd);
+            weigh(map, head, queries, keys_t, bias, padded_bias, attn, sums);
+            float *attended = queries;  // which are no longer needed
+            clear(attended, n * pd);
+            product(n, attn, pn, 1, values, pd, n, attended, pd, pd);
+            for (int64_t t = 0; t < n; ++t) {
+                const float factor = 1.0f / sums[t];
+                for (int64_t i = t * pd; i < (t + 1) * pd; i += LANES)
+                    store(result + i, load(result + i) + load(attended + i) * factor);
+            }
             map.scatter(result, place.get(), out_stride, out + channel);
         });
     });
@@ -306,8 +337,8 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
             map.wide ? (team.end(tasks) + map.windows - 1) / map.windows : heads;
         const int64_t bias_floats = grad_bias ? (last_head - first_head) * n * pn : 0;
         const int64_t lepe_floats = lepe ? heads * 10 * pd : 0;
-        Scratch scratch(n * (2 * pn + 8 * pd + 3) + pd * (2 * pn + 10) + heads + bias_floats +
-                        lepe_floats);
+        Scratch scratch(n * (2 * pn + 8 * pd) + pd * (2 * pn + 10) + 4 * pn + round_up(heads) +
+                        bias_floats + lepe_floats);
         float *queries = scratch.take(n * pd), *keys = scratch.take(n * pd);
         float *values = scratch.take(n * pd), *raw = scratch.take(n * pd);
         float *grads = scratch.take(n * pd), *grad_queries = scratch.take(n * pd);
@@ -315,7 +346,8 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
         float *keys_t = scratch.take(pd * pn), *values_t = scratch.take(pd * pn);
         float *attn = scratch.take(n * pn), *grad_attn = scratch.take(n * pn);
         float *inverse_q = scratch.take(n), *inverse_k = scratch.take(n);
-        float *inverse_v = scratch.take(n), *kernels = scratch.take(10 * pd);
+        float *inverse_v = scratch.take(n), *sums = scratch.take(n);
+        float *kernels = scratch.take(10 * pd);
         float *own_tau = scratch.take(heads), *own_bias = scratch.take(bias_floats);
         float *own_lepe = scratch.take(lepe_floats);
         team.share(tasks, [&](int64_t task) {
@@ -328,20 +360,22 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse_v);
             map.transpose(keys, keys_t);
             map.transpose(values, values_t);
-            weigh(map, head, queries, keys_t, bias, padded_bias, attn);
+            weigh(map, head, queries, keys_t, bias, padded_bias, attn, sums);
+            for (int64_t i = 0; i < n; ++i) {
+                const float factor = 1.0f / sums[i];
+                for (int64_t j = i * pn; j < (i + 1) * pn; j += LANES)
+                    store(attn + j, load(attn + j) * factor);
+            }
 
             clear(grad_values, n * pd);
             product(n, attn, 1, pn, grads, pd, n, grad_values, pd, pd);
             clear(grad_attn, n * pn);
             product(n, grads, pd, 1, values_t, pn, dim, grad_attn, pn, pn);
+            row_products(grad_attn, attn, n, pn, sums);
             for (int64_t i = 0; i < n; ++i) {
-                float *g = grad_attn + i * pn;
-                const float *p = attn + i * pn;
-                vec products = {};
-                for (int64_t j = 0; j < pn; j += LANES) products += load(g + j) * load(p + j);
-                const float mean = sum(products);
-                for (int64_t j = 0; j < pn; j += LANES)
-                    store(g + j, load(p + j) * (load(g + j) - mean));
+                const float mean = sums[i];
+                for (int64_t j = i * pn; j < (i + 1) * pn; j += LANES)
+                    store(grad_attn + j, load(attn + j) * (load(grad_attn + j) - mean));
             }
             if (grad_bias) {
                 float *total = own_bias + (head - first_head) * n * pn;
@@ -357,22 +391,25 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
             for (int64_t i = 0; i < n * pd; i += LANES)
                 products += load(grad_queries + i) * load(queries + i);
             own_tau[head] += sum(products) / tau[head];
-            map.normalize_backward(grad_queries, queries, tau[head], inverse_q);
-            map.normalize_backward(grad_keys, keys, 1.0f, inverse_k);
-            if (nu > 0.0f) map.normalize_backward(grad_values, values, nu, inverse_v);
+            map.normalize_backward(grad_queries, queries, tau[head], inverse_q, sums);
+            map.normalize_backward(grad_keys, keys, 1.0f, inverse_k, sums);
+            if (nu > 0.0f) map.normalize_backward(grad_values, values, nu, inverse_v, sums);
             if (lepe) {
                 for (int64_t i = 0; i < 9; ++i)
                     memcpy(kernels + i * pd, lepe + i * heads * dim + channel, dim * sizeof(float));
                 float *total = own_lepe + head * 10 * pd;
-                neighbours(map, [&](int64_t to, int64_t from, int64_t tap) {
+                for (int64_t tap = 0; tap < 9; ++tap)
                     for (int64_t c = 0; c < pd; c += LANES) {
-                        const vec g = load(grads + to * pd + c);
-                        store(grad_values + from * pd + c, load(grad_values + from * pd + c) +
-                                                               load(kernels + tap * pd + c) * g);
-                        store(total + tap * pd + c,
-                              load(total + tap * pd + c) + load(raw + from * pd + c) * g);
+                        const vec factor = load(kernels + tap * pd + c);
+                        vec products = {};
+                        joined(map, tap, [&](int64_t to, int64_t from) {
+                            const vec g = load(grads + to * pd + c);
+                            float *y = grad_values + from * pd + c;
+                            store(y, load(y) + factor * g);
+                            products += load(raw + from * pd + c) * g;
+                        });
+                        store(total + tap * pd + c, load(total + tap * pd + c) + products);
                     }
-                });
                 for (int64_t t = 0; t < n; ++t)
                     for (int64_t c = 0; c < pd; c += LANES)
                         store(total + 9 * pd + c,

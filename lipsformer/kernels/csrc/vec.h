@@ -28,8 +28,20 @@ static inline vec splat(float x) { return x - vec{}; }
 typedef float half_vec __attribute__((vector_size(32)));
 typedef float quarter_vec __attribute__((vector_size(16)));
 
-// The halves are copied, which the compiler turns into one instruction: GCC has no
-// __builtin_shufflevector before version 12.
+#if defined(__clang__) || __GNUC__ >= 12
+
+static inline half_vec low(vec x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
+
+static inline half_vec high(vec x) {
+    return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
+static inline quarter_vec low(half_vec x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
+
+static inline quarter_vec high(half_vec x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
+
+#else  // GCC 11, which copies the halves through memory
+
 template <class Half, class Whole>
 static inline Half half(const Whole &x, int64_t which) {
     Half y;
@@ -45,6 +57,18 @@ static inline quarter_vec low(half_vec x) { return half<quarter_vec>(x, 0); }
 
 static inline quarter_vec high(half_vec x) { return half<quarter_vec>(x, 1); }
 
+#endif
+
+// y = x^T for four rows of four floats.
+static inline void transpose_4x4(const float *x, int64_t x_row, float *y, int64_t y_row) {
+    quarter_vec row[4];
+    for (int64_t i = 0; i < 4; ++i) memcpy(row + i, x + i * x_row, sizeof(quarter_vec));
+    for (int64_t i = 0; i < 4; ++i) {
+        const quarter_vec column = {row[0][i], row[1][i], row[2][i], row[3][i]};
+        memcpy(y + i * y_row, &column, sizeof(column));
+    }
+}
+
 static inline float sum(vec x) {
     const half_vec h = low(x) + high(x);
     const quarter_vec q = low(h) + high(h);
@@ -58,9 +82,11 @@ static inline float max(vec x) {
     return a > b ? a : b;
 }
 
-// e^x, relative error 2e-7; 0 and infinity only beyond float's range, NaN stays NaN.
+// e^x, relative error 2e-7; 0 below -87.7, infinity only beyond float's range, NaN stays NaN.
+// It is 0 rather than a number near the smallest one: products with such a number are denormal, and a
+// processor takes a hundred cycles for each.
 static inline vec exp(vec x) {
-    x = x < -87.0f ? splat(-87.0f) : x;
+    x = x < -88.0f ? splat(-88.0f) : x;  // where the exponent becomes that of 0
     x = x > 88.0f ? splat(88.0f) : x;
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     vec n = (x * 1.44269504f + shift) - shift;
