@@ -13,12 +13,14 @@ void gelu_gradient(const Value *z, Value *grad, Value *activated, int64_t n, int
     parallel_for(threads, (n + BLOCK - 1) / BLOCK, [=](int64_t block) {
         const int64_t start = block * BLOCK;
         each(std::min(BLOCK, n - start), [=](int64_t i, auto lanes) {
-            const vec x = lanes.load(z + start + i);
+            Value *g = grad + start + i;
+            // Both are loaded before one is stored: maps often lie whole pages apart, and the
+            // processor lets a load wait for a store to the same place of another page.
+            const vec x = lanes.load(z + start + i), upstream = lanes.load(g);
             vec value, density;
             normal(x, value, density);
-            Value *g = grad + start + i;
             lanes.store(activated + start + i, x * value);
-            lanes.store(g, lanes.load(g) * (value + x * density));
+            lanes.store(g, upstream * (value + x * density));
         });
     });
 }
