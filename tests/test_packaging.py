@@ -79,6 +79,8 @@ def test_wheel_holds_the_library_and_inside_it_the_application(tmp_path):
     required = {line for line in text.splitlines() if line.startswith("Requires-Dist")}
     core = {re.split(r"[ <>=]+", n)[1] for n in required if "extra ==" not in n}
     assert core == {"torch", "timm", "einops", "omegaconf"}
+    if sys.version_info < (3, 11):  # which does not know the modules of most packages
+        return
     assert not unused({re.split(r"[ <>=;\[]+", line)[1].lower() for line in required})
 
 

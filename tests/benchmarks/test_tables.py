@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import deployment, graph_layers, models
+from benchmarks import deployment, graph_layers, graph_published, models
 from tests.conftest import ROOT
 
 PAGES = {
@@ -13,9 +13,15 @@ PAGES = {
     "models_bf16_xeon.json": ("performance.md", models.table),
     "models_batch_xeon.json": ("performance.md", models.table),
     "models_size_xeon.json": ("performance.md", models.table),
+    "models_nano_xeon.json": ("performance.md", models.table),
     "graph/layers_pubmed_wide_xeon.json": ("performance.md", graph_layers.table),
     "graph/layers_molecules_xeon.json": ("performance.md", graph_layers.table),
 }
+
+
+@pytest.mark.parametrize("graph", graph_published.PUBLISHED)
+def test_the_page_on_graphs_shows_our_accuracies_beside_the_published_ones(graph):
+    assert graph_published.table(graph) in (ROOT / "docs/graph.md").read_text()
 
 
 @pytest.mark.parametrize("name", PAGES)
