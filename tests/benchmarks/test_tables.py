@@ -9,6 +9,7 @@ from tests.conftest import ROOT
 
 PAGES = {
     "deployment_xeon.json": ("deployment.md", deployment.table),
+    "deployment_kernels_xeon.json": ("deployment.md", deployment.table),
     "int8_digits.json": ("deployment.md", deployment.table),
     "models_bf16_xeon.json": ("performance.md", models.table),
     "models_batch_xeon.json": ("performance.md", models.table),
