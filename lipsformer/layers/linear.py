@@ -35,9 +35,9 @@ class Linear(nn.Linear):
             input: [B, ..., C_in].
             act_before: Apply GELU to the input first. Training on the CPU computes it again in the
                 backward pass instead of keeping it.
-            output_scale: [C_out], multiplies the output. With more tokens than input channels it is
-                multiplied into the weight, so that it needs no pass over the output and its
-                gradient no copy of the output.
+            output_scale: [C_out], multiplies the output. In bfloat16, and unless there are fewer
+                tokens than input channels, it is multiplied into the weight, so that it needs no
+                pass over the output and its gradient no copy of the output.
         """
         if kernels.usable("linear", input, self.weight, training=self.training):
             return kernels.fused_linear(input, self.weight, self.bias, act_before, output_scale)

@@ -87,8 +87,8 @@ static inline float max(vec x) {
 }
 
 // e^x, relative error 2e-7; 0 below -87.7, infinity only beyond float's range, NaN stays NaN.
-// It is 0 rather than a number near the smallest one: products with such a number are denormal, and a
-// processor takes a hundred cycles for each.
+// It is 0 rather than a number near the smallest one: products with such a number are denormal, and
+// processors compute with those far more slowly.
 static inline vec exp(vec x) {
     x = x < -88.0f ? splat(-88.0f) : x;  // where the exponent becomes that of 0
     x = x > 88.0f ? splat(88.0f) : x;
