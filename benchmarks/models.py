@@ -82,15 +82,18 @@ class Contestant:
 
 
 def build(name: str, img_size: int, depths: tuple[int, ...] | None) -> nn.Module:
-    """A model of timm's, or the peer that ``module:function`` makes."""
+    """A model of timm's, or the peer that ``module:function`` makes.
+
+    The image size is given when the model is built, so that Swin keeps its windows of 7 tokens;
+    ``set_input_size`` would scale them with the image.
+    """
     if ":" in name:
         module, function = name.split(":")
         return getattr(importlib.import_module(module), function)()
-    changed = {"depths": depths} if depths else {}
-    model = timm.create_model(name, drop_path_rate=0.2, **changed)
-    if hasattr(model, "set_input_size"):
-        model.set_input_size(img_size=img_size)
-    return model
+    changed: dict[str, Any] = {"depths": depths} if depths else {}
+    if timm.get_pretrained_cfg(name).fixed_input_size:  # pyright: ignore[reportOptionalMemberAccess]
+        changed["img_size"] = img_size
+    return timm.create_model(name, drop_path_rate=0.2, **changed)
 
 
 def measure(

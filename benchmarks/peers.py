@@ -1,4 +1,4 @@
-"""Models of other projects in the shape of one of ours, for `benchmarks.models`."""
+"""Models that no name alone makes, for the option `--peer` of `benchmarks.models`."""
 
 import timm
 from torch import nn
@@ -16,3 +16,15 @@ def swin_nano() -> nn.Module:
         window_size=4,
         drop_path_rate=0.2,
     )
+
+
+def swin_tiny_windows_of_5() -> nn.Module:
+    """timm's Swin-Tiny at 160 px with windows that need no padding, as ``set_input_size`` gives."""
+    return timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=160, window_size=5, drop_path_rate=0.2
+    )
+
+
+def lipsformer_swin_tiny_windows_of_5() -> nn.Module:
+    """``lipsformer_swin_tiny`` with the same windows."""
+    return timm.create_model("lipsformer_swin_tiny", window_size=5, drop_path_rate=0.2)

@@ -24,7 +24,7 @@ class _TensorOf:
         return ctypes.c_void_p(value.data_ptr())
 
 
-F32, BF16, INDEX = (_TensorOf(x) for x in (torch.float32, torch.bfloat16, torch.int64))
+F32, INDEX = _TensorOf(torch.float32), _TensorOf(torch.int64)
 INT, NUMBER = ctypes.c_int64, ctypes.c_float
 
 
@@ -37,7 +37,9 @@ def _signatures() -> dict[str, tuple[Any, ...]]:
         signatures[f"gelu_gradient_{name}"] = (value, value, value, INT)
         # x, z, scale, scale_stride, index, y, samples, kept, tokens, channels
         residual = (value, value, F32, INT, INDEX, value, *[INT] * 4)
-        signatures[f"gelu_residual_{name}"] = residual
+        signatures[f"residual_{name}"] = signatures[f"gelu_residual_{name}"] = residual
+        # grad, scale, scale_stride, index, grad_z, kept, tokens, channels
+        signatures[f"residual_gradient_{name}"] = (value, F32, INT, INDEX, value, *[INT] * 3)
         # grad, z, scale, scale_stride, index, grad_z, grad_scale, kept, tokens, channels
         gradients = (value, value, F32, INT, INDEX, value, F32, *[INT] * 3)
         signatures[f"gelu_residual_gradients_{name}"] = gradients
@@ -64,11 +66,6 @@ def _signatures() -> dict[str, tuple[Any, ...]]:
         # q, k, v, grad_out, bias, tau, lepe, grad_q, grad_k, grad_v, grad_bias, grad_tau, grad_lepe
         gradients = (*[value] * 4, *[F32] * 3, *[value] * 3, *[F32] * 3)
         signatures[f"cosine_windows_backward_{name}"] = (*gradients, *geometry)
-    # PyTorch's operators take their place in float32.
-    residual = (BF16, BF16, F32, INT, INDEX, BF16, *[INT] * 4)
-    signatures["residual_bfloat16"] = residual  # arguments as of gelu_residual
-    # grad, scale, scale_stride, index, grad_z, kept, tokens, channels
-    signatures["residual_gradient_bfloat16"] = (BF16, F32, INT, INDEX, BF16, *[INT] * 3)
     return signatures
 
 

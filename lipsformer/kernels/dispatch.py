@@ -70,7 +70,7 @@ NEEDS = {
     "kept_samples": Needs((), _FLOAT32_BFLOAT16),
     "linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True, min_dims=3),
     "packed_linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True),
-    "residual": Needs(("csrc",), (torch.bfloat16,), contiguous=True),
+    "residual": _POINTWISE,
     # asked by the layers on a GPU
     "block.gpu": Needs(dtypes=(torch.bfloat16,), casts=True, device="cuda"),
     "cosine_windows.gpu": Needs(dtypes=_HALF, device="cuda"),

@@ -18,6 +18,8 @@ from torch import Tensor
 from lipsformer.kernels.bindings import name_of, run
 from lipsformer.kernels.dispatch import refuse_second_derivatives, usable
 
+_LARGEST_REUSED = 32 << 20  # bytes; the C library returns any larger tensor to the system
+_BLOCK = 8 << 20  # bytes that stay in the cache between two operators
 _CPU = Path("/proc/cpuinfo")
 _MKL = torch.backends.mkl.is_available() and _CPU.exists() and "GenuineIntel" in _CPU.read_text()
 
@@ -46,7 +48,7 @@ def fused_linear(
     if torch.is_grad_enabled():
         return _FusedLinear.apply(x, weight, bias, act_before, output_scale)
     weight, bias = _scale_rows(weight, bias, output_scale, x.dtype)
-    return _apply(F.gelu(x) if act_before else x, weight, bias)
+    return _apply_gelu(x, weight, bias) if act_before else _apply(x, weight, bias)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -71,7 +73,7 @@ class _FusedLinear(torch.autograd.Function):
         kept = scaled if x.dtype == torch.bfloat16 else None  # it takes little memory
         ctx.save_for_backward(x, weight, bias, scale, kept)
         ctx.act_before = act
-        return _apply(F.gelu(x) if act else x, scaled, offset)
+        return _apply_gelu(x, scaled, offset) if act else _apply(x, scaled, offset)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -81,14 +83,16 @@ class _FusedLinear(torch.autograd.Function):
         if scaled is None or torch.is_grad_enabled():  # a kept copy has no graph
             scaled, _ = _scale_rows(weight, None, scale, x.dtype)
         grad_x = grad_weight = grad_bias = grad_scale = None
-        if need_x:
-            grad_x = _product(grad, scaled.T)
-        if ctx.act_before:
-            x = F.gelu(x) if grad_x is None else gelu_backward_(grad_x, x)
         if bias is not None:
             grad_bias = sum_rows(grad)
-        if need_weight or need_scale:
-            grad_scaled = _weight_gradient(grad, x)
+        need_scaled = need_weight or need_scale
+        if ctx.act_before and need_x:
+            grad_x, grad_scaled = _gelu_product_backward(grad, x, scaled, need_scaled)
+        else:
+            grad_x = _product(grad, scaled.T) if need_x else None
+            x = F.gelu(x) if ctx.act_before else x
+            grad_scaled = _weight_gradient(grad, x) if need_scaled else None
+        if grad_scaled is not None:
             grad_weight, grad_scale = _scale_rows_backward(grad_scaled, weight, scale)
         if grad_scale is not None and bias is not None and grad_bias is not None:
             grad_scale += grad_bias * bias
@@ -130,6 +134,47 @@ def _apply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype == torch.float32:
         return F.linear(x, weight, bias) if _MKL else _conv_1x1(x, weight, bias)
     return packed_linear(x, weight, bias, act_after=False)
+
+
+def _apply_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    blocks = _blocks(x)
+    if len(blocks) == 1:
+        return _apply(F.gelu(x), weight, bias)
+    rows = [_apply(F.gelu(block), weight, bias) for block in blocks]
+    return torch.cat(rows).view(*x.shape[:-1], len(weight))
+
+
+def _gelu_product_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, need_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of GELU(x) W^T with respect to x and, if needed, to W."""
+    blocks = _blocks(x)
+    if len(blocks) == 1:
+        grad_x = _product(grad, weight.T)
+        activated = gelu_backward_(grad_x, x)
+        return grad_x, _weight_gradient(grad, activated) if need_weight else None
+    grad_x = torch.empty_like(x)
+    grad_weight = torch.zeros_like(weight) if need_weight else None
+    grads = grad.reshape(-1, len(weight)).split(len(blocks[0]))
+    for own, block, target in zip(grads, blocks, _blocks(grad_x), strict=True):
+        grad_block = _product(own, weight.T)
+        activated = gelu_backward_(grad_block, block)
+        target.copy_(grad_block)
+        if grad_weight is not None:
+            grad_weight += _weight_gradient(own, activated)
+    return grad_x, grad_weight
+
+
+def _blocks(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of a map ([..., C]) in blocks that fit into the cache.
+
+    A new tensor of more than 32 MB costs one page fault for every 4 kB, which takes longer than a
+    pass over it. A smaller map is one block.
+    """
+    if x.nbytes <= _LARGEST_REUSED:
+        return (x,)
+    rows = x.reshape(-1, x.shape[-1])
+    return rows.split(_BLOCK // rows[0].nbytes)
 
 
 def _conv_1x1(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -102,7 +102,7 @@ def residual(x: Tensor, z: Tensor, mask: Tensor, index: Tensor | None = None) ->
     """Return x + mask * z, where z may hold only the samples of ``index``.
 
     Args:
-        x: [B, ..., C], bfloat16 and contiguous, as ``z``.
+        x: [B, ..., C], contiguous, as ``z``, which has its type.
         z: [K, ..., C].
         mask: [K, 1, ..., 1], which gets no gradient.
         index: [K], increasing; None for all samples.
@@ -118,7 +118,7 @@ class _Residual(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
         ctx.save_for_backward(scale, index)
         y = torch.empty_like(x)
-        run("residual_bfloat16", x, z, *_rows(scale), index, y, len(x), *_sizes(z))
+        run(f"residual_{name_of(x.dtype)}", x, z, *_rows(scale), index, y, len(x), *_sizes(z))
         return y
 
     @staticmethod
@@ -127,7 +127,8 @@ class _Residual(torch.autograd.Function):
         scale, index = ctx.saved_tensors
         grad = grad_outputs[0].contiguous()
         grad_z = grad.new_empty(len(scale), *grad.shape[1:])
-        run("residual_gradient_bfloat16", grad, *_rows(scale), index, grad_z, *_sizes(grad_z))
+        name = f"residual_gradient_{name_of(grad.dtype)}"
+        run(name, grad, *_rows(scale), index, grad_z, *_sizes(grad_z))
         return grad, grad_z, None, None
 
 
@@ -135,7 +136,7 @@ def fork(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``x`` and its samples ``index``, whose gradients are added in one pass.
 
     Args:
-        x: [B, ..., C], bfloat16 and contiguous.
+        x: [B, ..., C], contiguous.
         index: [K], increasing.
     """
     return _Fork.apply(x, index)
@@ -154,7 +155,7 @@ class _Fork(torch.autograd.Function):
         grad, grad_kept = (tensor.contiguous() for tensor in grad_outputs)
         one, total = torch.ones(grad.shape[-1]), torch.empty_like(grad)
         sizes = (len(grad), *_sizes(grad_kept))
-        run("residual_bfloat16", grad, grad_kept, *_rows(one), index, total, *sizes)
+        run(f"residual_{name_of(grad.dtype)}", grad, grad_kept, *_rows(one), index, total, *sizes)
         return total, None
 
 

@@ -39,20 +39,32 @@ def test_values_and_gradients_equal_float64(shape, bias, mode):
         torch.testing.assert_close(gradient.double(), reference, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias", "input", "scale"])
-def test_frozen_parts_get_no_gradient_and_leave_the_others_alone(frozen):
+@pytest.fixture(params=["whole", "in blocks"])
+def blocks(request, monkeypatch):
+    """Maps of 29 tokens are computed whole, or in blocks of 5 tokens and a last one of 4."""
+    if request.param == "in blocks":
+        monkeypatch.setattr(linear, "_LARGEST_REUSED", 29 * 7 * 4 - 1)
+        monkeypatch.setattr(linear, "_BLOCK", 5 * 7 * 4)
+
+
+@pytest.mark.parametrize("gelu", [True, False])
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input", "scale", "weight and scale"])
+@pytest.mark.usefixtures("blocks")
+def test_frozen_parts_get_no_gradient_and_leave_the_others_alone(frozen, gelu):
     torch.manual_seed(0)
     layer = Linear(7, 17).train()
-    x, scale = torch.randn(2, 3, 7), torch.randn(17)
-    upstream = torch.randn(2, 3, 17)
+    x, scale = torch.randn(1, 29, 7), torch.randn(17)
+    upstream = torch.randn(1, 29, 17)
     tensors = {"weight": layer.weight, "bias": layer.bias, "input": x, "scale": scale}
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
     for name, tensor in tensors.items():
-        tensor.requires_grad_(name != frozen)
-    layer(x, output_scale=scale).backward(upstream)
-    output = (exact["input"] @ exact["weight"].T + exact["bias"]) * exact["scale"]
+        tensor.requires_grad_(name not in frozen.split(" and "))
+    layer(x, act_before=gelu, output_scale=scale).backward(upstream)
+    hidden = torch.nn.functional.gelu(exact["input"]) if gelu else exact["input"]
+    output = (hidden @ exact["weight"].T + exact["bias"]) * exact["scale"]
     output.backward(upstream.double())
-    assert tensors.pop(frozen).grad is None
+    for name in frozen.split(" and "):
+        assert tensors.pop(name).grad is None
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor.grad.double(), exact[name].grad, rtol=1e-4, atol=1e-5)
 
@@ -91,7 +103,7 @@ def test_gelu_inside_equals_gelu_outside_in_value_and_gradient():
 @pytest.mark.parametrize("gelu", [True, False])
 @pytest.mark.parametrize("tokens", [3, 29])
 @pytest.mark.parametrize("mode", ["train", "eval", "inference"])
-@pytest.mark.usefixtures("path")
+@pytest.mark.usefixtures("path", "blocks")
 def test_scale_equals_float64_in_value_and_gradient(bias, gelu, tokens, mode):
     """With fewer tokens than channels and with more."""
     torch.manual_seed(0)

@@ -96,6 +96,20 @@ void gelu_residual_gradients(const Value *grad, const Value *z, const float *sca
 }  // namespace
 
 #define EXPORT(name, Value)                                                                        \
+    extern "C" void residual_##name(const Value *x, const Value *z, const float *scale,            \
+                                    int64_t scale_stride, const int64_t *index, Value *y,          \
+                                    int64_t samples, int64_t kept, int64_t tokens,                 \
+                                    int64_t channels, int64_t threads) {                           \
+        residual<Identity>(x, z, scale, scale_stride, index, y, samples, kept, tokens, channels,   \
+                           threads);                                                               \
+    }                                                                                              \
+    extern "C" void residual_gradient_##name(const Value *grad, const float *scale,                \
+                                             int64_t scale_stride, const int64_t *index,           \
+                                             Value *grad_z, int64_t kept, int64_t tokens,          \
+                                             int64_t channels, int64_t threads) {                  \
+        residual_gradient(grad, scale, scale_stride, index, grad_z, kept, tokens, channels,        \
+                          threads);                                                                \
+    }                                                                                              \
     extern "C" void gelu_residual_##name(const Value *x, const Value *z, const float *scale,       \
                                          int64_t scale_stride, const int64_t *index, Value *y,     \
                                          int64_t samples, int64_t kept, int64_t tokens,            \
@@ -113,18 +127,3 @@ void gelu_residual_gradients(const Value *grad, const Value *z, const float *sca
 
 EXPORT(float32, float)
 EXPORT(bfloat16, bf16)
-
-extern "C" void residual_bfloat16(const bf16 *x, const bf16 *z, const float *scale,
-                                  int64_t scale_stride, const int64_t *index, bf16 *y,
-                                  int64_t samples, int64_t kept, int64_t tokens, int64_t channels,
-                                  int64_t threads) {
-    residual<Identity>(x, z, scale, scale_stride, index, y, samples, kept, tokens, channels,
-                       threads);
-}
-
-extern "C" void residual_gradient_bfloat16(const bf16 *grad, const float *scale,
-                                           int64_t scale_stride, const int64_t *index, bf16 *grad_z,
-                                           int64_t kept, int64_t tokens, int64_t channels,
-                                           int64_t threads) {
-    residual_gradient(grad, scale, scale_stride, index, grad_z, kept, tokens, channels, threads);
-}
