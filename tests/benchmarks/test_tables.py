@@ -9,12 +9,13 @@ from tests.conftest import ROOT
 
 PAGES = {
     "deployment_xeon.json": ("deployment.md", deployment.table),
-    "deployment_kernels_xeon.json": ("deployment.md", deployment.table),
+    "deployment_models_xeon.json": ("deployment.md", deployment.table),
     "int8_digits.json": ("deployment.md", deployment.table),
     "models_bf16_xeon.json": ("performance.md", models.table),
     "models_batch_xeon.json": ("performance.md", models.table),
     "models_size_xeon.json": ("performance.md", models.table),
     "models_nano_xeon.json": ("performance.md", models.table),
+    "models_windows5_xeon.json": ("performance.md", models.table),
     "graph/layers_pubmed_wide_xeon.json": ("performance.md", graph_layers.table),
     "graph/layers_molecules_xeon.json": ("performance.md", graph_layers.table),
 }
