@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -77,6 +77,10 @@ def product_flops(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) ->
         # torch's own formula does not divide the channels by the groups.
         grad, weight, (of_input, of_weight, _) = args[0], args[2], args[-1]
         return 2 * grad.numel() * weight[0].numel() * (of_input + of_weight)
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # not in the registry
+        return sdpa_flop_count(*(x.shape for x in args[:3]))
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return sdpa_backward_flop_count(*(x.shape for x in args[:4]))
     if func.namespace == "lipsformer":
         return _own_products(func.__name__.partition(".")[0], *args)
     if packet in flop_registry:

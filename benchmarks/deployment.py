@@ -3,13 +3,15 @@
     python -m benchmarks.deployment --output benchmarks/results/deployment_cpu.json
     python -m benchmarks.deployment --table benchmarks/results/deployment_cpu.json
     python -m benchmarks.deployment --accuracy outputs/demo --output benchmarks/results/int8.json
+    python -m benchmarks.deployment --accuracy weights/lipsformer_swin_nano.cifar10 \
+        --config configs/cifar10/small.yaml --output benchmarks/results/int8_cifar10.json
 
 A piece of the first command is one model at one batch size beside the first model. The forms of
 both take turns within every round, so that a busy machine slows all alike. The JSON file is written
 after every piece, and the same command goes on where it was stopped. Exports stay in --exports.
 
 `--accuracy` takes a trained run instead, and compares what all forms answer to its validation
-images.
+images. A folder of weights without a config needs `--config`, which names the images.
 """
 
 import argparse
@@ -32,6 +34,8 @@ from benchmarks.machine import commit, machine
 from benchmarks.records import markdown, run, write_record
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
+from lipsformer._configfile import read_config
+from lipsformer.config import Config
 from lipsformer.engine.run_folder import find_weights, load_model
 from scripts._runtimes import FORMATS, Logits, fold, load, trace, write
 
@@ -141,7 +145,10 @@ def time_rounds(
 def measure_accuracy(options: argparse.Namespace) -> dict[str, Any]:
     """Compare the answers of all forms of a run's best weights on its validation images."""
     weights = find_weights(options.accuracy, "best")
-    config = weights.config([])
+    if options.config is None:
+        config = weights.config([])
+    else:
+        config = read_config(Config, options.config, [])
     assert config is not None
     model = load_model(weights).eval()
     dataset = build_eval_dataset(config.data, classes=weights.classes())
@@ -225,6 +232,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--exports", type=Path, default=Path("outputs/deployment"))
     parser.add_argument("--accuracy", metavar="RUN", help="a run whose accuracy is compared")
+    parser.add_argument("--config", help="YAML file of the images, for weights without one")
     parser.add_argument("--images", type=int, default=10_000, help="at most, with --accuracy")
     run(parser, lambda o: measure_accuracy(o) if o.accuracy else measure(o), table)
 

@@ -32,6 +32,17 @@ def test_grouped_convolution_counts_the_channels_of_its_group():
     assert counter.flops == 3 * 2 * B * C * H * W * 9
 
 
+def test_attention_on_a_cpu_is_two_products_and_five_in_its_gradient():
+    q, k, v = torch.randn(3, B, H, W, D, requires_grad=True).unbind()
+    grad = torch.ones(B, H, W, D)
+    with OperatorCounter() as counter:
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert counter.products == 2 * 2 * B * H * W * W * D
+    with OperatorCounter() as counter:
+        out.backward(grad)
+    assert counter.products == 5 * 2 * B * H * W * W * D
+
+
 def test_elementwise_operators_count_elements_and_views_nothing():
     x, row = torch.randn(D, C), torch.randn(C)
     with OperatorCounter() as counter:

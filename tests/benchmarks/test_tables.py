@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import deployment, graph_layers, graph_published, models
+from benchmarks import deployment, graph_layers, graph_published, models, roofline
 from tests.conftest import ROOT
 
 PAGES = {
@@ -16,6 +16,8 @@ PAGES = {
     "models_size_xeon.json": ("performance.md", models.table),
     "models_nano_xeon.json": ("performance.md", models.table),
     "models_windows5_xeon.json": ("performance.md", models.table),
+    "roofline_swin_tiny_xeon.json": ("performance.md", roofline.table),
+    "roofline_tiny_xeon.json": ("performance.md", roofline.table),
     "graph/layers_pubmed_wide_xeon.json": ("performance.md", graph_layers.table),
     "graph/layers_molecules_xeon.json": ("performance.md", graph_layers.table),
 }
