@@ -89,13 +89,13 @@ class TrainDataset(ImageDataset):
 
     def __getitems__(self, keys: list[tuple[int, ...]]) -> list[tuple[Tensor, int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the items of a batch. torch's loader calls it."""
+        pictures = [self.source.load(key[1]) for key in keys]
         samples = []
         with preserve_rng():
-            for key in keys:
-                epoch, index = key[:2]
+            for key, picture in zip(keys, pictures, strict=True):
                 seed_all("augment", self.seed, *key)
-                transform = self.by_epoch[epoch] if self.by_epoch else self.train_transform
-                samples.append(transform.draw(self.source.load(index)))
+                transform = self.by_epoch[key[0]] if self.by_epoch else self.train_transform
+                samples.append(transform.draw(picture))
         return [
             (torch.from_numpy(image), int(self.labels[key[1]]))
             for key, image in zip(keys, finish(samples), strict=True)
