@@ -56,7 +56,7 @@ class TrainTransform:
 
     The transform draws the same random numbers as timm's recipe in the same order. It works on
     arrays where timm works on Pillow images: a JPEG decodes at a reduced size if the crop stays
-    larger than the output, torch resizes (antialiased), and OpenCV augments.
+    larger than the output, `data.resize` resizes (antialiased), and OpenCV augments.
 
     Args:
         img_size: Height and width of the output.
@@ -157,7 +157,9 @@ def _crop(
 ) -> np.ndarray:
     """Cut a part out of the picture and resize it, [size, size, 3]."""
     top, left, height, width = box
-    reduction = max(f for f in (1, 2, 4, 8) if f == 1 or min(height, width) >= f * size)
+    reduction = 1
+    while reduction < 8 and min(height, width) >= 2 * reduction * size:
+        reduction *= 2
     img = picture.pixels(reduction)
     # Round to the pixels of the decoded image, which is smaller only if it is a JPEG.
     reduction = round(picture.size[0] / img.shape[1])
