@@ -36,6 +36,7 @@ from torchvision.transforms import v2
 
 from benchmarks.records import as_json, write_record
 from data import TrainBatches, build_batch_transform, build_datasets, eval_loader
+from data.augment import Sample, finish
 from data.build import train_transform
 from data.images import EncodedPicture, read_picture
 from data.rng import preserve_rng, seed_all
@@ -148,30 +149,31 @@ def stages(folder: Path) -> dict[str, Any]:
         spent[stage] = (time.process_time() - started) * 1e3 / len(results)
         return results
 
-    def seeded_crop(index: int, picture: EncodedPicture):
+    def seeded_draw(index: int, picture: EncodedPicture) -> Sample:
         seed_all(index)
-        return transform.crop(picture)
-
-    def seeded_color(index: int, img):
-        seed_all(index)
-        for stage in transform.color:
-            img = stage(img)
-        return torch.from_numpy(img)
+        return transform.draw(picture)
 
     with preserve_rng():
         timed("seeds", files, lambda index, _: seed_all(index))
         pictures = timed("read", files, lambda _, file: read_picture(file))
         timed("header", pictures, lambda _, picture: picture.size)
         timed("decode", pictures, lambda _, picture: picture.pixels())
-        crops = timed("decode, crop and resize", pictures, seeded_crop)
-        images = timed("RandAugment", crops, seeded_color)
+        samples = timed("seeds and draws", pictures, seeded_draw)
+        crops = timed(
+            "decode, crop and resize",
+            samples,
+            lambda _, sample: Sample(
+                *finish([Sample(sample.image, sample.steps[:1])]), sample.steps[1:]
+            ),
+        )
+        images = timed("RandAugment", crops, lambda _, sample: torch.from_numpy(*finish([sample])))
         batches = [images[i : i + BATCH_SIZE] for i in range(0, len(images), BATCH_SIZE)]
         started = time.process_time()
         for batch in batches:
             torch.stack(batch)
         spent["collate"] = (time.process_time() - started) * 1e3 / len(files)
     # The second stage of decoding holds the header and the first, at the size that the crop needs.
-    parts = ("seeds", "read", "decode, crop and resize", "RandAugment", "collate")
+    parts = ("seeds and draws", "read", "decode, crop and resize", "RandAugment", "collate")
     total = sum(spent[part] for part in parts)
     return {
         "ms_per_image": {stage: round(spent[stage], 4) for stage in spent},
@@ -209,7 +211,9 @@ def crops(folder: Path) -> dict[str, float]:
     contents = [path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))]
     timms = RandomResizedCropAndInterpolation(224, interpolation="bicubic")
     v2s = v2.RandomResizedCrop(224, interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
-    ours = train_transform(DataConfig(source="folder"), RECIPE)
+    ours = train_transform(
+        DataConfig(source="folder"), replace(RECIPE, auto_augment=None, hflip=0.0)
+    )
     ways: dict[str, Callable[[bytes], object]] = {
         "Pillow, timm": lambda content: timms(EncodedPicture(content, "").image()),
         "torchvision decode_jpeg, v2": lambda content: v2s(
@@ -218,7 +222,7 @@ def crops(folder: Path) -> dict[str, float]:
                 mode=torchvision.io.ImageReadMode.RGB,
             )
         ),
-        "ours": lambda content: ours.crop(EncodedPicture(content, "")),
+        "ours": lambda content: ours(EncodedPicture(content, "")),
     }
     spent = {}
     for name, way in ways.items():

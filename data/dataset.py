@@ -4,13 +4,15 @@ import warnings
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from data.augment import finish
 from data.errors import DataError
 from data.rng import preserve_rng, seed_all
 from data.sources import Source
-from data.transforms import Transform
+from data.transforms import TrainTransform, Transform
 
 
 class ImageDataset(Dataset):
@@ -57,7 +59,7 @@ class TrainDataset(ImageDataset):
 
     Args:
         source: Images with labels.
-        transform: Random transform of a picture into uint8 [H, W, 3].
+        transform: Random transform of a picture.
         seed: Seed of the augmentation.
         by_epoch: Transforms of the epochs in their order, where they differ from `transform`.
 
@@ -72,12 +74,13 @@ class TrainDataset(ImageDataset):
     def __init__(
         self,
         source: Source,
-        transform: Transform,
+        transform: TrainTransform,
         *,
         seed: int,
-        by_epoch: Sequence[Transform] = (),
+        by_epoch: Sequence[TrainTransform] = (),
     ):
         super().__init__(source, transform)
+        self.train_transform = transform
         self.seed = seed
         self.by_epoch = by_epoch
 
@@ -86,14 +89,17 @@ class TrainDataset(ImageDataset):
 
     def __getitems__(self, keys: list[tuple[int, ...]]) -> list[tuple[Tensor, int]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the items of a batch. torch's loader calls it."""
-        items = []
+        pictures = [self.source.load(key[1]) for key in keys]
+        samples = []
         with preserve_rng():
-            for key in keys:
-                epoch, index = key[:2]
+            for key, picture in zip(keys, pictures, strict=True):
                 seed_all("augment", self.seed, *key)
-                transform = self.by_epoch[epoch] if self.by_epoch else self.transform
-                items.append((transform(self.source.load(index)), int(self.labels[index])))
-        return items
+                transform = self.by_epoch[key[0]] if self.by_epoch else self.train_transform
+                samples.append(transform.draw(picture))
+        return [
+            (torch.from_numpy(image), int(self.labels[key[1]]))
+            for key, image in zip(keys, finish(samples), strict=True)
+        ]
 
 
 def match_classes(found: Sequence[str], classes: Sequence[str]) -> np.ndarray:

@@ -172,8 +172,10 @@ class EncodedPicture:
 def _as_array(image: Image.Image) -> np.ndarray:
     """Copy an image to a writable array, in bands, to not need the memory of a second copy."""
     width, height = image.size
-    array = np.empty((height, width, 3), np.uint8)
     rows = max(1, 2**22 // width)
+    if rows >= height:
+        return np.array(image)
+    array = np.empty((height, width, 3), np.uint8)
     for top in range(0, height, rows):
         band = (0, top, width, min(top + rows, height))
         array[top : top + rows] = np.asarray(image.crop(band))

@@ -11,37 +11,34 @@ from collections.abc import Callable
 
 import cv2
 import numpy as np
-import torch
 from PIL import Image
 from timm.data import auto_augment as timms
 
 LEVELS = np.arange(256)
 LUMA = np.array([19595, 38470, 7471]) / 65536  # Pillow's weights of R, G, B
+IDENTITY = np.eye(3)
 SMOOTH = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13  # Pillow's ImageFilter.SMOOTH
 JUST_BELOW_HALF = 0.499  # with it, OpenCV's rounding truncates fractions, as Pillow does
 
 
 def auto_contrast(img: np.ndarray, **_: object) -> np.ndarray:
     """Stretch each channel to 0..255."""
-    tables = []
-    for histogram in _histograms(img):
-        used = np.flatnonzero(histogram)
-        low, high = int(used[0]), int(used[-1])
-        scale = 255.0 / (high - low) if high > low else 1.0
-        offset = -low * scale if high > low else 0.0
-        tables.append(np.clip((LEVELS * scale + offset).astype(np.int64), 0, 255))
-    return _look_up(img, np.stack(tables, axis=-1))
+    ends = [cv2.minMaxLoc(cv2.extractChannel(img, channel))[:2] for channel in range(3)]
+    scales = [255.0 / (high - low) if high > low else 1.0 for low, high in ends]
+    offsets = [
+        -low * scale if high > low else 0.0 for (low, high), scale in zip(ends, scales, strict=True)
+    ]
+    return _look_up(img, (LEVELS[:, None] * scales + offsets).clip(0, 255))
 
 
 def equalize(img: np.ndarray, **_: object) -> np.ndarray:
     """Make each channel's histogram uniform."""
-    tables = []
-    for histogram in _histograms(img):
-        used = histogram[histogram > 0]
-        step = int(used[:-1].sum()) // 255
-        before = step // 2 + np.cumsum(histogram) - histogram
-        tables.append(np.minimum(before // step, 255) if step else LEVELS)
-    return _look_up(img, np.stack(tables, axis=-1))
+    histograms = [cv2.calcHist([img], [channel], None, [256], [0, 256]) for channel in range(3)]
+    histogram = np.concatenate(histograms).reshape(3, 256).T.astype(np.int64)
+    below = histogram.cumsum(0) - histogram
+    step = (below * (histogram > 0)).max(0) // 255  # without the pixels of the highest level
+    table = (below + step // 2) // np.maximum(step, 1)
+    return _look_up(img, np.where(step > 0, np.minimum(table, 255), LEVELS[:, None]))
 
 
 def invert(img: np.ndarray, **_: object) -> np.ndarray:
@@ -77,16 +74,18 @@ def contrast(img: np.ndarray, factor: float, **_: object) -> np.ndarray:
 
 def color(img: np.ndarray, factor: float, **_: object) -> np.ndarray:
     """Blend with the gray image."""
-    matrix = factor * np.eye(3) + (1 - factor) * LUMA
-    return cv2.transform(img, np.column_stack([matrix, np.full(3, -JUST_BELOW_HALF)]))
+    matrix = np.full((3, 4), -JUST_BELOW_HALF)
+    matrix[:, :3] = factor * IDENTITY + (1 - factor) * LUMA
+    return cv2.transform(img, matrix)
 
 
 def sharpness(img: np.ndarray, factor: float, **_: object) -> np.ndarray:
     """Blend with the smoothed image, except on the border."""
     smooth = cv2.filter2D(img, -1, SMOOTH)
     out = cv2.addWeighted(img, factor, smooth, 1 - factor, -JUST_BELOW_HALF)
-    out[[0, -1]] = img[[0, -1]]
-    out[:, [0, -1]] = img[:, [0, -1]]
+    for end in (0, -1):
+        out[end] = img[end]
+        out[:, end] = img[:, end]
     return out
 
 
@@ -103,20 +102,20 @@ def shear_y(img: np.ndarray, factor: float, **kwargs) -> np.ndarray:
 def translate_x_abs(img: np.ndarray, pixels: float, *, resample, fillcolor) -> np.ndarray:
     """Take pixel (x, y) from (x + pixels, y)."""
     width, whole = img.shape[1], math.floor(pixels)
+    # Columns `first` to `last` - 1 come from positions between -0.5 and width - 0.5.
+    first = min(max(math.ceil(-0.5 - pixels), 0), width)
+    last = min(max(math.ceil(width - 0.5 - pixels), first), width)
+    if first == last:
+        return np.full_like(img, fillcolor)
     padded = cv2.copyMakeBorder(img, 0, 0, 1, 1, cv2.BORDER_REPLICATE)
-    kernel = _tap_weights(np.array([pixels - whole]), resample).T
+    kernel = np.array([_tap_weights(pixels - whole, resample)], np.float32)
     # Column c holds the image at the position c plus the fraction of `pixels`, c = -1 to width.
     between = cv2.filter2D(
         padded, -1, kernel, anchor=(1, 0), delta=-JUST_BELOW_HALF, borderType=cv2.BORDER_REPLICATE
     )
-    x = np.arange(width) + pixels
-    inside = np.flatnonzero((x >= -0.5) & (x < width - 0.5))
-    out = np.empty_like(img)
-    out[:] = fillcolor
-    if len(inside):
-        first, last = int(inside[0]), int(inside[-1]) + 1
-        out[:, first:last] = between[:, first + whole + 1 : last + whole + 1]
-    return out
+    inside = between[:, first + whole + 1 : last + whole + 1]
+    sides = (0, 0, first, width - last)
+    return cv2.copyMakeBorder(inside, *sides, cv2.BORDER_CONSTANT, value=fillcolor)
 
 
 def translate_y_abs(img: np.ndarray, pixels: float, **kwargs) -> np.ndarray:
@@ -151,50 +150,34 @@ def rotate(img: np.ndarray, degrees: float, *, resample, fillcolor) -> np.ndarra
 def _shift_rows(img: np.ndarray, starts: np.ndarray, *, resample, fillcolor) -> np.ndarray:
     """Interpolate each row at starts[row], starts[row] + 1, ...; outside is `fillcolor`."""
     height, width = img.shape[:2]
-    pixels = torch.from_numpy(cv2.cvtColor(img, cv2.COLOR_RGB2RGBA).view(np.int32)[..., 0])
     first = np.floor(starts)
-    column = torch.from_numpy(first.astype(np.int64))[:, None] + torch.arange(-1, width + 2)
-    taps = pixels.gather(1, column.clamp_(0, width - 1)).view(torch.uint8)
-    taps = taps.view(height, width + 3, 4).float()
-    d = (starts - first).astype(np.float32)
+    columns = first.astype(np.float32)[:, None] + np.arange(-1, width + 2, dtype=np.float32)
+    rows = np.arange(height, dtype=np.float32)[:, None].repeat(width + 3, axis=1)
+    taps = cv2.remap(img, columns, rows, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE)
+    taps = taps.reshape(height, -1).astype(np.float32)
+    out = np.zeros((height, 3 * width), np.float32)
+    for tap, weights in enumerate(_tap_weights((starts - first).astype(np.float32), resample)):
+        neighbors = taps[:, 3 * tap : 3 * (tap + width)]
+        cv2.accumulateProduct(neighbors, weights[:, None].repeat(3 * width, axis=1), out)
+    out = out.clip(0, 255, out=out).astype(np.uint8).reshape(img.shape)
+    pixels = cv2.cvtColor(out, cv2.COLOR_RGB2RGBA).view(np.int32)[..., 0]
+    x = starts[:, None] + np.arange(width)
+    fill = np.array([*fillcolor, 0], np.uint8).view(np.int32)
+    np.copyto(pixels, fill, where=(x < -0.5) | (x >= width - 0.5))
+    return cv2.cvtColor(pixels[..., None].view(np.uint8), cv2.COLOR_RGBA2RGB)
+
+
+def _tap_weights(d, resample: int):
+    """Return Pillow's weights of the pixels -1, 0, 1 and 2 for a point d between 0 and 1."""
     if resample == Image.Resampling.BICUBIC:
-        weights = np.stack(
-            [-d + 2 * d**2 - d**3, 1 - 2 * d**2 + d**3, d + d**2 - d**3, d**3 - d**2]
-        )
-    else:
-        weights = np.stack([0 * d, 1 - d, d, 0 * d])
-    weights = torch.from_numpy(weights)[..., None, None]
-    out = taps[:, :width] * weights[0]
-    for tap in (1, 2, 3):
-        out.addcmul_(taps[:, tap : tap + width], weights[tap])
-    out = out.clamp_(0, 255).byte().view(torch.int32)[..., 0]
-    x = torch.from_numpy(starts)[:, None] + torch.arange(width)
-    outside = (x < -0.5).logical_or_(x >= width - 0.5)
-    fill = int(np.array([*fillcolor, 0], np.uint8).view(np.int32)[0])
-    out = out.masked_fill_(outside, fill).numpy()
-    return cv2.cvtColor(out[..., None].view(np.uint8), cv2.COLOR_RGBA2RGB)
-
-
-def _tap_weights(d: np.ndarray, resample: int) -> np.ndarray:
-    """Return Pillow's weights [4, N] of the pixels -1, 0, 1, 2 for points d between 0 and 1."""
-    if resample == Image.Resampling.BICUBIC:
-        weights = (-d + 2 * d**2 - d**3, 1 - 2 * d**2 + d**3, d + d**2 - d**3, d**3 - d**2)
-    else:
-        weights = (0 * d, 1 - d, d, 0 * d)
-    return np.stack(weights).astype(np.float32)
-
-
-def _histograms(img: np.ndarray) -> list[np.ndarray]:
-    return [
-        cv2.calcHist([img], [channel], None, [256], [0, 256]).ravel().astype(np.int64)
-        for channel in range(3)
-    ]
+        return -d + 2 * d**2 - d**3, 1 - 2 * d**2 + d**3, d + d**2 - d**3, d**3 - d**2
+    return 0 * d, 1 - d, d, 0 * d
 
 
 def _blend(other: int, factor: float) -> np.ndarray:
     """Blend every level with another one as Pillow does: in single precision, then truncated."""
     values = other + np.float32(factor) * (LEVELS - other).astype(np.float32)
-    return np.clip(values, 0, 255)
+    return values.clip(0, 255)
 
 
 def _look_up(img: np.ndarray, table: np.ndarray) -> np.ndarray:

@@ -7,13 +7,12 @@ timm's last step, normalization, follows on the device, with random erasing and 
 import math
 import re
 from collections.abc import Callable
-from copy import copy
+from functools import lru_cache
 
 import cv2
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import auto_augment as timms
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.data.transforms import (
     RandomResizedCropAndInterpolation,
@@ -22,12 +21,12 @@ from timm.data.transforms import (
 )
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
-from torch.nn.functional import interpolate
 from torchvision.transforms.v2 import functional
 
+from data.augment import Sample, Step, finish, on_arrays, recorded
 from data.errors import DataError
 from data.images import Picture
-from data.ops import ON_ARRAYS
+from data.resize import from_batch, resize, to_batch
 
 Transform = Callable[[Picture], Tensor]
 
@@ -57,7 +56,7 @@ class TrainTransform:
 
     The transform draws the same random numbers as timm's recipe in the same order. It works on
     arrays where timm works on Pillow images: a JPEG decodes at a reduced size if the crop stays
-    larger than the output, torch resizes (antialiased), and OpenCV augments.
+    larger than the output, `data.resize` resizes (antialiased), and OpenCV augments.
 
     Args:
         img_size: Height and width of the output.
@@ -97,7 +96,7 @@ class TrainTransform:
         self.img_size = img_size
         self.scale = scale
         self.ratio = ratio
-        self.hflip = hflip
+        self.hflip = float(np.float32(hflip))  # torch draws in single precision
         self.interpolation = interpolation
         if auto_augment and color_jitter and "3a" not in auto_augment:
             raise DataError(
@@ -123,75 +122,56 @@ class TrainTransform:
         except (AssertionError, ValueError) as error:
             raise unknown from error
         assert isinstance(stages, tuple)
-        self.color = [_on_arrays(transform) for transform in stages[1].transforms]
+        self.color = [on_arrays(transform) for transform in stages[1].transforms]
+        self.recorders = recorded(stages[1].transforms)
 
     def __call__(self, picture: Picture) -> Tensor:
-        # The loader's processes are the parallelism. Set at every use (0.4 us), before OpenCV
-        # starts threads, which a forked process could not stop.
-        cv2.setNumThreads(0)
-        img = self.crop(picture)
-        if self.hflip > 0 and torch.rand(1) < self.hflip:
-            img = cv2.flip(img, 1)
+        return torch.from_numpy(finish([self.draw(picture)])[0])
+
+    def draw(self, picture: Picture) -> Sample:
+        """Draw the numbers for a picture, and leave the work on its pixels to `finish`."""
+        box = self._draw_box(*picture.size)
+        steps: list[Step] = [(_crop, (box, self.img_size, self.interpolation), {})]
+        if self.hflip > 0 and torch.rand(1).item() < self.hflip:
+            steps.append((cv2.flip, (1,), {}))
+        if self.recorders is not None:
+            for record in self.recorders:
+                record(steps)
+            return Sample(picture, steps)
+        (img,) = finish([Sample(picture, steps)])
         for transform in self.color:
             img = transform(img)
-        return torch.from_numpy(img)
+        return Sample(img, [])
 
-    def crop(self, picture: Picture) -> np.ndarray:
-        """Cut a random part out of the picture and resize it, [H, W, 3]."""
-        size, (full_width, full_height) = self.img_size, picture.size
+    def _draw_box(self, full_width: int, full_height: int) -> tuple[int, int, int, int]:
+        """Return top, left, height and width of the crop."""
         top, left, height, width = RandomResizedCropAndInterpolation.get_params(
-            torch.empty(full_height, full_width, device="meta"), self.scale, self.ratio
+            _of_size(full_height, full_width), self.scale, self.ratio
         )
         # For images of a few pixels, timm's crop can be empty or begin outside.
-        top, left = min(top, full_height - 1), min(left, full_width - 1)
-        height, width = max(height, 1), max(width, 1)
-        reduction = max(f for f in (1, 2, 4, 8) if f == 1 or min(height, width) >= f * size)
-        img = picture.pixels(reduction)
-        # Round to the pixels of the decoded image, which is smaller only if it is a JPEG.
-        reduction = round(full_width / img.shape[1])
-        top, bottom = round(top / reduction), round((top + height) / reduction)
-        left, right = round(left / reduction), round((left + width) / reduction)
-        batch = _to_batch(img[top:bottom, left:right])
-        batch = interpolate(batch, (size, size), mode=self.interpolation, antialias=True)
-        return _from_batch(batch).numpy()
+        return min(top, full_height - 1), min(left, full_width - 1), max(height, 1), max(width, 1)
 
 
-def _to_batch(img: np.ndarray) -> Tensor:
-    """View an image [H, W, 3] as [1, 3, H, W] in the memory format channels_last.
-
-    torch resizes this format fastest, and returns it.
-    """
-    return torch.from_numpy(np.ascontiguousarray(img))[None].permute(0, 3, 1, 2)
-
-
-def _from_batch(batch: Tensor) -> Tensor:
-    """View a batch [1, 3, H, W] as an image [H, W, 3]."""
-    return batch.permute(0, 2, 3, 1)[0]
-
-
-def _on_arrays(transform) -> Callable[[np.ndarray], np.ndarray]:
-    """Turn timm's transform of Pillow images into the same transform of arrays."""
-    if isinstance(transform, timms.RandAugment):
-        ops = [_array_op(op) for op in transform.ops]
-        return timms.RandAugment(ops, transform.num_layers, transform.choice_weights)
-    if isinstance(transform, timms.AutoAugment):
-        return timms.AutoAugment([[_array_op(op) for op in policy] for policy in transform.policy])
-    return _ThroughPillow(transform)
+def _crop(
+    picture: Picture, box: tuple[int, int, int, int], size: int, interpolation: str
+) -> np.ndarray:
+    """Cut a part out of the picture and resize it, [size, size, 3]."""
+    top, left, height, width = box
+    reduction = 1
+    while reduction < 8 and min(height, width) >= 2 * reduction * size:
+        reduction *= 2
+    img = picture.pixels(reduction)
+    # Round to the pixels of the decoded image, which is smaller only if it is a JPEG.
+    reduction = round(picture.size[0] / img.shape[1])
+    top, bottom = round(top / reduction), round((top + height) / reduction)
+    left, right = round(left / reduction), round((left + width) / reduction)
+    return resize(img[top:bottom, left:right], size, interpolation)
 
 
-def _array_op(op: timms.AugmentOp) -> timms.AugmentOp:
-    """Copy timm's operation, with a function of arrays in place of its function of images."""
-    op = copy(op)
-    op.aug_fn = ON_ARRAYS.get(op.aug_fn) or _ThroughPillow(op.aug_fn)
-    return op
-
-
-class _ThroughPillow:
-    def __init__(self, function: Callable[..., Image.Image]):
-        self.function = function
-
-    def __call__(self, img: np.ndarray, *args, **kwargs) -> np.ndarray:
-        return np.array(self.function(Image.fromarray(img), *args, **kwargs))
+@lru_cache(maxsize=1024)
+def _of_size(height: int, width: int) -> Tensor:
+    """Return a stand-in for an image, of which timm's code reads only the size."""
+    return torch.empty(height, width, device="meta")
 
 
 class EvalTransform:
@@ -264,9 +244,9 @@ class FastEvalTransform:
         self.interpolation = str_to_interp_mode(interpolation)
 
     def __call__(self, picture: Picture) -> Tensor:
-        batch = _to_batch(_middle(picture.pixels()))
+        batch = to_batch(_middle(picture.pixels()))
         batch = functional.resize(batch, [self.resized], self.interpolation, antialias=True)
-        return _from_batch(functional.center_crop(batch, [self.img_size]))
+        return from_batch(functional.center_crop(batch, [self.img_size]))
 
 
 def _middle(img: np.ndarray) -> np.ndarray:

@@ -4,10 +4,19 @@ import json
 
 import pytest
 
-from benchmarks import deployment, graph_layers, graph_published, models, roofline
+from benchmarks import (
+    data_share,
+    deployment,
+    graph_layers,
+    graph_published,
+    models,
+    roofline,
+)
 from tests.conftest import ROOT
 
 PAGES = {
+    "data_share_cifar10.json": ("data.md", data_share.table),
+    "data_share_cifar10_before.json": ("data.md", data_share.table),
     "deployment_xeon.json": ("deployment.md", deployment.table),
     "deployment_models_xeon.json": ("deployment.md", deployment.table),
     "int8_digits.json": ("deployment.md", deployment.table),

@@ -63,6 +63,20 @@ def test_shears_and_translations_differ_by_one_level_at_most(name, resample):
     assert found.mean() < 0.03
 
 
+@pytest.mark.parametrize("name", ["TranslateX", "TranslateY"])
+@pytest.mark.parametrize("pixels", [36, 37, 41, 97])
+def test_translations_may_leave_little_or_nothing_of_the_image(name, pixels):
+    hparams = {**HPARAMS, "translate_const": pixels, "magnitude_std": 0.0}
+    timm_op, array_op = (timms.AugmentOp(name, 1.0, 10, hparams) for _ in range(2))
+    array_op.aug_fn = ON_ARRAYS[timm_op.aug_fn]
+    for seed in range(4):  # both directions
+        with preserve_rng():
+            seed_all(seed)
+            expected = np.asarray(timm_op(photo(37, 37))).astype(int)
+            seed_all(seed)
+            assert np.abs(array_op(np.array(photo(37, 37))) - expected).max() <= 1
+
+
 def test_rotation_agrees_up_to_the_cubic_kernel():
     # On a ramp both cubic kernels are linear interpolation: what is left is OpenCV's 1/32 pixel.
     ramp = np.mgrid[:61, :83].transpose(1, 2, 0)[..., [0, 1, 1]] * 2

@@ -5,11 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 from timm.data import create_transform
-from timm.data.transforms import RandomResizedCropAndInterpolation
+from timm.data.transforms import RandomResizedCropAndInterpolation, str_to_pil_interp
 
 from data import DataError
+from data.dataset import TrainDataset
 from data.images import ArrayPicture, EncodedPicture
+from data.resize import resize
 from data.rng import preserve_rng, seed_all
+from data.sources import ArraySource
 from data.transforms import EvalTransform, FastEvalTransform, TrainTransform
 from tests.data.photos import encoded, photo
 
@@ -92,7 +95,7 @@ def same_seed_pairs(recipe, img_size, size, count=60):
     return torch.stack(ours).int(), torch.stack(theirs).int()
 
 
-@pytest.mark.parametrize("size", [(83, 61), (211, 307)])
+@pytest.mark.parametrize("size", [(83, 61), (211, 307), (41, 31)])
 def test_crop_and_flip_equal_timms_up_to_rounding(size):
     recipe = {"scale": (0.2, 0.9), "ratio": (0.7, 1.5)}
     ours, theirs = same_seed_pairs(recipe, 47, size)
@@ -108,6 +111,7 @@ def test_crop_and_flip_equal_timms_up_to_rounding(size):
         ({"auto_augment": "rand-m9-mstd0.5-inc1"}, 1.5),
         ({"auto_augment": "rand-m7-n3-p0.9"}, 4),
         ({"auto_augment": "rand-m9-t3a", "color_jitter": 0.3}, 1),
+        ({"auto_augment": "rand-m9-tweights"}, 2),
         ({"auto_augment": "original", "hflip": 0.0}, 2),
     ],
 )
@@ -116,6 +120,33 @@ def test_the_whole_recipe_stays_near_timms_on_the_same_seeds(recipe, mean_differ
     per_image = (ours - theirs).abs().float().mean((1, 2, 3))
     assert per_image.mean() < mean_difference
     assert per_image.max() < 8  # a different crop, operation or sign would be far off
+
+
+@pytest.mark.parametrize("recipe", ["rand-m9-n3-mstd0.5", "rand-m9-t3a", "original", None])
+def test_an_image_does_not_depend_on_its_batch(recipe):
+    sizes = [(41, 31), (83, 61), (29, 37), (211, 307), (19, 23)]
+    source = ArraySource(np.zeros((5, 2, 2), np.uint8), np.arange(5), "abcde")
+    source.load = lambda index: picture(*sizes[index])
+    images = TrainDataset(source, TrainTransform(29, auto_augment=recipe), seed=3)
+    keys = [(epoch, index) for epoch in range(4) for index in range(5)]
+    for key, (image, label) in zip(keys, images.__getitems__(keys), strict=True):
+        with preserve_rng():
+            seed_all("augment", 3, *key)
+            expected = images.train_transform(picture(*sizes[key[1]]))
+        assert torch.equal(image, expected)
+        assert label == key[1]
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("size", [(1, 2), (19, 31), (37, 48), (48, 48), (48, 49), (13, 89)])
+def test_resizing_equals_pillows_up_to_rounding(size, interpolation):
+    """Images of at most 48 pixels and larger ones are resized in different ways."""
+    image = photo(*size)
+    for side in (11, 32, 47, 53):
+        expected = image.resize((side, side), str_to_pil_interp(interpolation))
+        difference = np.abs(resize(np.array(image), side, interpolation).astype(int) - expected)
+        assert difference.max() <= 2
+        assert (difference > 0).mean() < 0.03
 
 
 @pytest.mark.parametrize(("scale", "reduction"), [((0.9, 1.0), 8), ((0.1, 0.12), 4)])
