@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import deployment, graph_layers, graph_published, models
+from benchmarks import deployment, graph_depth, graph_layers, graph_published, models
 from tests.conftest import ROOT
 
 PAGES = {
@@ -23,6 +23,11 @@ PAGES = {
 @pytest.mark.parametrize("graph", graph_published.PUBLISHED)
 def test_the_page_on_graphs_shows_our_accuracies_beside_the_published_ones(graph):
     assert graph_published.table(graph) in (ROOT / "docs/graph.md").read_text()
+
+
+@pytest.mark.parametrize("table", graph_depth.TABLES.values())
+def test_the_page_on_graphs_shows_the_search_and_the_depths_of_gcnii(table):
+    assert table() in (ROOT / "docs/graph.md").read_text()
 
 
 @pytest.mark.parametrize("name", PAGES)
