@@ -13,6 +13,7 @@ from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models import (
     GCN,
+    GCN2,
     GGNN,
     DeepGAT,
     DeepGraphTransformer,
@@ -27,6 +28,7 @@ from lipsformer.graph.transformer_conv import LipschitzTransformerConv
 
 __all__ = [
     "GCN",
+    "GCN2",
     "GGNN",
     "DeepGAT",
     "DeepGraphTransformer",

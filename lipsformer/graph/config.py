@@ -111,6 +111,8 @@ class GraphTrainConfig:
     Args:
         lr: Learning rate.
         weight_decay: Weight decay.
+        layer_weight_decay: Weight decay of the layers between the encoder and the head; null for
+            `weight_decay`.
         epochs: Largest number of epochs.
         patience: Stop after this many epochs without a better validation accuracy or loss.
         plateau_patience: Halve the learning rate after this many epochs without a better validation
@@ -127,6 +129,7 @@ class GraphTrainConfig:
 
     lr: float = 0.005
     weight_decay: float = 5e-4
+    layer_weight_decay: float | None = None
     epochs: int = 1000
     patience: int = 100
     plateau_patience: int | None = None
@@ -136,8 +139,11 @@ class GraphTrainConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.lr < float("inf"), "train.lr", self.lr, "must be > 0 and finite")
-        decay = self.weight_decay
+        decay, in_layers = self.weight_decay, self.layer_weight_decay
         require(0 <= decay < float("inf"), "train.weight_decay", decay, "must be >= 0, finite")
+        allowed = "must be >= 0 and finite, or null"
+        known = in_layers is None or 0 <= in_layers < float("inf")
+        require(known, "train.layer_weight_decay", in_layers, allowed)
         for name in ("epochs", "patience"):
             value = getattr(self, name)
             require(value >= 1, f"train.{name}", value, "must be >= 1")

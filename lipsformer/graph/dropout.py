@@ -13,7 +13,7 @@ class Dropout(nn.Dropout):
     uniform numbers needs no branch.
 
     Shape:
-        x: [...]. The output has the shape of x.
+        x: [...], dense or sparse CSR. The output has the shape of x.
 
     Example:
         >>> import torch
@@ -23,7 +23,13 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Zero every element with probability p in training, and divide the others by 1 - p."""
+        """Zero every element with probability p in training, and divide the others by 1 - p.
+
+        Of a sparse CSR matrix only the stored elements need random numbers.
+        """
+        if input.layout is torch.sparse_csr:
+            indices, values = (input.crow_indices(), input.col_indices()), self(input.values())
+            return torch.sparse_csr_tensor(*indices, values, input.shape, check_invariants=False)
         if not self.training or not 0 < self.p < 1 or self.inplace or input.device.type != "cpu":
             return super().forward(input)
         keep = torch.empty_like(input, dtype=torch.double).uniform_() < 1 - self.p

@@ -156,8 +156,16 @@ class _Training:
         self.model = model
         self.settings = settings
         self.device = device
+        groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+        if settings.layer_weight_decay is not None:
+            ends = [*model.encoder.parameters(), *model.head.parameters()]
+            layers = list(model.layers.parameters())
+            groups = [
+                {"params": ends},
+                {"params": layers, "weight_decay": settings.layer_weight_decay},
+            ]
         self.optimizer = torch.optim.Adam(
-            model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
+            groups, lr=settings.lr, weight_decay=settings.weight_decay
         )
         self.scheduler = None
         if settings.plateau_patience is not None:

@@ -222,9 +222,10 @@ def spectral_linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 class SpectralScale(nn.Module):
-    r"""Parametrize a weight so that its largest singular value is c at every step.
+    r"""Parametrize a weight so that its largest singular value is c at every step, or at most c.
 
     .. math:: W \leftarrow c\, W / \sigma_{max}(W)
+        \quad\text{or}\quad W \leftarrow c\, W / \max(c, \sigma_{max}(W))
 
     Shape:
         weight: [out, in]. The output has the same shape.
@@ -239,12 +240,20 @@ class SpectralScale(nn.Module):
         Park and Kim 2024.
     """
 
-    def __init__(self, bound: float) -> None:
-        """Store the largest singular value c > 0 that the weight shall have."""
+    def __init__(self, bound: float, only_shrink: bool = False) -> None:
+        """Store the settings.
+
+        Args:
+            bound: Largest singular value c > 0 that the weight shall have.
+            only_shrink: Whether to leave a weight whose largest singular value is below c as it is.
+                Weight decay then acts on it as usual.
+        """
         super().__init__()
         self.bound = bound
+        self.only_shrink = only_shrink
 
     def forward(self, weight: Tensor) -> Tensor:
         """Scale the weight. The gradient of sigma is u v^T, with the singular vectors u and v."""
         largest = torch.linalg.eigvalsh(weight.T @ weight)[-1]
-        return weight * (self.bound / largest.clamp_min(1e-24).sqrt())
+        least = self.bound**2 if self.only_shrink else 1e-24
+        return weight * (self.bound / largest.clamp_min(least).sqrt())

@@ -8,7 +8,7 @@ from torch_geometric.nn import GCNConv
 
 from lipsformer.analysis.bounds import UnknownModuleError, flatten_bound, lipschitz_bound
 from lipsformer.analysis.bounds.graph import graph_domain
-from lipsformer.graph import LipsGAT, ResidualGCN, create_model
+from lipsformer.graph import GCN2, LipsGAT, ResidualGCN, create_model
 from lipsformer.graph.models.create import _MODELS
 
 NODES = 7
@@ -44,6 +44,64 @@ def test_a_residual_network_on_an_undirected_graph_obeys_its_law():
     for name, module in model.named_modules():
         if list(module.parameters(recurse=False)) and "conv" not in name:
             assert name in parts, name
+
+
+def layers_of(model, edges):
+    """Return the map of the layers of a network, without its encoder and its head."""
+    model.encoder, model.head = torch.nn.Identity(), torch.nn.Identity()
+    return lambda x: model(x, edges)
+
+
+@pytest.mark.parametrize(("num_layers", "starts"), [(2, 3), (31, 1), (1024, 0)])
+def test_initial_residuals_keep_the_constant_one_at_every_depth(num_layers, starts):
+    torch.manual_seed(0)
+    model = GCN2(3, 5, 2, num_layers).double().eval()
+    with torch.no_grad():
+        for layer in model.layers:  # weights whose norm is far above the cap
+            layer.conv.parametrizations.weight1.original.mul_(50)
+    bound = lipschitz_bound(model, graph_domain(UNDIRECTED, NODES)).parts["layers"].value
+    assert bound <= 1.0 + 1e-9
+    assert worst_ratio(layers_of(model, UNDIRECTED), (NODES, 5), starts) <= bound
+
+
+def test_the_bound_of_initial_residuals_is_reached():
+    """The identity as weight: root degrees times a positive vector pass every layer unchanged."""
+    model = GCN2(3, 5, 2, num_layers=64).double().eval()
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.conv.parametrizations.weight1.original.copy_(2 * torch.eye(5))
+    edges = torch.tensor([[0, 0, 1, 2, 3, 5], [1, 2, 2, 3, 4, 6]])
+    edges = torch.cat([edges, edges.flip(0)], dim=1)
+    bound = lipschitz_bound(model, graph_domain(edges, NODES)).parts["layers"].value
+    layers = layers_of(model, edges)
+    x = (1.0 + edges[1].bincount(minlength=NODES)).sqrt().double()[:, None] * torch.arange(1, 6)
+    ratio = (layers(x) - layers(0.5 * x)).norm() / (0.5 * x).norm()
+    assert ratio.item() == pytest.approx(1.0, rel=1e-12)
+    assert ratio <= bound <= 1.0 + 1e-9
+
+
+def test_initial_residuals_on_a_directed_graph_may_exceed_one_but_not_their_bound():
+    torch.manual_seed(1)
+    model = GCN2(3, 5, 2, num_layers=3, theta=0.1).double().eval()
+    bound = lipschitz_bound(model, graph_domain(DIRECTED, NODES)).parts["layers"].value
+    ratio = worst_ratio(layers_of(model, DIRECTED), (NODES, 5))
+    assert 1.0 < ratio <= bound
+
+
+def worst_ratio(function, shape, num_starts=3, num_steps=30) -> float:
+    """Search for the two inputs whose outputs differ most, relative to the inputs."""
+    best = 0.0
+    for _ in range(num_starts):
+        x = torch.rand(shape, dtype=torch.double, requires_grad=True)
+        difference = torch.randn(shape, dtype=torch.double, requires_grad=True)
+        optimizer = torch.optim.Adam([x, difference], lr=0.1)
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            ratio = (function(x + difference) - function(x)).norm() / difference.norm()
+            best = max(best, ratio.item())
+            (-ratio.clamp_min(1e-30).log()).backward()
+            optimizer.step()
+    return best
 
 
 def test_raw_values_need_a_radius_and_normalized_ones_do_not():

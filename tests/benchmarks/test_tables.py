@@ -7,6 +7,7 @@ import pytest
 from benchmarks import (
     data_share,
     deployment,
+    graph_depth,
     graph_layers,
     graph_published,
     models,
@@ -20,6 +21,7 @@ PAGES = {
     "deployment_xeon.json": ("deployment.md", deployment.table),
     "deployment_models_xeon.json": ("deployment.md", deployment.table),
     "int8_digits.json": ("deployment.md", deployment.table),
+    "int8_cifar10.json": ("deployment.md", deployment.table),
     "models_bf16_xeon.json": ("performance.md", models.table),
     "models_batch_xeon.json": ("performance.md", models.table),
     "models_size_xeon.json": ("performance.md", models.table),
@@ -35,6 +37,11 @@ PAGES = {
 @pytest.mark.parametrize("graph", graph_published.PUBLISHED)
 def test_the_page_on_graphs_shows_our_accuracies_beside_the_published_ones(graph):
     assert graph_published.table(graph) in (ROOT / "docs/graph.md").read_text()
+
+
+@pytest.mark.parametrize("table", graph_depth.TABLES.values())
+def test_the_page_on_graphs_shows_the_search_and_the_depths_of_gcnii(table):
+    assert table() in (ROOT / "docs/graph.md").read_text()
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -11,6 +11,7 @@ from lipsformer.layers.spectral import SpectralScale
 
 NAMES = [
     "gcn",
+    "gcn2",
     "ggnn",
     "deep_gat",
     "deep_graph_transformer",
@@ -122,6 +123,36 @@ def test_residual_gcn_equals_its_formula(graph):
     torch.testing.assert_close(model(x, edge_index), model.head(state))
 
 
+@pytest.mark.parametrize("weight_norm", ["spectral", "none"])
+def test_gcn2_equals_a_loop_over_nodes_and_neighbors(graph, weight_norm):
+    x, edge_index = graph
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    alpha, theta = 0.2, 1.3
+    model = make("gcn2", alpha=alpha, theta=theta, weight_norm=weight_norm).eval()
+    degree = [1 + (edge_index[1] == node).sum().item() for node in range(NODES)]
+    first = state = model.encoder[1](x).clamp_min(0)
+    for number, layer in enumerate(model.layers, start=1):
+        beta = math.log(1 + theta / number)
+        raw = dict(layer.conv.named_parameters())
+        if weight_norm == "spectral":
+            raw = raw["parametrizations.weight1.original"]
+            sigma = torch.linalg.svdvals(raw)[0].item()
+            assert sigma > 1  # the weight is scaled
+            weight = raw / sigma
+        else:
+            weight = raw["weight1"]
+        rows = []
+        for node in range(NODES):
+            total = state[node] / degree[node]
+            for source, target in edge_index.T.tolist():
+                if target == node:
+                    total = total + state[source] / math.sqrt(degree[source] * degree[node])
+            mixed = (1 - alpha) * total + alpha * first[node]
+            rows.append(((1 - beta) * mixed + beta * (mixed @ weight)).clamp_min(0))
+        state = torch.stack(rows)
+    torch.testing.assert_close(model(x, edge_index), model.head[1](state))
+
+
 @pytest.mark.parametrize("name", ["residual_gcn", "residual_gat"])
 def test_weight_norm_holds_the_bound_through_training(graph, name):
     model = make(name, bound=0.2)
@@ -141,6 +172,16 @@ def test_spectral_scale_has_the_gradient_of_its_formula():
     assert torch.autograd.gradcheck(SpectralScale(0.5), (weight,))
     expected = 0.5 * weight / torch.linalg.matrix_norm(weight, 2)
     torch.testing.assert_close(SpectralScale(0.5)(weight), expected)
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_spectral_scale_that_only_shrinks_leaves_small_weights(factor):
+    torch.manual_seed(3)
+    weight = torch.randn(5, 7, dtype=torch.double)
+    weight = (factor * weight / torch.linalg.matrix_norm(weight, 2)).requires_grad_()
+    scale = SpectralScale(1.0, only_shrink=True)
+    assert torch.autograd.gradcheck(scale, (weight,))
+    torch.testing.assert_close(scale(weight), weight / max(1.0, factor))
 
 
 def test_residual_gcn_layer_is_lipschitz_with_one_plus_c(graph):
@@ -215,7 +256,7 @@ def test_lips_models_start_with_unit_singular_values_and_small_residuals():
 
 
 def test_wrong_names_and_settings_raise():
-    with pytest.raises(ValueError, match="'gatt' is not known; choose one of gcn, ggnn, deep_gat"):
+    with pytest.raises(ValueError, match="'gatt' is not known; choose one of gcn, gcn2, ggnn"):
         make("gatt")
     with pytest.raises(ValueError, match="gcn has no argument 'heads'; it takes norm, dropout"):
         make("gcn", heads=2)
@@ -225,5 +266,11 @@ def test_wrong_names_and_settings_raise():
         make("gcn", norm="lipschitznorm")
     with pytest.raises(ValueError, match=r"bound=0.1 has no effect"):
         ResidualGCN(3, 4, 5, 2, weight_norm="none", bound=0.1)
+    with pytest.raises(ValueError, match=r"alpha=1.5 must be in \[0, 1\]"):
+        make("gcn2", alpha=1.5)
+    with pytest.raises(ValueError, match=r"theta=2.0 must be in \(0, e - 1\]"):
+        make("gcn2", theta=2.0)
+    with pytest.raises(ValueError, match="weight_norm='cap' is not known"):
+        make("gcn2", weight_norm="cap")
     with pytest.raises(ValueError, match="num_layers=0 must be at least 1"):
         make("gcn", num_layers=0)

@@ -61,6 +61,22 @@ def test_early_stopping_waits_patience_epochs_for_validation(graph):
     assert fit(build, [graph], [graph], settings, 0)["epochs"] < 20
 
 
+def test_layers_and_ends_have_their_own_weight_decay(graph):
+    settings = replace(SETTINGS, weight_decay=0.3, layer_weight_decay=0.7)
+    model = create_model("gcn2", 5, 3, 2, 4, dropout=0.0).double()
+    data = graph.clone()
+    data.x = data.x.double()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    training = _Training(model, settings, "cpu")
+    training.run_epoch([data], [data])
+    # Adam's first step is lr * g / (|g| + eps), where g contains the decay
+    for name, parameter in model.named_parameters():
+        decay = 0.7 if name.startswith("layers.") else 0.3
+        gradient = parameter.grad + decay * start[name]
+        expected = start[name] - settings.lr * gradient / (gradient.abs() + 1e-8)
+        torch.testing.assert_close(parameter.detach(), expected)
+
+
 def test_evaluate_counts_over_batches_as_over_the_whole(graph):
     model = build().eval()
     nodes = torch.arange(40)

@@ -48,6 +48,11 @@ COSINE = {
 }
 GRAPH_MODELS = {
     "gcn": {"norm": NODE_NORM},
+    "gcn2": {
+        "alpha": st.sampled_from([0.1, 0.5, 0.0, 1.0]),
+        "theta": st.sampled_from([0.5, 1.7]),
+        "weight_norm": st.sampled_from(["spectral", "none"]),
+    },
     "deep_gat": {
         "heads": HEADS,
         "norm": st.sampled_from(["lipschitznorm", "none", "lipschitznorm+centernorm"]),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GCNConv, SumAggregation
+from torch_geometric.nn import GCN2Conv, GCNConv, SumAggregation
 from torch_geometric.nn.dense.linear import Linear as PygLinear
 from torch_geometric.utils import scatter
 
@@ -26,6 +26,7 @@ from lipsformer.analysis.bounds.attention import (
 from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
+    compose,
     max_abs,
     scale_output,
     simple_bound,
@@ -39,7 +40,7 @@ from lipsformer.analysis.bounds.core import (
 )
 from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma
 from lipsformer.analysis.bounds.lipsformer import keeps_input, same_shape
-from lipsformer.analysis.bounds.rounding import log10_one_plus, sigma_bound
+from lipsformer.analysis.bounds.rounding import log10_one_plus, outward, sigma_bound
 from lipsformer.graph.cosine_conv import ScaledCosineConv
 from lipsformer.graph.diagnostics import (
     adjacency_norm,
@@ -51,7 +52,8 @@ from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.edge_attention.operator import changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
-from lipsformer.graph.models import ConvLayer, GraphNet
+from lipsformer.graph.models import GCN2, ConvLayer, GraphNet
+from lipsformer.graph.models.initial_residual import InitialResidualLayer
 from lipsformer.graph.models.lips import AttentionBranch, LipsLayer
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.norm import NodeNorm
@@ -348,6 +350,35 @@ bound_rule(LipsLayer)(children_in_order("attn", "mlp"))
 def _attention_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     unchanged(module.dropout, Dropout, *PASSIVE)
     return children_in_order("norm", "conv", "proj")(module, domain, scale)
+
+
+@bound_rule(GCN2)
+def _gcn2(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    norm, row_sum = _adjacency(_edges(module, domain))
+    encoder = chain([("encoder", module.encoder)], domain)
+    value, radius = 1.0, encoder.output.radius
+    for layer in module.layers:
+        weight, alpha = _initial_residual(layer, encoder.output.channels)
+        sigma = linear_sigma(weight)
+        value = outward(sigma * ((1.0 - alpha) * norm * value + alpha))
+        radius = outward(sigma * ((1.0 - alpha) * row_sum * radius + alpha * encoder.output.radius))
+    layers = simple_bound(value, encoder.output, radius=radius)
+    head = chain([("head", module.head)], layers.output, scale)
+    return compose(compose(encoder, layers, "layers"), head)
+
+
+def _initial_residual(layer: Any, channels: int | None) -> tuple[Tensor, float]:
+    """Return (1 - beta) I + beta W and alpha of a layer."""
+    unchanged(layer, InitialResidualLayer)
+    unchanged(layer.dropout, Dropout, *PASSIVE)
+    unchanged(layer.conv, GCN2Conv)
+    _check_messages(layer.conv, GCN2Conv)
+    weight, alpha, beta = layer.conv.weight1.detach().double(), layer.conv.alpha, layer.conv.beta
+    if layer.conv.normalize or layer.conv.weight2 is not None or not 0.0 <= alpha <= 1.0:
+        raise _refuse(layer.conv, "use normalize=False, one weight, and alpha in [0, 1]")
+    if weight.shape != (channels, channels):
+        raise _refuse(layer.conv, f"its weight has the shape {tuple(weight.shape)}")
+    return (1.0 - beta) * torch.eye(len(weight)).to(weight) + beta * weight, alpha
 
 
 @bound_rule(GraphNet)

@@ -37,6 +37,8 @@ class GraphNet(nn.Module):
 
     #: Whether the layers take `SortedEdges`. PyG's own convolutions need the plain `edge_index`.
     takes_sorted_edges: bool = True
+    #: Whether the layers are called as `layer(x, first, edges)`, with the output of the encoder.
+    takes_first: bool = False
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class GraphNet(nn.Module):
 
         Args:
             encoder: Maps the features to the width of the layers.
-            layers: Modules that are called as `layer(x, edges)`.
+            layers: Modules that are called as `layer(x, edges)`; see `takes_first`.
             head: Maps the last representations to logits.
             grad_checkpointing: Keep only the input of each layer in training, and compute the rest
                 again in the backward pass.
@@ -68,9 +70,9 @@ class GraphNet(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         """Return the logits of all nodes."""
         edges = self._edges(edge_index, len(x))
-        x = self.encoder(x)
+        x = first = self.encoder(x)
         for layer in self.layers:
-            x = self._run_layer(layer, x, edges)
+            x = self._run_layer(layer, x, first, edges)
         return self.head(x)
 
     def forward_intermediates(
@@ -80,17 +82,20 @@ class GraphNet(nn.Module):
         edges = self._edges(edge_index, len(x))
         states = [self.encoder(x)]
         for layer in self.layers:
-            states.append(self._run_layer(layer, states[-1], edges))
+            states.append(self._run_layer(layer, states[-1], states[0], edges))
         return self.head(states[-1]), states
 
     def _edges(self, edge_index: Tensor | SortedEdges, num_nodes: int) -> Tensor | SortedEdges:
         edges = SortedEdges.of(edge_index, num_nodes, num_nodes)
         return edges if self.takes_sorted_edges else edges.edge_index
 
-    def _run_layer(self, layer: nn.Module, x: Tensor, edges: Tensor | SortedEdges) -> Tensor:
+    def _run_layer(
+        self, layer: nn.Module, x: Tensor, first: Tensor, edges: Tensor | SortedEdges
+    ) -> Tensor:
+        inputs = (x, first, edges) if self.takes_first else (x, edges)
         if self.grad_checkpointing and self.training and torch.is_grad_enabled():
-            return typing.cast(Tensor, checkpoint(layer, x, edges, use_reentrant=False))
-        return layer(x, edges)
+            return typing.cast(Tensor, checkpoint(layer, *inputs, use_reentrant=False))
+        return layer(*inputs)
 
 
 class ConvLayer(nn.Module):

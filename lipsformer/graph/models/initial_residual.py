@@ -1,0 +1,124 @@
+"""Deep networks in which every layer sees the first representations again (GCNII)."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch_geometric.nn import GCN2Conv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+from lipsformer.graph.dropout import Dropout
+from lipsformer.graph.edge_attention.csr import SortedEdges, silence_beta_notice
+from lipsformer.graph.models.stack import GraphNet
+from lipsformer.layers.spectral import SpectralScale
+
+__all__ = ["GCN2"]
+
+
+class InitialResidualLayer(nn.Module):
+    """Compute ReLU(((1 - alpha) A X + alpha X_0) ((1 - beta) I + beta W)).
+
+    A is the normalized adjacency as a sparse CSR matrix, and X_0 are the first representations.
+    """
+
+    def __init__(self, conv: GCN2Conv, dropout: float) -> None:
+        super().__init__()
+        self.conv = conv
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, first: Tensor, adjacency: Tensor) -> Tensor:
+        return F.relu(self.conv(self.dropout(x), first, adjacency))
+
+
+class GCN2(GraphNet):
+    r"""Stack graph convolutions that add the first representations, as GCNII does.
+
+    .. math:: X^{(l)} = \mathrm{ReLU}\left(\left((1 - \alpha) \hat A X^{(l-1)} + \alpha
+        X^{(0)}\right) \left((1 - \beta_l) I + \beta_l W^{(l)}\right)\right),
+        \quad \beta_l = \log(1 + \theta / l)
+
+    With ``weight_norm='spectral'`` the largest singular value of every W is at most 1. If the graph
+    is undirected, the Frobenius Lipschitz constant of all layers together is then at most 1,
+    whatever their number. ``weight_norm='none'`` is GCNII, which has no such bound.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import GCN2
+        >>> model = GCN2(16, 8, 3, num_layers=64)
+        >>> model(torch.randn(3, 16), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 3])
+
+    Reference:
+        Chen et al. 2020 (GCNII). The bound is Theorem 34 of docs/lipschitz.md.
+    """
+
+    takes_sorted_edges = False
+    takes_first = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        num_layers: int,
+        *,
+        alpha: float = 0.1,
+        theta: float = 0.5,
+        weight_norm: str = "spectral",
+        dropout: float = 0.6,
+        grad_checkpointing: bool = False,
+    ) -> None:
+        """Create the network.
+
+        Args:
+            in_channels: Number of features.
+            hidden_channels: Width of the layers.
+            out_channels: Number of classes.
+            num_layers: Number of convolutions.
+            alpha: Share of the first representations in every layer, in [0, 1].
+            theta: Strength of the weights, in (0, e - 1], which keeps every beta in (0, 1].
+            weight_norm: 'spectral' or 'none'.
+            dropout: Dropout probability of the features, before every convolution, and of the last
+                representations.
+            grad_checkpointing: See `GraphNet`.
+
+        Raises:
+            ValueError: If `weight_norm` is unknown, or if `alpha` or `theta` is out of range.
+        """
+        if weight_norm not in ("spectral", "none"):
+            raise ValueError(f"weight_norm={weight_norm!r} is not known; choose spectral or none")
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha={alpha} must be in [0, 1]")
+        if not 0 < theta <= math.e - 1:
+            raise ValueError(f"theta={theta} must be in (0, e - 1]")
+        layers = []
+        for index in range(num_layers):
+            conv = GCN2Conv(hidden_channels, alpha, theta, layer=index + 1, normalize=False)
+            if weight_norm == "spectral":
+                scale = SpectralScale(1.0, only_shrink=True)
+                parametrize.register_parametrization(conv, "weight1", scale)
+            layers.append(InitialResidualLayer(conv, dropout))
+        encoder = nn.Sequential(
+            Dropout(dropout), nn.Linear(in_channels, hidden_channels), nn.ReLU()
+        )
+        head = nn.Sequential(Dropout(dropout), nn.Linear(hidden_channels, out_channels))
+        super().__init__(encoder, layers, head, grad_checkpointing)
+
+    @property
+    def takes_sparse_features(self) -> bool:
+        """Whether the features may be a sparse CSR matrix: dropout and a linear map read them."""
+        return True
+
+    def _edges(self, edge_index: Tensor | SortedEdges, num_nodes: int) -> Tensor:
+        """Return the normalized adjacency, which all layers share, as a sparse CSR matrix."""
+        silence_beta_notice()
+        edges = super()._edges(edge_index, num_nodes)
+        dtype = next(self.parameters()).dtype
+        normalized: Any = gcn_norm(edges, None, num_nodes, dtype=dtype)
+        (source, target), weight = normalized
+        index, size = torch.stack([target, source]), (num_nodes, num_nodes)
+        adjacency = torch.sparse_coo_tensor(index, weight, size, check_invariants=False)
+        return adjacency.to_sparse_csr()
