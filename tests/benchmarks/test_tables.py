@@ -20,6 +20,7 @@ PAGES = {
     "data_share_cifar10_before.json": ("data.md", data_share.table),
     "deployment_xeon.json": ("deployment.md", deployment.table),
     "deployment_models_xeon.json": ("deployment.md", deployment.table),
+    "deployment_compiled_xeon.json": ("deployment.md", deployment.table),
     "int8_digits.json": ("deployment.md", deployment.table),
     "int8_cifar10.json": ("deployment.md", deployment.table),
     "models_bf16_xeon.json": ("performance.md", models.table),
