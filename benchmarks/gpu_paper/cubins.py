@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import triton
 from torch._inductor.codecache import PyCodeCache
@@ -109,7 +110,7 @@ def generated(sources: Iterable[str], architectures: Iterable[int]) -> dict[str,
         number of registers and of bytes of shared memory, the smallest occupancy, and the number
         of loads by bits over all kernels.
     """
-    with fresh_cache(), triton_helpers.skip_gpu_driver_setup():
+    with fresh_cache(), patch.object(triton_helpers, "set_driver_to_gpu"):
         tuners = [PyCodeCache.load(source).triton_ for source in sources]
         return {
             ARCHITECTURES[architecture].gpu: _summary(

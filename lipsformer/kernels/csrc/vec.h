@@ -44,7 +44,7 @@ static inline quarter_vec low(half_vec x) { return __builtin_shufflevector(x, x,
 
 static inline quarter_vec high(half_vec x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
 
-#else  // GCC 11, which copies the halves through memory
+#else  // GCC up to 11, which copies the halves through memory
 
 template <class Half, class Whole>
 static inline Half half(const Whole &x, int64_t which) {
