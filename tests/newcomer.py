@@ -25,12 +25,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from lipsformer._commands import COMMANDS
 from tests.documents import FENCE
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # which hatchling brings
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "commands.md")
