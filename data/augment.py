@@ -24,6 +24,10 @@ class Sample(NamedTuple):
     Attributes:
         image: What the first step takes; an array [H, W, 3] if there are no steps.
         steps: Functions of the image with their other arguments, in order. They draw no numbers.
+
+    Example:
+        >>> Sample(np.zeros((2, 2, 3), np.uint8), [(np.add, (1,), {})]).steps[0][1]
+        (1,)
     """
 
     image: Any
