@@ -2,7 +2,13 @@ import pytest
 import torch
 
 from lipsformer.kernels.linear import gelu_backward_, sum_rows
-from lipsformer.kernels.pointwise import add_gelu, add_gelu_backward, center, center_backward
+from lipsformer.kernels.pointwise import (
+    add_gelu,
+    add_gelu_backward,
+    center,
+    center_backward,
+    residual,
+)
 
 SHAPE = (5, 67, 3, 37)  # enough for two threads and several parts, with a rest of 5 channels
 KEPT = torch.tensor([0, 2, 3])
@@ -54,6 +60,21 @@ def test_adding_gelu_equals_float64_in_value_and_gradient(path, index, per_sampl
     )
     y = add_gelu(x, z, scale, index)
     check([y, grad, *add_gelu_backward(grad, z, scale, index)], expected, atol=2e-4)
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+@pytest.mark.parametrize("index", [None, KEPT])
+def test_adding_a_masked_branch_equals_float64_in_value_and_gradient(index):
+    kept = 5 if index is None else 3
+    x, z, grad = normals(SHAPE, (kept, *SHAPE[1:]), SHAPE)
+    mask = torch.rand(kept, 1, 1, 1)
+    samples = torch.arange(5) if index is None else index
+    expected = gradients(lambda x, z: x.index_add(0, samples, z * mask.double()), [x, z], grad)
+    x.requires_grad_()
+    z.requires_grad_()
+    y = residual(x, z, mask, index)
+    y.backward(grad)
+    check([y.detach(), x.grad, z.grad], expected)
 
 
 @torch.no_grad()
