@@ -196,29 +196,70 @@ def table(record: dict[str, Any]) -> str:
         title = f"`{record['model']}` on {record['images']} images of {record['data']}:\n\n"
         return title + markdown(header, rows)
     loads = [piece["load"] for piece in record["pieces"]]
-    text = (
+    title = (
         f"{host['cpu']}, {host['threads']} threads, torch {host['torch']}, {record['rounds']} "
         f"rounds, {host['date']}; load average at the start of a piece {min(loads):.1f} to "
         f"{max(loads):.1f}\n\n"
     )
-    header = ("model", "form", "precision", "batch", "ms", "images/s", "ratio (range)")
-    rows = []
+    return title + _speed(record) + "\n\n" + _fastest(record)
+
+
+def _speed(record: dict[str, Any]) -> str:
+    """Return one row per model, form and precision: ms, and the ratio to the base's first form."""
+    batches = sorted({piece["batch"] for piece in record["pieces"]})
+    cells: dict[tuple[str, str, str], dict[int, tuple[float, float]]] = {}
     for piece in record["pieces"]:
-        seconds = {tuple(way): own for *way, own in piece["seconds"]}
+        seconds = _seconds(piece)
         base = next(iter(seconds))
-        for (name, form, precision), own in seconds.items():
-            if name == base[0] and piece is not _first(record, piece["batch"]):
-                continue
-            ratios = [b / t for b, t in zip(seconds[base], own, strict=True)]
-            median = statistics.median(own)
-            figures = (f"{1e3 * median:.1f}", f"{piece['batch'] / median:.1f}")
-            ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            rows.append((f"`{name}`", form, precision, piece["batch"], *figures, ratio))
-    return text + markdown(header, rows)
+        for way, own in seconds.items():  # the base takes part in every piece; its first one counts
+            figures = (1e3 * statistics.median(own), _ratio(seconds[base], own))
+            cells.setdefault(way, {}).setdefault(piece["batch"], figures)
+    rows = (
+        (
+            f"`{name}`",
+            *(form, precision),
+            *(f"{own[b][0]:.1f}" if b in own else "" for b in batches),
+            *(f"{own[b][1]:.2f}" if b in own else "" for b in batches),
+        )
+        for (name, form, precision), own in cells.items()
+    )
+    header = ("model", "form", "precision")
+    columns = [f"{what}, batch {batch}" for what in ("ms", "ratio") for batch in batches]
+    return markdown((*header, *columns), rows)
 
 
-def _first(record: dict[str, Any], batch: int) -> dict[str, Any]:
-    return next(piece for piece in record["pieces"] if piece["batch"] == batch)
+def _fastest(record: dict[str, Any]) -> str:
+    """Return the fastest form of each model and precision over the base's fastest form."""
+    batches = sorted({piece["batch"] for piece in record["pieces"]})
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for piece in record["pieces"]:
+        seconds = _seconds(piece)
+        base = next(iter(seconds))[0]
+        for precision in dict.fromkeys(way[2] for way in seconds):
+            own, reference = (
+                min(
+                    (way for way in seconds if (way[0], way[2]) == (name, precision)),
+                    key=lambda way: statistics.median(seconds[way]),
+                )
+                for name in (piece["model"], base)
+            )
+            ratio = _ratio(seconds[reference], seconds[own])
+            text = f"{ratio:.2f} ({own[1]} / {reference[1]})"
+            cells.setdefault((piece["model"], precision), {})[piece["batch"]] = text
+    rows = (
+        (f"`{name}`", precision, *(own.get(batch, "") for batch in batches))
+        for (name, precision), own in cells.items()
+    )
+    return markdown(("model", "precision", *(f"batch {batch}" for batch in batches)), rows)
+
+
+def _seconds(piece: dict[str, Any]) -> dict[tuple[str, str, str], list[float]]:
+    return {(name, form, precision): own for name, form, precision, own in piece["seconds"]}
+
+
+def _ratio(base: list[float], own: list[float]) -> float:
+    """Return how many times as fast as the base, the median over the rounds."""
+    return statistics.median(b / t for b, t in zip(base, own, strict=True))
 
 
 def main() -> None:

@@ -7,9 +7,9 @@ import pytest
 from benchmarks import (
     data_share,
     deployment,
-    graph_depth,
     graph_layers,
     graph_published,
+    graph_tables,
     models,
     roofline,
 )
@@ -40,8 +40,8 @@ def test_the_page_on_graphs_shows_our_accuracies_beside_the_published_ones(graph
     assert graph_published.table(graph) in (ROOT / "docs/graph.md").read_text()
 
 
-@pytest.mark.parametrize("table", graph_depth.TABLES.values())
-def test_the_page_on_graphs_shows_the_search_and_the_depths_of_gcnii(table):
+@pytest.mark.parametrize("table", graph_tables.TABLES.values())
+def test_the_page_on_graphs_shows_the_tables_of_the_sweeps(table):
     assert table() in (ROOT / "docs/graph.md").read_text()
 
 

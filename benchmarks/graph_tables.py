@@ -1,0 +1,122 @@
+"""The tables of docs/graph.md that are made from the results of sweeps. All show %.
+
+    python -m benchmarks.graph_tables gcn2_search
+    python -m benchmarks.graph_tables gat_depth
+
+Each is named after a file of configs/graph, whose sweep has made the runs.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import markdown
+from lipsformer._commands import documented_parser
+from lipsformer.jsonl import read_jsonl
+
+RESULTS = Path(__file__).parent / "results/graph"
+GCN2 = {"spectral": "with weight normalization", "none": "GCNII"}
+
+Run = dict[str, Any]
+Runs = dict[tuple[str, str], list[Run]]
+
+
+def gcn2_search() -> str:
+    """Validation accuracies of all settings of GCNII with and without weight normalization."""
+    runs = _runs("search_gcn2", lambda cell: (cell["case"], cell["model.kwargs.weight_norm"]))
+    rows = (
+        (case, *(_mean(runs.get((case, form), []), "val_acc") for form in GCN2))
+        for case in _firsts(runs)
+    )
+    return markdown(("setting", *GCN2.values()), rows)
+
+
+def gcn2_depth() -> str:
+    """Test accuracies of GCNII with and without weight normalization by depth."""
+    runs = _runs("depth_gcn2", lambda cell: (cell["case"], cell["model.kwargs.weight_norm"]))
+    rows = (
+        (case.replace(" layers", ""), network, len(runs[case, form]), *_test(runs[case, form]))
+        for case in sorted(_firsts(runs), key=lambda case: int(case.split()[0]))
+        for form, network in GCN2.items()
+        if (case, form) in runs
+    )
+    return markdown(("layers", "network", "seeds", "best validation epoch", "last epoch"), rows)
+
+
+def gat_depth() -> str:
+    """Test accuracies of a GAT by depth and norm, at the best validation and at the last epoch."""
+    runs = _runs("depth_gat", lambda cell: (cell["model.num_layers"], cell["case"]))
+    norms = list(dict.fromkeys(norm for _, norm in runs))
+    header = ("layers", *norms)
+    layers = sorted(_firsts(runs), key=int)
+    best, last = (
+        markdown(
+            header, ((n, *(_mean(runs.get((n, norm), []), key) for norm in norms)) for n in layers)
+        )
+        for key in ("test_acc", "last_test_acc")
+    )
+    return f"At the best validation epoch:\n\n{best}\n\nAt the last epoch:\n\n{last}"
+
+
+def residual_depth() -> str:
+    """Test accuracies of residual networks by depth."""
+    runs = _runs("depth_residual", lambda cell: (cell["case"], cell["model.num_layers"]))
+    rows = (
+        (network, n, len(runs[network, n]), *_test(runs[network, n]))
+        for network in _firsts(runs)
+        for n in sorted((layers for case, layers in runs if case == network), key=int)
+    )
+    return markdown(("network", "layers", "seeds", "best validation epoch", "last epoch"), rows)
+
+
+def trees() -> str:
+    """Highest training accuracies on trees by depth and norm."""
+    runs = _runs("table_trees", lambda cell: tuple(cell["case"].split(", ")))
+    norms = list(dict.fromkeys(norm for _, norm in runs))
+    rows = (
+        (depth, *(_mean(runs.get((depth, norm), []), "highest_train_acc") for norm in norms))
+        for depth in sorted(_firsts(runs))
+    )
+    return markdown(("", *norms), rows)
+
+
+def learned_constant() -> str:
+    """Test accuracies with a constant that learns."""
+    runs = _runs("learned_constant", lambda cell: (cell["case"], ""))
+    rows = ((case, len(own), *_test(own)) for (case, _), own in runs.items())
+    return markdown(("network", "seeds", "best validation epoch", "last epoch"), rows)
+
+
+def _runs(name: str, key: Callable[[Run], tuple[str, str]]) -> Runs:
+    runs: Runs = defaultdict(list)
+    for line in read_jsonl(RESULTS / f"{name}.jsonl"):
+        runs[key(line["cell"])].append(line)
+    return dict(runs)
+
+
+def _firsts(runs: Runs) -> Iterable[str]:
+    return dict.fromkeys(first for first, _ in runs)
+
+
+def _test(runs: list[Run]) -> tuple[str, str]:
+    return _mean(runs, "test_acc"), _mean(runs, "last_test_acc")
+
+
+def _mean(runs: list[Run], key: str) -> str:
+    values = [100 * run[key] for run in runs]
+    if len(values) < 2:
+        return "".join(f"{value:.1f}" for value in values)
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
+TABLES = {
+    table.__name__: table
+    for table in (gcn2_search, gcn2_depth, gat_depth, residual_depth, trees, learned_constant)
+}
+
+if __name__ == "__main__":
+    parser = documented_parser(__doc__, prog="python -m benchmarks.graph_tables")
+    parser.add_argument("table", choices=sorted(TABLES))
+    print(TABLES[parser.parse_args().table]())
