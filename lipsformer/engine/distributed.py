@@ -22,6 +22,7 @@ from accelerate.utils import (
 
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config, TrainConfig
+from lipsformer.engine.allocator import keep_freed_memory
 from lipsformer.engine.run_folder import TENSORBOARD
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ Result = TypeVar("Result")
 
 
 def start(config: Config) -> Accelerator:
-    """Join the other processes, if any, and set device, precision and determinism."""
+    """Join the other processes, if any, and set device, precision, determinism and allocator."""
+    keep_freed_memory()
     # The launcher sets this variable to true. Accelerate 1.15 then sends the weights of rank 0 to
     # all others, which fails if a buffer is not sharded. Here every rank builds the same weights.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import (
     data_share,
     deployment,
+    first_call,
     graph_layers,
     graph_published,
     graph_tables,
@@ -18,11 +19,13 @@ from tests.conftest import ROOT
 PAGES = {
     "data_share_cifar10.json": ("data.md", data_share.table),
     "data_share_cifar10_before.json": ("data.md", data_share.table),
+    "data_share_demo.json": ("data.md", data_share.table),
+    "data_share_imagenette.json": ("data.md", data_share.table),
     "deployment_xeon.json": ("deployment.md", deployment.table),
-    "deployment_models_xeon.json": ("deployment.md", deployment.table),
     "deployment_compiled_xeon.json": ("deployment.md", deployment.table),
     "int8_digits.json": ("deployment.md", deployment.table),
     "int8_cifar10.json": ("deployment.md", deployment.table),
+    "first_call_xeon.json": ("performance.md", first_call.table),
     "models_bf16_xeon.json": ("performance.md", models.table),
     "models_batch_xeon.json": ("performance.md", models.table),
     "models_size_xeon.json": ("performance.md", models.table),
