@@ -137,7 +137,7 @@ struct Map {
     }
 };
 
-// c[m][j] += sum_k a[m * a_row + k * a_col] * b[k][j] for M rows and 16 V columns.
+// c[m][j] += sum_k a[m * a_row + k * a_col] * b[k][j] for M rows and V * LANES columns.
 template <int M, int V>
 inline void product_block(const float *a, int64_t a_row, int64_t a_col, const float *b,
                           int64_t b_row, int64_t depth, float *c, int64_t c_row) {
@@ -159,16 +159,18 @@ inline void product_block(const float *a, int64_t a_row, int64_t a_col, const fl
 template <int M>
 inline void product_rows(const float *a, int64_t a_row, int64_t a_col, const float *b,
                          int64_t b_row, int64_t depth, float *c, int64_t c_row, int64_t columns) {
+    constexpr int V = LANES == 4 ? 4 : 2;
     int64_t j = 0;
-    for (; j + 2 * LANES <= columns; j += 2 * LANES)
-        product_block<M, 2>(a, a_row, a_col, b + j, b_row, depth, c + j, c_row);
-    if (j < columns) product_block<M, 1>(a, a_row, a_col, b + j, b_row, depth, c + j, c_row);
+    for (; j + V * LANES <= columns; j += V * LANES)
+        product_block<M, V>(a, a_row, a_col, b + j, b_row, depth, c + j, c_row);
+    for (; j < columns; j += LANES)
+        product_block<M, 1>(a, a_row, a_col, b + j, b_row, depth, c + j, c_row);
 }
 
-// c += a b, with a read as [rows][depth] by the two strides; columns in multiples of sixteen.
+// c += a b, with a read as [rows][depth] by the two strides; columns in multiples of LANES.
 void product(int64_t rows, const float *a, int64_t a_row, int64_t a_col, const float *b,
              int64_t b_row, int64_t depth, float *c, int64_t c_row, int64_t columns) {
-    constexpr int M = 7;
+    constexpr int M = LANES == 16 ? 7 : 6;  // AVX2 has 16 registers; the windows have 49 rows
     int64_t m = 0;
     for (; m + M <= rows; m += M)
         product_rows<M>(a + m * a_row, a_row, a_col, b, b_row, depth, c + m * c_row, c_row, columns);

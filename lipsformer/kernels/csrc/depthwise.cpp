@@ -2,7 +2,7 @@
 // the size of the map: value, gradient of the input (flipped kernels, no bias), gradients of
 // kernels and bias.
 //
-// A task takes sixteen channels of an image. Rows run along the longer side of the map (kernels are
+// A task takes LANES channels of an image. Rows run along the longer side of the map (kernels are
 // transposed for that) and are copied one after the other into a ring of K rows, which stays in the
 // first cache; up to 14 neighbouring outputs, held in registers, share what is loaded.
 #include "parallel.h"
@@ -69,7 +69,7 @@ template <class F> void runs(int64_t columns, F f) {
     columns - x > NARROW ? f(x, Wide(), no, yes) : f(x, Narrow(), no, yes);
 }
 
-// The last K rows of a map, sixteen channels, one after the other without gaps.
+// The last K rows of a map, LANES channels, one after the other without gaps.
 template <int K> struct Ring {
     Ring(const Maps &maps) : maps(maps), buffer(K * maps.padded) {}
 

@@ -1,24 +1,27 @@
-// Sixteen floats at a time, with GCC's vector types: the compiler splits them where the processor's
-// registers are narrower.
+// As many floats at a time as a register of the processor holds, with GCC's vector types. Of wider
+// types GCC keeps the values in memory.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #include <immintrin.h>
+constexpr int64_t LANES = 16;
+#elif defined(__AVX2__)
+constexpr int64_t LANES = 8;
+#else
+constexpr int64_t LANES = 4;
 #endif
 
-typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
-
-constexpr int64_t LANES = 16;
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 static inline vec load(const float *p) { return *reinterpret_cast<const vec *>(p); }
 
 static inline void store(float *p, vec x) { *reinterpret_cast<vec *>(p) = x; }
 
-// The first n of sixteen floats, zeros behind them.
+// The first n of LANES floats, zeros behind them.
 static inline vec load_first(const float *p, int64_t n) {
     vec x = {};
     memcpy(&x, p, n * sizeof(float));
@@ -29,61 +32,61 @@ static inline void store_first(float *p, vec x, int64_t n) { memcpy(p, &x, n * s
 
 static inline vec splat(float x) { return x - vec{}; }
 
-typedef float half_vec __attribute__((vector_size(32)));
-typedef float quarter_vec __attribute__((vector_size(16)));
+// Sums and maxima over 4, 8 or 16 lanes, half by half.
+typedef float vec4 __attribute__((vector_size(16)));
 
-#if defined(__clang__) || __GNUC__ >= 12
+static inline float sum(vec4 x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
-static inline half_vec low(vec x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
-
-static inline half_vec high(vec x) {
-    return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+static inline float max(vec4 x) {
+    const float a = x[0] > x[1] ? x[0] : x[1], b = x[2] > x[3] ? x[2] : x[3];
+    return a > b ? a : b;
 }
 
-static inline quarter_vec low(half_vec x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3); }
-
-static inline quarter_vec high(half_vec x) { return __builtin_shufflevector(x, x, 4, 5, 6, 7); }
-
+#if defined(__clang__) || __GNUC__ >= 12
+#define HALF(type, x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
 #else  // GCC up to 11, which copies the halves through memory
-
-template <class Half, class Whole>
-static inline Half half(const Whole &x, int64_t which) {
+template <class Half, class Whole, class... Others>
+static inline Half half(const Whole &x, int64_t first, Others...) {
     Half y;
-    memcpy(&y, reinterpret_cast<const char *>(&x) + which * sizeof(Half), sizeof(Half));
+    memcpy(&y, reinterpret_cast<const float *>(&x) + first, sizeof(Half));
     return y;
 }
 
-static inline half_vec low(vec x) { return half<half_vec>(x, 0); }
+#define HALF(type, x, ...) half<type>(x, __VA_ARGS__)
+#endif
 
-static inline half_vec high(vec x) { return half<half_vec>(x, 1); }
+#ifdef __AVX2__
+typedef float vec8 __attribute__((vector_size(32)));
 
-static inline quarter_vec low(half_vec x) { return half<quarter_vec>(x, 0); }
+static inline vec4 low(vec8 x) { return HALF(vec4, x, 0, 1, 2, 3); }
 
-static inline quarter_vec high(half_vec x) { return half<quarter_vec>(x, 1); }
+static inline vec4 high(vec8 x) { return HALF(vec4, x, 4, 5, 6, 7); }
 
+static inline float sum(vec8 x) { return sum(low(x) + high(x)); }
+
+static inline float max(vec8 x) { return max(low(x) > high(x) ? low(x) : high(x)); }
+#endif
+
+#ifdef __AVX512F__
+typedef float vec16 __attribute__((vector_size(64)));
+
+static inline vec8 low(vec16 x) { return HALF(vec8, x, 0, 1, 2, 3, 4, 5, 6, 7); }
+
+static inline vec8 high(vec16 x) { return HALF(vec8, x, 8, 9, 10, 11, 12, 13, 14, 15); }
+
+static inline float sum(vec16 x) { return sum(low(x) + high(x)); }
+
+static inline float max(vec16 x) { return max(low(x) > high(x) ? low(x) : high(x)); }
 #endif
 
 // y = x^T for four rows of four floats.
 static inline void transpose_4x4(const float *x, int64_t x_row, float *y, int64_t y_row) {
-    quarter_vec row[4];
-    for (int64_t i = 0; i < 4; ++i) memcpy(row + i, x + i * x_row, sizeof(quarter_vec));
+    vec4 row[4];
+    for (int64_t i = 0; i < 4; ++i) memcpy(row + i, x + i * x_row, sizeof(vec4));
     for (int64_t i = 0; i < 4; ++i) {
-        const quarter_vec column = {row[0][i], row[1][i], row[2][i], row[3][i]};
+        const vec4 column = {row[0][i], row[1][i], row[2][i], row[3][i]};
         memcpy(y + i * y_row, &column, sizeof(column));
     }
-}
-
-static inline float sum(vec x) {
-    const half_vec h = low(x) + high(x);
-    const quarter_vec q = low(h) + high(h);
-    return (q[0] + q[2]) + (q[1] + q[3]);
-}
-
-static inline float max(vec x) {
-    const half_vec h = low(x) > high(x) ? low(x) : high(x);
-    const quarter_vec q = low(h) > high(h) ? low(h) : high(h);
-    const float a = q[0] > q[1] ? q[0] : q[1], b = q[2] > q[3] ? q[2] : q[3];
-    return a > b ? a : b;
 }
 
 // e^x, relative error 2e-7; 0 below -87.7, infinity only beyond float's range, NaN stays NaN.
@@ -126,8 +129,8 @@ struct bf16 {
     uint16_t bits;
 };
 
-typedef uint16_t half_words __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t words __attribute__((vector_size(64), may_alias));
+typedef uint16_t half_words __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), may_alias));
 
 #ifdef __AVX512F__  // one instruction each, where GCC 12 takes four or more
 
