@@ -26,6 +26,7 @@ PAGES = {
     "int8_digits.json": ("deployment.md", deployment.table),
     "int8_cifar10.json": ("deployment.md", deployment.table),
     "first_call_xeon.json": ("performance.md", first_call.table),
+    "models_avx2_xeon.json": ("performance.md", models.table),
     "models_bf16_xeon.json": ("performance.md", models.table),
     "models_batch_xeon.json": ("performance.md", models.table),
     "models_size_xeon.json": ("performance.md", models.table),
