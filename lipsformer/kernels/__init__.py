@@ -12,9 +12,10 @@ Example:
 """
 
 from lipsformer.kernels.attention import normalize_rows, recomputed_attention
+from lipsformer.kernels.block import BlockTensors, block
 from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
 from lipsformer.kernels.dispatch import active_transform, usable
-from lipsformer.kernels.gpu_arguments import BlockTensors, WindowArguments
+from lipsformer.kernels.gpu_arguments import WindowArguments
 from lipsformer.kernels.gpu_block import gpu_block
 from lipsformer.kernels.gpu_windows import (
     MAX_GPU_TOKENS,
@@ -43,6 +44,7 @@ __all__ = [
     "WindowArguments",
     "active_transform",
     "add_gelu",
+    "block",
     "center",
     "centered_affine",
     "cosine_windows",

@@ -24,7 +24,7 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         x = x.to(torch.get_autocast_dtype("cpu"))
     if torch.is_grad_enabled():
         return _DepthwiseConv.apply(x, weight.float(), bias.float())
-    return _convolve(x, weight.float(), bias.float())
+    return convolve(x, weight.float(), bias.float())
 
 
 class _DepthwiseConv(torch.autograd.Function):
@@ -33,17 +33,17 @@ class _DepthwiseConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _convolve(x, weight, bias)
+        return convolve(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         (grad,) = grad_outputs
-        grad_x = _convolve(grad, weight, None, flip=True) if ctx.needs_input_grad[0] else None
-        return grad_x, *_parameter_gradients(x, weight, grad)
+        grad_x = convolve(grad, weight, None, flip=True) if ctx.needs_input_grad[0] else None
+        return grad_x, *depthwise_gradients(x, weight, grad)
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, flip: bool = False) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, flip: bool = False) -> Tensor:
     """Convolve ``x`` ([B, H, W, C]) with ``weight`` ([C, 1, K, K]), flipped if asked."""
     if usable("depthwise.csrc", x, weight):
         x, weight = x.contiguous(), weight.contiguous()
@@ -57,7 +57,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, flip: bool = False
     return y.permute(0, 2, 3, 1)
 
 
-def _parameter_gradients(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def depthwise_gradients(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of the kernels and the bias.
 
     PyTorch's own take up to ten times as long as the forward pass. The gradient of the kernels is

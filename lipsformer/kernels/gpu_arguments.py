@@ -54,34 +54,3 @@ class WindowArguments(NamedTuple):
     def without_tensors(self) -> "WindowArguments":
         """Return the same arguments with None in place of every tensor."""
         return self.with_tensors([None] * len(self.tensors()))
-
-
-class BlockTensors(NamedTuple):
-    """The parameters of a block, with a drop path factor per sample, or None, for each branch."""
-
-    depthwise_1: Tensor
-    depthwise_1_bias: Tensor
-    pointwise: Tensor
-    pointwise_bias: Tensor
-    scale_1: Tensor
-    mask_1: Tensor | None
-    depthwise_2: Tensor
-    depthwise_2_bias: Tensor
-    scale_2: Tensor
-    mask_2: Tensor | None
-    qkv: Tensor
-    qkv_bias: Tensor
-    proj: Tensor
-    proj_bias: Tensor
-    scale_3: Tensor
-    mask_3: Tensor | None
-    gain_1: Tensor | None
-    shift_1: Tensor | None
-    fc1: Tensor
-    fc1_bias: Tensor
-    fc2: Tensor
-    fc2_bias: Tensor
-    scale_4: Tensor
-    mask_4: Tensor | None
-    gain_2: Tensor
-    shift_2: Tensor

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer.kernels import gpu_pointwise as ops
+from lipsformer.kernels.block import BlockTensors
 from lipsformer.kernels.dispatch import refuse_second_derivatives
-from lipsformer.kernels.gpu_arguments import BlockTensors, WindowArguments
+from lipsformer.kernels.gpu_arguments import WindowArguments
 from lipsformer.kernels.gpu_depthwise import depthwise, depthwise_sums
 from lipsformer.kernels.gpu_parameters import add_programs, cast, weight_gradients
 from lipsformer.kernels.gpu_windows import parameter_gradients, window_gradients

@@ -42,13 +42,20 @@ def fused_linear(
             numbers. In bfloat16 always into the weight, in the pass that rounds it.
     """
     x = x.to(product_dtype(x))
-    few_tokens = x.numel() < x.shape[-1] ** 2
-    if few_tokens and output_scale is not None and x.dtype == torch.float32:
+    if output_scale is not None and scales_output(x):
         return fused_linear(x, weight, bias, act_before) * output_scale
     if torch.is_grad_enabled():
         return _FusedLinear.apply(x, weight, bias, act_before, output_scale)
-    weight, bias = _scale_rows(weight, bias, output_scale, x.dtype)
-    return _apply_gelu(x, weight, bias) if act_before else _apply(x, weight, bias)
+    return linear(x, weight, bias, act_before, output_scale)[0]
+
+
+def scales_output(x: Tensor) -> bool:
+    """Return whether a layer with the input ``x`` ([..., C_in]) scales its output, not its weight.
+
+    The output is the smaller of the two if there are fewer tokens than input channels. bfloat16
+    always scales the weight, which it has to round anyway.
+    """
+    return x.dtype == torch.float32 and x.numel() < x.shape[-1] ** 2
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -60,45 +67,84 @@ class _FusedLinear(torch.autograd.Function):
     """Keep the input before GELU only.
 
     The gradient of the scale follows from the gradient of the scaled weight, so the output is not
-    kept. The bias gradient is summed separately, because convolution_backward computes it slowly.
-    The input gradient is computed first, so that one pass yields both GELU(x), needed for the
-    weight gradient, and GELU'(x).
+    kept.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, act: bool, scale: Tensor | None
     ) -> Tensor:
-        scaled, offset = _scale_rows(weight, bias, scale, x.dtype)
-        kept = scaled if x.dtype == torch.bfloat16 else None  # it takes little memory
+        y, kept = linear(x, weight, bias, act, scale)
         ctx.save_for_backward(x, weight, bias, scale, kept)
         ctx.act_before = act
-        return _apply_gelu(x, scaled, offset) if act else _apply(x, scaled, offset)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, scale, scaled = ctx.saved_tensors
-        grad = grad_outputs[0].contiguous()
+        x, weight, bias, scale, kept = ctx.saved_tensors
         need_x, need_weight, _, _, need_scale = ctx.needs_input_grad
-        if scaled is None or torch.is_grad_enabled():  # a kept copy has no graph
-            scaled, _ = _scale_rows(weight, None, scale, x.dtype)
-        grad_x = grad_weight = grad_bias = grad_scale = None
-        if bias is not None:
-            grad_bias = sum_rows(grad)
-        need_scaled = need_weight or need_scale
-        if ctx.act_before and need_x:
-            grad_x, grad_scaled = _gelu_product_backward(grad, x, scaled, need_scaled)
-        else:
-            grad_x = _product(grad, scaled.T) if need_x else None
-            x = F.gelu(x) if ctx.act_before else x
-            grad_scaled = _weight_gradient(grad, x) if need_scaled else None
-        if grad_scaled is not None:
-            grad_weight, grad_scale = _scale_rows_backward(grad_scaled, weight, scale)
-        if grad_scale is not None and bias is not None and grad_bias is not None:
-            grad_scale += grad_bias * bias
-        if scale is not None:
-            grad_bias = None if grad_bias is None else grad_bias * scale
+        grad_x, grad_weight, grad_bias, grad_scale = linear_backward(
+            *(grad_outputs[0].contiguous(), x, weight, bias, ctx.act_before, scale, kept),
+            need_x=need_x,
+            need_weight=need_weight or need_scale,
+        )
         return grad_x, grad_weight, grad_bias, None, grad_scale
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, act_before: bool, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return scale * (GELU(x) W^T + b), and in bfloat16 the rounded weight, else None."""
+    scaled, offset = _scale_rows(weight, bias, scale, x.dtype)
+    y = _apply_gelu(x, scaled, offset) if act_before else _apply(x, scaled, offset)
+    return y, scaled if x.dtype == torch.bfloat16 else None  # a rounded copy takes little memory
+
+
+def linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    act_before: bool,
+    scale: Tensor | None,
+    kept: Tensor | None,
+    need_x: bool = True,
+    need_weight: bool = True,
+) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of ``linear`` with respect to ``x``, weight, bias and scale.
+
+    The bias gradient is summed separately, because convolution_backward computes it slowly. The
+    input gradient is computed first, so that one pass yields both GELU(x), needed for the weight
+    gradient, and GELU'(x).
+
+    Args:
+        grad: Gradient of the result, contiguous.
+        x: The input.
+        weight: W.
+        bias: b.
+        act_before: As in ``linear``.
+        scale: As in ``linear``.
+        kept: What ``linear`` returned beside the result.
+        need_x: Compute the gradient of ``x``; otherwise it is None.
+        need_weight: Compute the gradients of the weight and the scale; otherwise they are None.
+    """
+    if kept is None or torch.is_grad_enabled():  # a kept copy has no graph
+        kept, _ = _scale_rows(weight, None, scale, x.dtype)
+    grad_x = grad_scaled = grad_weight = grad_scale = None
+    grad_bias = None if bias is None else sum_rows(grad)
+    if act_before and need_x:
+        grad_x, grad_scaled = _gelu_product_backward(grad, x, kept, need_weight)
+    else:
+        grad_x = _product(grad, kept.T) if need_x else None
+        x = F.gelu(x) if act_before else x
+        grad_scaled = _weight_gradient(grad, x) if need_weight else None
+    if grad_scaled is not None:
+        grad_weight, grad_scale = _scale_rows_backward(grad_scaled, weight, scale)
+    if grad_scale is not None and bias is not None and grad_bias is not None:
+        grad_scale += grad_bias * bias
+    if scale is not None:
+        grad_bias = None if grad_bias is None else grad_bias * scale
+    return grad_x, grad_weight, grad_bias, grad_scale
 
 
 def _scale_rows(

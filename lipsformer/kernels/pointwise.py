@@ -49,9 +49,8 @@ class _CenteredAffine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
-        y = center(x, gain * factor, bias)
-        lost = (bias.abs() > MAX_OFFSET[x.dtype] * gain.abs()) | (gain == 0.0)
-        ctx.save_for_backward(y, gain, bias, lost, x if lost.any() else None)
+        y, lost, kept = center_affine(x, gain, bias, factor)
+        ctx.save_for_backward(y, gain, bias, lost, kept)
         ctx.factor = factor
         return y
 
@@ -59,13 +58,37 @@ class _CenteredAffine(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         y, gain, bias, lost, x = ctx.saved_tensors
         (grad,) = grad_outputs
-        grad_x, offset, grad_bias = center_backward(grad, y, gain * ctx.factor, bias)
-        if x is None:
-            return grad_x, offset / gain, grad_bias, None
-        grad_gain = offset / gain.masked_fill(lost, 1.0)  # 0 / 0 has no derivative
-        centered = x[..., lost] - x.mean(dim=-1, keepdim=True, dtype=gain.dtype)
-        direct = (grad[..., lost] * centered).reshape(-1, centered.shape[-1]).sum(0) * ctx.factor
-        return grad_x, grad_gain.index_put((lost,), direct), grad_bias, None
+        return *center_affine_backward(grad, y, gain, bias, lost, x, ctx.factor), None
+
+
+def center_affine(
+    x: Tensor, gain: Tensor, bias: Tensor, factor: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return factor * gain * (x - mean(x)) + bias, the channels that lose it, and ``x`` if any do.
+
+    A channel loses the centered input if that cannot be computed from the result.
+    """
+    lost = (bias.abs() > MAX_OFFSET[x.dtype] * gain.abs()) | (gain == 0.0)
+    return center(x, gain * factor, bias), lost, x if lost.any() else None
+
+
+def center_affine_backward(
+    grad: Tensor,
+    y: Tensor,
+    gain: Tensor,
+    bias: Tensor,
+    lost: Tensor,
+    x: Tensor | None,
+    factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``center_affine`` with respect to ``x``, gain and bias."""
+    grad_x, offset, grad_bias = center_backward(grad, y, gain * factor, bias)
+    if x is None:
+        return grad_x, offset / gain, grad_bias
+    grad_gain = offset / gain.masked_fill(lost, 1.0)  # 0 / 0 has no derivative
+    centered = x[..., lost] - x.mean(dim=-1, keepdim=True, dtype=gain.dtype)
+    direct = (grad[..., lost] * centered).reshape(-1, centered.shape[-1]).sum(0) * factor
+    return grad_x, grad_gain.index_put((lost,), direct), grad_bias
 
 
 def gelu_residual(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:

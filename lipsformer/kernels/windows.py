@@ -9,6 +9,8 @@ from torch import Tensor
 from lipsformer.kernels.bindings import name_of, run
 from lipsformer.kernels.dispatch import refuse_second_derivatives
 
+# the windows (h, w), nu and eps of every partition
+Options = list[tuple[tuple[int, int], float, float]]
 MAX_WINDOW_TOKENS = 1024  # scores and their gradients then take 8 MB in every thread
 
 
@@ -56,49 +58,65 @@ class _CosineWindows(torch.autograd.Function):
         bias: Tensor | None,
         tau: Tensor,
         lepe: Tensor | None,
-        options: list[tuple[tuple[int, int], float, float]],
+        options: Options,
     ) -> Tensor:
         qkv = qkv.contiguous()
         bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(qkv, bias, tau, lepe)
         ctx.options = options
-        batch, height, width, _, parts, channels = qkv.shape
-        out = qkv.new_empty(batch, height, width, parts * channels)
-        of_qkv, of_out = qkv.view(-1, channels), out.view(-1, channels)
-        for part, (window, nu, eps) in enumerate(options):
-            run(
-                f"cosine_windows_forward_{name_of(qkv.dtype)}",
-                *(of_qkv[i * parts + part] for i in range(3)),
-                of_out[part],
-                *(bias, tau[part], None if lepe is None else lepe[part]),
-                *_geometry(qkv, tau, window, nu, eps),
-            )
-        return out
+        return windows_forward(qkv, bias, tau, lepe, options)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        (grad,) = grad_outputs
         qkv, bias, tau, lepe = ctx.saved_tensors
-        grad = grad.to(qkv.dtype).contiguous()
-        grad_qkv = torch.empty_like(qkv)
-        grad_bias, grad_tau, grad_lepe = (
-            None if tensor is None else torch.zeros_like(tensor) for tensor in (bias, tau, lepe)
+        grad = grad_outputs[0].to(qkv.dtype).contiguous()
+        return *windows_backward(grad, qkv, bias, tau, lepe, ctx.options), None
+
+
+def windows_forward(
+    qkv: Tensor, bias: Tensor | None, tau: Tensor, lepe: Tensor | None, options: Options
+) -> Tensor:
+    """Return the attention's output; the tensors are contiguous."""
+    batch, height, width, _, parts, channels = qkv.shape
+    out = qkv.new_empty(batch, height, width, parts * channels)
+    of_qkv, of_out = qkv.view(-1, channels), out.view(-1, channels)
+    for part, (window, nu, eps) in enumerate(options):
+        run(
+            f"cosine_windows_forward_{name_of(qkv.dtype)}",
+            *(of_qkv[i * parts + part] for i in range(3)),
+            of_out[part],
+            *(bias, tau[part], None if lepe is None else lepe[part]),
+            *_geometry(qkv, tau, window, nu, eps),
         )
-        assert grad_tau is not None
-        parts, channels = qkv.shape[-2:]
-        of_qkv, of_grad_qkv, of_grad = (x.view(-1, channels) for x in (qkv, grad_qkv, grad))
-        for part, (window, nu, eps) in enumerate(ctx.options):
-            run(
-                f"cosine_windows_backward_{name_of(qkv.dtype)}",
-                *(of_qkv[i * parts + part] for i in range(3)),
-                of_grad[part],
-                *(bias, tau[part], None if lepe is None else lepe[part]),
-                *(of_grad_qkv[i * parts + part] for i in range(3)),
-                *(grad_bias, grad_tau[part], None if grad_lepe is None else grad_lepe[part]),
-                *_geometry(qkv, tau, window, nu, eps),
-            )
-        return grad_qkv, grad_bias, grad_tau, grad_lepe, None
+    return out
+
+
+def windows_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    bias: Tensor | None,
+    tau: Tensor,
+    lepe: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return the gradients of ``windows_forward`` with respect to its tensors."""
+    grad_qkv, grad_tau = torch.empty_like(qkv), torch.zeros_like(tau)
+    grad_bias = None if bias is None else torch.zeros_like(bias)
+    grad_lepe = None if lepe is None else torch.zeros_like(lepe)
+    parts, channels = qkv.shape[-2:]
+    of_qkv, of_grad_qkv, of_grad = (x.view(-1, channels) for x in (qkv, grad_qkv, grad))
+    for part, (window, nu, eps) in enumerate(options):
+        run(
+            f"cosine_windows_backward_{name_of(qkv.dtype)}",
+            *(of_qkv[i * parts + part] for i in range(3)),
+            of_grad[part],
+            *(bias, tau[part], None if lepe is None else lepe[part]),
+            *(of_grad_qkv[i * parts + part] for i in range(3)),
+            *(grad_bias, grad_tau[part], None if grad_lepe is None else grad_lepe[part]),
+            *_geometry(qkv, tau, window, nu, eps),
+        )
+    return grad_qkv, grad_bias, grad_tau, grad_lepe
 
 
 def _geometry(

@@ -237,10 +237,10 @@ def attend_in_windows(
         "cosine_windows",
         *tensors,
         training=attentions[0].training,
-        unless=lambda: _kernel_obstacle(windows, attentions, lepes),
+        unless=lambda: cpu_obstacle(windows, attentions, lepes),
     ):
-        tau, nu, eps = _tau_nu_eps(attentions)
-        return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, _lepe_table(lepes))
+        tau, nu, eps = tau_nu_eps(attentions)
+        return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, lepe_table(lepes))
     if kernels.usable(
         "cosine_windows.gpu",
         qkv,
@@ -273,12 +273,12 @@ def _plain_windows(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
-def _kernel_obstacle(
+def cpu_obstacle(
     windows: Sequence[tuple[int, int]],
     attentions: Sequence[Any],
     lepes: Sequence[nn.Module],
 ) -> str | None:
-    """Return why the kernel would not compute what these modules compute, None if it would."""
+    """Return why the CPU's kernel would not compute what these modules compute."""
     if any(h * w > kernels.MAX_WINDOW_TOKENS for h, w in windows):
         return f"a window has more than {kernels.MAX_WINDOW_TOKENS} tokens"
     obstacle = _module_obstacle(attentions, lepes)
@@ -383,7 +383,7 @@ def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[nn.Module]) -> s
     return "a module has hooks, which the kernel would not call" if hooked else None
 
 
-def _tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:
+def tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:
     """Return tau ([P, heads]), nu (0 for raw values) and eps of every partition."""
     taus, nu = [], []
     for attention in attentions:
@@ -394,7 +394,7 @@ def _tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[fl
     return torch.stack(taus), nu, [attention.eps for attention in attentions]
 
 
-def _lepe_table(lepes: Sequence[Any]) -> Tensor | None:
+def lepe_table(lepes: Sequence[Any]) -> Tensor | None:
     """Return the nine weights and the bias of every partition's convolution, [P, 10, C]."""
     if len(lepes) == 0:
         return None

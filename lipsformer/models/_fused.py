@@ -8,12 +8,32 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer import kernels
-from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear, WeightedResidual
-from lipsformer.layers.cosine_attention import gpu_arguments, gpu_obstacle
+from lipsformer.layers import (
+    CenterNorm,
+    DepthwiseConv2d,
+    Linear,
+    ScaledCosineAttention,
+    WeightedResidual,
+)
+from lipsformer.layers.cosine_attention import (
+    cpu_obstacle,
+    gpu_arguments,
+    gpu_obstacle,
+    lepe_table,
+    tau_nu_eps,
+)
+
+# The classes that the kernels compute. Those of the blocks, the branches and the attentions are
+# told by their files, which import this one.
+_CLASSES = (
+    *(WeightedResidual, CenterNorm, DepthwiseConv2d, Linear, ScaledCosineAttention),
+    *(nn.Identity, nn.Dropout, nn.ModuleList),
+)
+_FILES = tuple(f"lipsformer.models.lipsformer{body}" for body in ("", "_cswin", "_swin"))
 
 
-def on_gpu(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Let the kernels for a GPU compute a block's forward pass where they are usable and proven.
+def in_one_call(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Let one kernel compute a block's training step where it is usable and, on a GPU, proven.
 
     Args:
         forward: The block and its input x ([B, H, W, C]) to its output.
@@ -23,6 +43,8 @@ def on_gpu(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], 
     def either(block: Any, x: Tensor) -> Tensor:
         if usable(block, x) and _proven(block, x, forward):
             return fused_block(block, x)
+        if usable_on_cpu(block, x):
+            return cpu_block(block, x)
         return forward(block, x)
 
     return either
@@ -62,21 +84,42 @@ def _alternate_mask(residual: Any, x: Tensor) -> Tensor | None:
 
 
 def usable(block: Any, x: Tensor) -> bool:
-    """Return whether the kernels may compute a block on the map ``x`` ([B, H, W, C])."""
+    """Return whether the GPU's kernels may compute a block on the map ``x`` ([B, H, W, C])."""
     if isinstance(x, torch.fx.Proxy):  # FX cannot trace the choice of a kernel
         return False
     obstacle = lambda: _obstacle(block, x)  # noqa: E731
     return kernels.usable("block.gpu", x, training=block.training, unless=obstacle)
 
 
+def usable_on_cpu(block: Any, x: Tensor) -> bool:
+    """Return whether the CPU's function may compute a block on the map ``x`` ([B, H, W, C])."""
+    if isinstance(x, torch.fx.Proxy) or not torch.is_grad_enabled():
+        return False
+    obstacle = lambda: _cpu_obstacle(block, x)  # noqa: E731
+    return kernels.usable("block", x, training=block.training, unless=obstacle)
+
+
+def cpu_block(block: Any, x: Tensor) -> Tensor:
+    """Apply a block without drop path to ``x`` ([B, H, W, C]) on the CPU."""
+    windows, attentions, bias, lepes = block.attn.branch.arrangement(x.shape[1], x.shape[2])
+    tau, nu, eps = tau_nu_eps(attentions)
+    tensors = _tensors(block, [None] * 4)
+    return kernels.block(x, tensors, windows, tau, nu, eps, bias, lepe_table(lepes))
+
+
 def fused_block(block: Any, x: Tensor) -> Tensor:
-    """Apply a block to ``x`` ([B, H, W, C])."""
+    """Apply a block to ``x`` ([B, H, W, C]) on a GPU."""
+    masks = [r.draw_mask(x) for r in residuals(block)]
+    tensors = _tensors(block, [None if mask is None else mask.flatten() for mask in masks])
+    arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
+    return kernels.gpu_block(x, tensors, gpu_arguments(*arrangement))
+
+
+def _tensors(block: Any, masks: list[Tensor | None]) -> kernels.BlockTensors:
     conv1, conv2, attn, mlp = (r.branch for r in residuals(block))
     scales = [r.residual_scale for r in residuals(block)]
-    masks = [r.draw_mask(x) for r in residuals(block)]
-    masks = [None if mask is None else mask.flatten() for mask in masks]
     normed = isinstance(block.norm1, CenterNorm)
-    tensors = kernels.BlockTensors(
+    return kernels.BlockTensors(
         *(conv1.depthwise.weight, conv1.depthwise.bias),
         *(conv1.pointwise.weight, conv1.pointwise.bias, scales[0], masks[0]),
         *(conv2.depthwise.weight, conv2.depthwise.bias, scales[1], masks[1]),
@@ -85,7 +128,6 @@ def fused_block(block: Any, x: Tensor) -> Tensor:
         *(mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias, scales[3], masks[3]),
         *(block.norm2.weight, block.norm2.bias),
     )
-    return kernels.gpu_block(x, tensors, gpu_arguments(*attn.arrangement(x.shape[1], x.shape[2])))
 
 
 def residuals(block: Any) -> tuple[Any, ...]:
@@ -94,22 +136,50 @@ def residuals(block: Any) -> tuple[Any, ...]:
 
 
 def _obstacle(block: Any, x: Tensor) -> str | None:
-    """Return why one call would not compute what the modules of a block compute."""
+    """Return why the GPU's kernels would not compute what the modules of a block compute."""
+    obstacle = _module_obstacle(block, list(block.modules()))
+    arrangement = block.attn.branch.arrangement
+    return obstacle or gpu_obstacle(*arrangement(x.shape[1], x.shape[2]))
+
+
+def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
+    """Return why the CPU's function would not compute what the modules of a block compute."""
+    modules = list(block.modules())
+    obstacle = _module_obstacle(block, modules)
+    if obstacle is not None:
+        return obstacle
+    if any(residual.drop_path > 0.0 for residual in residuals(block)):
+        return "there is drop path, which leaves samples out"
+    if kernels.product_dtype(x) != x.dtype:
+        return "autocast changes the type of the input"
+    for module in modules:
+        for parameter in module._parameters.values():  # many times faster than parameters()
+            if parameter is None:
+                continue
+            if type(parameter) is not nn.Parameter or not parameter.requires_grad:
+                return "a parameter is frozen or replaced"
+            if parameter.dtype != torch.float32 or not parameter.is_contiguous():
+                return "a parameter is not float32 or not contiguous"
+    windows, attentions, _, lepes = block.attn.branch.arrangement(x.shape[1], x.shape[2])
+    return cpu_obstacle(windows, attentions, lepes)
+
+
+def _module_obstacle(block: Any, modules: list[Any]) -> str | None:
+    """Return why no single call would compute what a block and the modules in it compute."""
+    if not all(type(residual) is WeightedResidual for residual in residuals(block)):
+        return "a residual is folded or replaced"
     attn = block.attn.branch
     if not hasattr(attn, "arrangement"):
         return f"the attention is {type(attn).__name__}"
-    obstacle = gpu_obstacle(*attn.arrangement(x.shape[1], x.shape[2]))
-    if obstacle is not None:
-        return obstacle
     if getattr(attn, "attn_factor", 1.0) != 1.0:
         return "the attention's output has a factor"
-    known = (WeightedResidual, CenterNorm, DepthwiseConv2d, Linear, nn.Identity, nn.Dropout)
-    for module in block.modules():
+    for module in modules:
         if isinstance(module, nn.Dropout) and module.p > 0.0:
             return "there is dropout"
-        replaced = isinstance(module, known) and type(module) not in known
-        if replaced or module.__dict__.get("forward") is not None:
-            return f"a module is {type(module).__name__}"
+        kind = type(module)
+        known = kind in _CLASSES or kind.__module__ in _FILES
+        if not known or module.__dict__.get("forward") is not None:
+            return f"a module is {kind.__name__}"
         if module is not block and (
             module._forward_hooks
             or module._forward_pre_hooks

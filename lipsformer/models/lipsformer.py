@@ -22,7 +22,7 @@ from lipsformer.layers import (
     spectral_init_modules_,
 )
 from lipsformer.models._core import check_attn, make_core
-from lipsformer.models._fused import on_gpu
+from lipsformer.models._fused import in_one_call
 from lipsformer.models._timm import TimmInterface
 from lipsformer.models.embed import ConvStem, PatchEmbed
 from lipsformer.models.inference import (
@@ -165,7 +165,7 @@ class LipsFormerBlock(nn.Module):
         self.mlp = residual(Mlp(dim, int(dim * mlp_ratio), drop=proj_drop, **dd))
         self.norm2 = CenterNorm(dim, **dd)
 
-    @on_gpu
+    @in_one_call
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block to ``x`` ([B, H, W, C])."""
         x = self.conv1(x)

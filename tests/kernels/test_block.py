@@ -1,0 +1,157 @@
+"""The whole block in one call on the CPU, compared with its modules and with float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lipsformer.kernels import dispatch
+from lipsformer.layers import CenterNorm, ScaledCosineAttention
+from lipsformer.models import _fused
+from lipsformer.models.lipsformer import LipsFormerBlock
+from lipsformer.models.lipsformer_cswin import StripeAttention
+from lipsformer.models.lipsformer_swin import WindowAttention
+
+MAPS = {"few tokens": (1, 3, 5), "many tokens": (3, 11, 7)}  # images, height, width
+DIM = 18
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    if dispatch.compiled_library() is None:
+        pytest.skip("no compiled kernels")
+
+
+def make(kind: str, lost: bool = False) -> LipsFormerBlock:
+    """Return a block with random parameters; ``lost`` makes a channel's gain of each norm zero."""
+    torch.manual_seed(0)
+    if kind == "windows":
+        attn = WindowAttention(DIM, 3, 3, ScaledCosineAttention(3, learn_logit_scale=True))
+    else:
+        cores = nn.ModuleList(ScaledCosineAttention(3, value_scale=1.5) for _ in range(2))
+        attn = StripeAttention(DIM, 6, 2, cores)
+    block = LipsFormerBlock(DIM, attn, kind == "windows", 0.3, mlp_ratio=3.0).train()
+    for parameter in block.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    for norm in (block.norm1, block.norm2):
+        if lost and isinstance(norm, CenterNorm):
+            norm.weight.data[3] = 0.0
+    return block
+
+
+def results(block, x, upstream, forward=LipsFormerBlock.forward) -> list[torch.Tensor]:
+    """Return the output and all gradients."""
+    x = x.clone().requires_grad_()
+    block.zero_grad()
+    out = forward(block, x)
+    out.backward(upstream.to(out.dtype))
+    return [out.detach(), x.grad, *(p.grad for p in block.parameters())]
+
+
+def maps(size: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, *MAPS[size], DIM, generator=generator).unbind(0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("size", MAPS)
+@pytest.mark.parametrize("kind", ["windows", "stripes"])
+def test_equals_float64(monkeypatch, kind, size, lost):
+    block = make(kind, lost)
+    x, upstream = maps(size)
+    assert _fused.usable_on_cpu(block, x)
+    actual = results(block, x, upstream)
+    monkeypatch.setattr(dispatch, "ENABLED", False)
+    expected = results(copy.deepcopy(block).double(), x.double(), upstream.double())
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5 * other.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", MAPS)
+@pytest.mark.parametrize("kind", ["windows", "stripes"])
+def test_has_the_bits_of_the_modules(kind, size, dtype):
+    """So that a hook, which needs the modules, does not change a run."""
+    block = make(kind)
+    x, upstream = (tensor.to(dtype) for tensor in maps(size))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        assert _fused.usable_on_cpu(block, x)
+        one_call = results(block, x, upstream)
+        modules = results(block, x, upstream, LipsFormerBlock.forward.__wrapped__)
+    for one, other in zip(one_call, modules, strict=True):
+        assert torch.equal(one, other)
+
+
+class Adapter(nn.Module):
+    """A layer around another one that shows its weight, as adapters for fine-tuning do."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.weight, self.bias = base.weight, base.bias
+
+    def forward(self, x):
+        return 3.0 * self.base(x)
+
+
+def hook(block):
+    block.mlp.branch.fc1.register_forward_hook(lambda *_: None)
+
+
+def adapt(block):
+    block.mlp.branch.fc1 = Adapter(block.mlp.branch.fc1)
+
+
+def subclass(block):
+    block.norm2.__class__ = type("Mine", (type(block.norm2),), {})
+
+
+def dropout(block):
+    block.mlp.branch.drop.p = 0.1
+
+
+def drop_path(block):
+    block.attn.drop_path = 0.1
+
+
+def freeze(block):
+    block.conv1.branch.depthwise.bias.requires_grad_(False)
+
+
+def widen(block):
+    block.mlp.branch.fc1.double()
+
+
+def replace_forward(block):
+    block.conv2.branch.forward = lambda x, last_gelu=True: x
+
+
+CHANGES = [hook, adapt, subclass, dropout, drop_path, freeze, widen, replace_forward]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
+def test_a_changed_block_takes_its_modules(change):
+    block = make("stripes")
+    x, _ = maps("few tokens")
+    assert _fused.usable_on_cpu(block, x)
+    change(block)
+    assert not _fused.usable_on_cpu(block, x)
+
+
+def test_evaluation_and_other_types_take_the_modules():
+    block = make("windows")
+    x, _ = maps("few tokens")
+    with torch.no_grad():
+        assert not _fused.usable_on_cpu(block, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not _fused.usable_on_cpu(block, x)  # a float32 stream
+    assert not _fused.usable_on_cpu(block, x.bfloat16().double())
+    assert not _fused.usable_on_cpu(block.eval(), x)
+
+
+def test_second_derivatives_are_refused():
+    block = make("windows")
+    x = maps("few tokens")[0].requires_grad_()
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(block(x).sum(), x, create_graph=True)
