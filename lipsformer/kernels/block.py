@@ -16,6 +16,8 @@ from lipsformer.kernels.linear import linear, linear_backward, scales_output
 from lipsformer.kernels.pointwise import (
     add_gelu,
     add_gelu_backward,
+    add_masked,
+    add_masked_backward,
     center_affine,
     center_affine_backward,
 )
@@ -56,6 +58,7 @@ class BlockTensors(NamedTuple):
 def block(
     x: Tensor,
     tensors: BlockTensors,
+    kept: Sequence[Tensor | None],
     windows: Sequence[tuple[int, int]],
     tau: Tensor,
     nu: Sequence[float],
@@ -67,7 +70,9 @@ def block(
 
     Args:
         x: [B, H, W, C] in float32, or in bfloat16 under autocast.
-        tensors: The parameters, in float32 and without masks.
+        tensors: The parameters in float32. Each mask is [K, 1, 1, 1].
+        kept: The indices, [K] and increasing, of the samples that enter each of the four branches;
+            None for all.
         windows: The arguments of the attention from here on are those of ``cosine_windows``.
         tau: [P, heads].
         nu: One number per partition.
@@ -77,16 +82,20 @@ def block(
     """
     options = list(zip(windows, nu, eps, strict=True))
     bias = None if bias is None else bias.contiguous()
-    return _Block.apply(x.contiguous(), options, bias, tau, lepe, *tensors)
+    return _Block.apply(x.contiguous(), kept, options, bias, tau, lepe, *tensors)
 
 
 class _Block(torch.autograd.Function):
-    """The letters follow the block: z stands before a GELU, x1 to x3 on the stream."""
+    """The letters follow the block: z stands before a GELU, x1 to x3 on the stream.
+
+    Names with "in" hold the samples of x, x1 to x3 that enter the branch.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        kept: Sequence[Tensor | None],
         options: Options,
         bias: Tensor | None,
         tau: Tensor,
@@ -95,26 +104,32 @@ class _Block(torch.autograd.Function):
     ) -> Tensor:
         t = BlockTensors(*tensors)
         factor = x.shape[-1] / (x.shape[-1] - 1)
-        z1 = convolve(x, t.depthwise_1, t.depthwise_1_bias)
+        in_1 = _select(x, kept[0])
+        z1 = convolve(in_1, t.depthwise_1, t.depthwise_1_bias)
         z2, pointwise = linear(z1, t.pointwise, t.pointwise_bias, True, None)
-        x1 = add_gelu(x, z2, t.scale_1)
-        z3 = convolve(x1, t.depthwise_2, t.depthwise_2_bias)
-        x2 = add_gelu(x1, z3, t.scale_2)
-        qkv, qkv_weight = linear(x2, t.qkv, t.qkv_bias, False, None)
+        x1 = add_gelu(x, z2, _times(t.scale_1, t.mask_1), kept[0])
+        in_2 = _select(x1, kept[1])
+        z3 = convolve(in_2, t.depthwise_2, t.depthwise_2_bias)
+        x2 = add_gelu(x1, z3, _times(t.scale_2, t.mask_2), kept[1])
+        in_3 = _select(x2, kept[2])
+        qkv, qkv_weight = linear(in_3, t.qkv, t.qkv_bias, False, None)
         qkv = qkv.unflatten(-1, (3, len(options), -1))
         heads_out = windows_forward(qkv, bias, tau, lepe, options)
-        x3, *kept_3 = _add_linear(x2, heads_out, t.proj, t.proj_bias, False, t.scale_3)
+        branch, *saved_3 = _scaled_linear(heads_out, t.proj, t.proj_bias, False, t.scale_3)
+        x3 = _add(x2, branch, t.mask_3, kept[2])
         norm_1 = None, None, None
         if t.gain_1 is not None and t.shift_1 is not None:
             norm_1 = center_affine(x3, t.gain_1, t.shift_1, factor)
             x3 = norm_1[0]
-        z4, fc1 = linear(x3, t.fc1, t.fc1_bias, False, None)
-        sum_4, *kept_4 = _add_linear(x3, z4, t.fc2, t.fc2_bias, True, t.scale_4)
-        norm_2 = center_affine(sum_4, t.gain_2, t.shift_2, factor)
-        ctx.options, ctx.factor = options, factor
+        in_4 = _select(x3, kept[3])
+        z4, fc1 = linear(in_4, t.fc1, t.fc1_bias, False, None)
+        branch, *saved_4 = _scaled_linear(z4, t.fc2, t.fc2_bias, True, t.scale_4)
+        x4 = _add(x3, branch, t.mask_4, kept[3])
+        norm_2 = center_affine(x4, t.gain_2, t.shift_2, factor)
+        ctx.kept, ctx.options, ctx.factor = kept, options, factor
         ctx.save_for_backward(
-            *(x, z1, z2, x1, z3, x2, qkv, heads_out, x3, z4),
-            *(pointwise, qkv_weight, fc1, *kept_3, *kept_4, *norm_1[1:], *norm_2),
+            *(in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4),
+            *(pointwise, qkv_weight, fc1, *saved_3, *saved_4, *norm_1, *norm_2),
             *(bias, tau, lepe, *tensors),
         )
         return norm_2[0]
@@ -123,63 +138,93 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         saved = ctx.saved_tensors  # may be read only once under checkpointing
-        x, z1, z2, x1, z3, x2, qkv, heads_out, x3, z4 = saved[:10]
+        in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4 = saved[:10]
         pointwise, qkv_weight, fc1 = saved[10:13]
-        kept_3, kept_4 = saved[13:15], saved[15:17]
-        lost_1, sum_3, y, lost_2, sum_4 = saved[17:22]
-        bias, tau, lepe = saved[22:25]
-        t = BlockTensors(*saved[25:])
-        factor = ctx.factor
+        saved_3, saved_4 = saved[13:15], saved[15:17]
+        y_1, lost_1, x3, y_2, lost_2, x4 = saved[17:23]
+        bias, tau, lepe = saved[23:26]
+        t = BlockTensors(*saved[26:])
+        kept, factor = ctx.kept, ctx.factor
 
         # from the end to the beginning; grad is the gradient on the stream
-        grad = grad_outputs[0].to(x.dtype).contiguous()
-        grad, *norm_2 = center_affine_backward(grad, y, t.gain_2, t.shift_2, lost_2, sum_4, factor)
-        grad_z, *fc2 = _add_linear_backward(grad, z4, t.fc2, t.fc2_bias, True, t.scale_4, *kept_4)
-        grad_branch, *fc1 = linear_backward(grad_z, x3, t.fc1, t.fc1_bias, False, None, fc1)
-        grad += grad_branch
+        grad = grad_outputs[0].to(z1.dtype).contiguous()
+        grad, *norm_2 = center_affine_backward(grad, y_2, t.gain_2, t.shift_2, lost_2, x4, factor)
+        own = _mask(grad, t.mask_4, kept[3])
+        grad_z, *fc2 = _scaled_backward(own, z4, t.fc2, t.fc2_bias, True, t.scale_4, *saved_4)
+        own, *fc1 = linear_backward(grad_z, in_4, t.fc1, t.fc1_bias, False, None, fc1)
+        grad = _add(grad, own, None, kept[3])
         norm_1: list[Any] = [None, None]
         if t.gain_1 is not None and t.shift_1 is not None:
             grad, *norm_1 = center_affine_backward(
-                grad, x3, t.gain_1, t.shift_1, lost_1, sum_3, factor
+                grad, y_1, t.gain_1, t.shift_1, lost_1, x3, factor
             )
-        grad_heads, *proj = _add_linear_backward(
-            grad, heads_out, t.proj, t.proj_bias, False, t.scale_3, *kept_3
+        own = _mask(grad, t.mask_3, kept[2])
+        own, *proj = _scaled_backward(
+            own, heads_out, t.proj, t.proj_bias, False, t.scale_3, *saved_3
         )
-        grad_qkv, *attention = windows_backward(grad_heads, qkv, bias, tau, lepe, ctx.options)
-        grad_branch, *to_qkv = linear_backward(
-            grad_qkv.flatten(3), x2, t.qkv, t.qkv_bias, False, None, qkv_weight
+        own, *attention = windows_backward(own, qkv, bias, tau, lepe, ctx.options)
+        own, *to_qkv = linear_backward(
+            own.flatten(3), in_3, t.qkv, t.qkv_bias, False, None, qkv_weight
         )
-        grad += grad_branch
-        grad_z, scale_2 = add_gelu_backward(grad, z3, t.scale_2, None)
-        depthwise_2 = depthwise_gradients(x1, t.depthwise_2, grad_z)
-        grad += convolve(grad_z, t.depthwise_2, None, flip=True)
-        grad_z, scale_1 = add_gelu_backward(grad, z2, t.scale_1, None)
+        grad = _add(grad, own, None, kept[2])
+        grad_z, scale_2 = _gelu_backward(grad, z3, t.scale_2, t.mask_2, kept[1])
+        depthwise_2 = depthwise_gradients(in_2, t.depthwise_2, grad_z)
+        grad = _add(grad, convolve(grad_z, t.depthwise_2, None, flip=True), None, kept[1])
+        grad_z, scale_1 = _gelu_backward(grad, z2, t.scale_1, t.mask_1, kept[0])
         grad_z, *pointwise = linear_backward(
             grad_z, z1, t.pointwise, t.pointwise_bias, True, None, pointwise
         )
-        depthwise_1 = depthwise_gradients(x, t.depthwise_1, grad_z)
-        grad += convolve(grad_z, t.depthwise_1, None, flip=True)
+        depthwise_1 = depthwise_gradients(in_1, t.depthwise_1, grad_z)
+        grad = _add(grad, convolve(grad_z, t.depthwise_1, None, flip=True), None, kept[0])
         parameters = (
             *(*depthwise_1, *pointwise[:2], scale_1, None),
             *(*depthwise_2, scale_2, None),
             *(*to_qkv[:2], *proj, None, *norm_1),
             *(*fc1[:2], *fc2, None, *norm_2),
         )
-        return grad, None, *attention, *parameters
+        return grad, None, None, *attention, *parameters
 
 
-def _add_linear(
-    x: Tensor, z: Tensor, weight: Tensor, bias: Tensor, act_before: bool, scale: Tensor
+def _select(x: Tensor, kept: Tensor | None) -> Tensor:
+    return x if kept is None else x.index_select(0, kept)
+
+
+def _times(scale: Tensor, mask: Tensor | None) -> Tensor:
+    return scale if mask is None else scale * mask
+
+
+def _add(x: Tensor, branch: Tensor, mask: Tensor | None, kept: Tensor | None) -> Tensor:
+    """Return x + mask * branch, which may overwrite the branch."""
+    if mask is None and kept is None:
+        return branch.add_(x)
+    return add_masked(x, branch, mask, kept)
+
+
+def _mask(grad: Tensor, mask: Tensor | None, kept: Tensor | None) -> Tensor:
+    """Return the gradient of the branch of ``_add``."""
+    return grad if mask is None else add_masked_backward(grad, mask, kept)
+
+
+def _gelu_backward(
+    grad: Tensor, z: Tensor, scale: Tensor, mask: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a sum with GELU(z) with respect to ``z`` and scale."""
+    grad_z, grad_scale = add_gelu_backward(grad, z, _times(scale, mask), kept)
+    return grad_z, _times(grad_scale, mask).sum_to_size(scale.shape)
+
+
+def _scaled_linear(
+    z: Tensor, weight: Tensor, bias: Tensor, act_before: bool, scale: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return x + scale * (GELU(z) W^T + b), and the output and the weight that are kept."""
+    """Return scale * (GELU(z) W^T + b), and the unscaled output and the weight that are kept."""
     if scales_output(z):
         output, kept = linear(z, weight, bias, act_before, None)
-        return (output * scale).add_(x), output, kept
+        return output * scale, output, kept
     output, kept = linear(z, weight, bias, act_before, scale)
-    return output.add_(x), None, kept
+    return output, None, kept
 
 
-def _add_linear_backward(
+def _scaled_backward(
     grad: Tensor,
     z: Tensor,
     weight: Tensor,
@@ -189,7 +234,7 @@ def _add_linear_backward(
     output: Tensor | None,
     kept: Tensor | None,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of ``_add_linear`` with respect to ``z``, weight, bias and scale."""
+    """Return the gradients of ``_scaled_linear`` with respect to ``z``, weight, bias and scale."""
     if output is None:
         return linear_backward(grad, z, weight, bias, act_before, scale, kept)
     grads = linear_backward(grad * scale, z, weight, bias, act_before, None, kept)

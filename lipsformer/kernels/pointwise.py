@@ -130,29 +130,23 @@ def residual(x: Tensor, z: Tensor, mask: Tensor, index: Tensor | None = None) ->
         mask: [K, 1, ..., 1], which gets no gradient.
         index: [K], increasing; None for all samples.
     """
-    scale = mask.float().expand(*mask.shape[:-1], x.shape[-1]).contiguous()
-    return _Residual.apply(x, z, scale, index)
+    return _Residual.apply(x, z, mask, index)
 
 
 class _Residual(torch.autograd.Function):
     """Keep neither map."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
-        ctx.save_for_backward(scale, index)
-        y = torch.empty_like(x)
-        run(f"residual_{name_of(x.dtype)}", x, z, *_rows(scale), index, y, len(x), *_sizes(z))
-        return y
+    def forward(ctx: Any, x: Tensor, z: Tensor, mask: Tensor, index: Tensor | None) -> Tensor:
+        ctx.save_for_backward(mask, index)
+        return add_masked(x, z, mask, index)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        scale, index = ctx.saved_tensors
+        mask, index = ctx.saved_tensors
         grad = grad_outputs[0].contiguous()
-        grad_z = grad.new_empty(len(scale), *grad.shape[1:])
-        name = f"residual_gradient_{name_of(grad.dtype)}"
-        run(name, grad, *_rows(scale), index, grad_z, *_sizes(grad_z))
-        return grad, grad_z, None, None
+        return grad, add_masked_backward(grad, mask, index), None, None
 
 
 def fork(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,10 +170,28 @@ class _Fork(torch.autograd.Function):
         refuse_second_derivatives()
         (index,) = ctx.saved_tensors
         grad, grad_kept = (tensor.contiguous() for tensor in grad_outputs)
-        one, total = torch.ones(grad.shape[-1]), torch.empty_like(grad)
-        sizes = (len(grad), *_sizes(grad_kept))
-        run(f"residual_{name_of(grad.dtype)}", grad, grad_kept, *_rows(one), index, total, *sizes)
-        return total, None
+        return add_masked(grad, grad_kept, None, index), None
+
+
+def add_masked(x: Tensor, z: Tensor, mask: Tensor | None, index: Tensor | None) -> Tensor:
+    """Return x + mask * z as ``residual`` does; None is a mask of ones."""
+    scale = torch.ones(x.shape[-1]) if mask is None else _mask_rows(mask, x.shape[-1])
+    y = torch.empty_like(x)
+    run(f"residual_{name_of(x.dtype)}", x, z, *_rows(scale), index, y, len(x), *_sizes(z))
+    return y
+
+
+def add_masked_backward(grad: Tensor, mask: Tensor, index: Tensor | None) -> Tensor:
+    """Return the gradient of ``add_masked`` with respect to ``z``."""
+    scale = _mask_rows(mask, grad.shape[-1])
+    grad_z = grad.new_empty(len(scale), *grad.shape[1:])
+    name = f"residual_gradient_{name_of(grad.dtype)}"
+    run(name, grad, *_rows(scale), index, grad_z, *_sizes(grad_z))
+    return grad_z
+
+
+def _mask_rows(mask: Tensor, channels: int) -> Tensor:
+    return mask.float().expand(*mask.shape[:-1], channels).contiguous()
 
 
 def add_gelu(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:

@@ -91,11 +91,9 @@ class WeightedResidual(nn.Module):
             x: [B, ..., C].
             *context: Further arguments of the branch, such as the edges of a graph.
         """
-        mask = self.draw_mask(x)
-        kept = _kept_samples(x, mask)
+        mask, kept = self.draw(x)
         inputs = x
-        if mask is not None and kept is not None:  # the dropped samples do not enter the branch
-            mask = mask[kept]
+        if kept is not None:  # the dropped samples do not enter the branch
             if kernels.usable("residual", x, training=self.training):
                 x, inputs = kernels.fork(x, kept)
             else:
@@ -111,6 +109,17 @@ class WeightedResidual(nn.Module):
             z = self.branch(inputs, *context, last_gelu=False)
             return kernels.gelu_residual(x, z, scale, kept)
         return _add(x, self.branch(inputs, *context), scale, kept)
+
+    def draw(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Draw which samples of ``x`` ([B, ..., C]) enter the branch.
+
+        Returns:
+            The factors of those samples, [K, 1, ..., 1], or None if nothing can be dropped, and
+            their indices, [K], or None for all samples.
+        """
+        mask = self.draw_mask(x)
+        kept = _kept_samples(x, mask)
+        return mask if mask is None or kept is None else mask[kept], kept
 
     def draw_mask(self, x: Tensor) -> Tensor | None:
         """Draw the factor that drop path puts on the branch of each sample of ``x`` ([B, ..., C]).

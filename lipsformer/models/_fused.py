@@ -1,7 +1,7 @@
 """A whole block in one call of the kernels: which modules may be joined, and their tensors."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,11 +100,12 @@ def usable_on_cpu(block: Any, x: Tensor) -> bool:
 
 
 def cpu_block(block: Any, x: Tensor) -> Tensor:
-    """Apply a block without drop path to ``x`` ([B, H, W, C]) on the CPU."""
+    """Apply a block to ``x`` ([B, H, W, C]) on the CPU."""
     windows, attentions, bias, lepes = block.attn.branch.arrangement(x.shape[1], x.shape[2])
     tau, nu, eps = tau_nu_eps(attentions)
-    tensors = _tensors(block, [None] * 4)
-    return kernels.block(x, tensors, windows, tau, nu, eps, bias, lepe_table(lepes))
+    masks, kept = zip(*(residual.draw(x) for residual in residuals(block)), strict=True)
+    tensors = _tensors(block, masks)
+    return kernels.block(x, tensors, kept, windows, tau, nu, eps, bias, lepe_table(lepes))
 
 
 def fused_block(block: Any, x: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def fused_block(block: Any, x: Tensor) -> Tensor:
     return kernels.gpu_block(x, tensors, gpu_arguments(*arrangement))
 
 
-def _tensors(block: Any, masks: list[Tensor | None]) -> kernels.BlockTensors:
+def _tensors(block: Any, masks: Sequence[Tensor | None]) -> kernels.BlockTensors:
     conv1, conv2, attn, mlp = (r.branch for r in residuals(block))
     scales = [r.residual_scale for r in residuals(block)]
     normed = isinstance(block.norm1, CenterNorm)
@@ -148,8 +149,6 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
     obstacle = _module_obstacle(block, modules)
     if obstacle is not None:
         return obstacle
-    if any(residual.drop_path > 0.0 for residual in residuals(block)):
-        return "there is drop path, which leaves samples out"
     if kernels.product_dtype(x) != x.dtype:
         return "autocast changes the type of the input"
     for module in modules:

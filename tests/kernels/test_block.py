@@ -44,6 +44,7 @@ def results(block, x, upstream, forward=LipsFormerBlock.forward) -> list[torch.T
     """Return the output and all gradients."""
     x = x.clone().requires_grad_()
     block.zero_grad()
+    torch.manual_seed(5)  # of drop path: with it, one to three of three samples enter the branches
     out = forward(block, x)
     out.backward(upstream.to(out.dtype))
     return [out.detach(), x.grad, *(p.grad for p in block.parameters())]
@@ -71,9 +72,12 @@ def test_equals_float64(monkeypatch, kind, size, lost):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", MAPS)
 @pytest.mark.parametrize("kind", ["windows", "stripes"])
-def test_has_the_bits_of_the_modules(kind, size, dtype):
+@pytest.mark.parametrize("rate", [0.0, 0.6])
+def test_has_the_bits_of_the_modules(kind, size, dtype, rate):
     """So that a hook, which needs the modules, does not change a run."""
     block = make(kind)
+    for residual in _fused.residuals(block):
+        residual.drop_path, residual.keep_rate = rate, torch.tensor(1.0 - rate)
     x, upstream = (tensor.to(dtype) for tensor in maps(size))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         assert _fused.usable_on_cpu(block, x)
@@ -111,10 +115,6 @@ def dropout(block):
     block.mlp.branch.drop.p = 0.1
 
 
-def drop_path(block):
-    block.attn.drop_path = 0.1
-
-
 def freeze(block):
     block.conv1.branch.depthwise.bias.requires_grad_(False)
 
@@ -127,7 +127,7 @@ def replace_forward(block):
     block.conv2.branch.forward = lambda x, last_gelu=True: x
 
 
-CHANGES = [hook, adapt, subclass, dropout, drop_path, freeze, widen, replace_forward]
+CHANGES = [hook, adapt, subclass, dropout, freeze, widen, replace_forward]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
