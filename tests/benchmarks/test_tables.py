@@ -29,6 +29,7 @@ PAGES = {
     "models_avx2_xeon.json": ("performance.md", models.table),
     "models_bf16_xeon.json": ("performance.md", models.table),
     "models_batch_xeon.json": ("performance.md", models.table),
+    "models_block_xeon.json": ("performance.md", models.table),
     "models_size_xeon.json": ("performance.md", models.table),
     "models_nano_xeon.json": ("performance.md", models.table),
     "models_windows5_xeon.json": ("performance.md", models.table),
