@@ -216,12 +216,15 @@ def _gelu_backward(
 def _scaled_linear(
     z: Tensor, weight: Tensor, bias: Tensor, act_before: bool, scale: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return scale * (GELU(z) W^T + b), and the unscaled output and the weight that are kept."""
+    """Return scale * (GELU(z) W^T + b), and what the backward pass needs, each of it or None.
+
+    These are the output before the scale, and the rounded weight.
+    """
     if scales_output(z):
-        output, kept = linear(z, weight, bias, act_before, None)
-        return output * scale, output, kept
-    output, kept = linear(z, weight, bias, act_before, scale)
-    return output, None, kept
+        output, rounded = linear(z, weight, bias, act_before, None)
+        return output * scale, output, rounded
+    output, rounded = linear(z, weight, bias, act_before, scale)
+    return output, None, rounded
 
 
 def _scaled_backward(
@@ -232,10 +235,10 @@ def _scaled_backward(
     act_before: bool,
     scale: Tensor,
     output: Tensor | None,
-    kept: Tensor | None,
+    rounded: Tensor | None,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of ``_scaled_linear`` with respect to ``z``, weight, bias and scale."""
     if output is None:
-        return linear_backward(grad, z, weight, bias, act_before, scale, kept)
-    grads = linear_backward(grad * scale, z, weight, bias, act_before, None, kept)
+        return linear_backward(grad, z, weight, bias, act_before, scale, rounded)
+    grads = linear_backward(grad * scale, z, weight, bias, act_before, None, rounded)
     return *grads[:3], (grad * output).sum_to_size(scale.shape)

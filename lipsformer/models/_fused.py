@@ -24,7 +24,7 @@ from lipsformer.layers.cosine_attention import (
 )
 
 # The classes that the kernels compute. Those of the blocks, the branches and the attentions are
-# told by their files, which import this one.
+# recognized by their files, which import this one.
 _CLASSES = (
     *(WeightedResidual, CenterNorm, DepthwiseConv2d, Linear, ScaledCosineAttention),
     *(nn.Identity, nn.Dropout, nn.ModuleList),
@@ -33,7 +33,7 @@ _FILES = tuple(f"lipsformer.models.lipsformer{body}" for body in ("", "_cswin", 
 
 
 def in_one_call(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Let one kernel compute a block's training step where it is usable and, on a GPU, proven.
+    """Compute a block's training step in one call where that is usable and, on a GPU, proven.
 
     Args:
         forward: The block and its input x ([B, H, W, C]) to its output.
@@ -139,8 +139,9 @@ def residuals(block: Any) -> tuple[Any, ...]:
 def _obstacle(block: Any, x: Tensor) -> str | None:
     """Return why the GPU's kernels would not compute what the modules of a block compute."""
     obstacle = _module_obstacle(block, list(block.modules()))
-    arrangement = block.attn.branch.arrangement
-    return obstacle or gpu_obstacle(*arrangement(x.shape[1], x.shape[2]))
+    if obstacle is not None:
+        return obstacle
+    return gpu_obstacle(*block.attn.branch.arrangement(x.shape[1], x.shape[2]))
 
 
 def _cpu_obstacle(block: Any, x: Tensor) -> str | None:

@@ -44,7 +44,7 @@ def results(block, x, upstream, forward=LipsFormerBlock.forward) -> list[torch.T
     """Return the output and all gradients."""
     x = x.clone().requires_grad_()
     block.zero_grad()
-    torch.manual_seed(5)  # of drop path: with it, one to three of three samples enter the branches
+    torch.manual_seed(5)  # of drop path
     out = forward(block, x)
     out.backward(upstream.to(out.dtype))
     return [out.detach(), x.grad, *(p.grad for p in block.parameters())]

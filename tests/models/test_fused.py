@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 from lipsformer.kernels import dispatch
 from lipsformer.layers import ScaledCosineAttention
@@ -13,6 +14,7 @@ from lipsformer.models import _fused
 from lipsformer.models.lipsformer import LipsFormerBlock
 from lipsformer.models.lipsformer_swin import WindowAttention
 from tests.conftest import ROOT
+from tests.kernels.test_block import Adapter
 
 
 def block(window: int = 3, **kwargs) -> LipsFormerBlock:
@@ -35,7 +37,10 @@ def test_bfloat16_training_takes_the_kernels_and_nothing_else_does():
         "attention's dropout": block(attn_drop=0.1),
         "large windows": block(window=9),
         "subclass": block(),
+        "adapter": block(),
+        "no windows": LipsFormerBlock(12, nn.Identity(), True, 0.3).train(),
     }
+    changed["adapter"].mlp.branch.fc1 = Adapter(changed["adapter"].mlp.branch.fc1)
     changed["hook"].mlp.branch.fc1.register_forward_hook(lambda *_: None)
     changed["dropout"].mlp.branch.drop.p = 0.1
     changed["subclass"].norm1.__class__ = type("Mine", (type(changed["subclass"].norm1),), {})
