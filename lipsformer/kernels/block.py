@@ -72,7 +72,7 @@ def block(
         x: [B, H, W, C] in float32, or in bfloat16 under autocast.
         tensors: The parameters in float32. Each mask is [K, 1, 1, 1].
         kept: The indices, [K] and increasing, of the samples that enter each of the four branches;
-            None for all.
+            None for all. A branch that no sample enters is not computed.
         windows: The arguments of the attention from here on are those of ``cosine_windows``.
         tau: [P, heads].
         nu: One number per partition.
@@ -104,27 +104,38 @@ class _Block(torch.autograd.Function):
     ) -> Tensor:
         t = BlockTensors(*tensors)
         factor = x.shape[-1] / (x.shape[-1] - 1)
-        in_1 = _select(x, kept[0])
-        z1 = convolve(in_1, t.depthwise_1, t.depthwise_1_bias)
-        z2, pointwise = linear(z1, t.pointwise, t.pointwise_bias, True, None)
-        x1 = add_gelu(x, z2, _times(t.scale_1, t.mask_1), kept[0])
-        in_2 = _select(x1, kept[1])
-        z3 = convolve(in_2, t.depthwise_2, t.depthwise_2_bias)
-        x2 = add_gelu(x1, z3, _times(t.scale_2, t.mask_2), kept[1])
-        in_3 = _select(x2, kept[2])
-        qkv, qkv_weight = linear(in_3, t.qkv, t.qkv_bias, False, None)
-        qkv = qkv.unflatten(-1, (3, len(options), -1))
-        heads_out = windows_forward(qkv, bias, tau, lepe, options)
-        branch, *saved_3 = _scaled_linear(heads_out, t.proj, t.proj_bias, False, t.scale_3)
-        x3 = _add(x2, branch, t.mask_3, kept[2])
+        in_1 = z1 = z2 = in_2 = z3 = in_3 = qkv = heads_out = in_4 = z4 = None
+        pointwise = qkv_weight = fc1 = None
+        saved_3 = saved_4 = [None, None]
+        x1 = x
+        if _enters(kept[0]):
+            in_1 = _select(x, kept[0])
+            z1 = convolve(in_1, t.depthwise_1, t.depthwise_1_bias)
+            z2, pointwise = linear(z1, t.pointwise, t.pointwise_bias, True, None)
+            x1 = add_gelu(x, z2, _times(t.scale_1, t.mask_1), kept[0])
+        x2 = x1
+        if _enters(kept[1]):
+            in_2 = _select(x1, kept[1])
+            z3 = convolve(in_2, t.depthwise_2, t.depthwise_2_bias)
+            x2 = add_gelu(x1, z3, _times(t.scale_2, t.mask_2), kept[1])
+        x3 = x2
+        if _enters(kept[2]):
+            in_3 = _select(x2, kept[2])
+            qkv, qkv_weight = linear(in_3, t.qkv, t.qkv_bias, False, None)
+            qkv = qkv.unflatten(-1, (3, len(options), -1))
+            heads_out = windows_forward(qkv, bias, tau, lepe, options)
+            branch, *saved_3 = _scaled_linear(heads_out, t.proj, t.proj_bias, False, t.scale_3)
+            x3 = _add(x2, branch, t.mask_3, kept[2])
         norm_1 = None, None, None
         if t.gain_1 is not None and t.shift_1 is not None:
             norm_1 = center_affine(x3, t.gain_1, t.shift_1, factor)
             x3 = norm_1[0]
-        in_4 = _select(x3, kept[3])
-        z4, fc1 = linear(in_4, t.fc1, t.fc1_bias, False, None)
-        branch, *saved_4 = _scaled_linear(z4, t.fc2, t.fc2_bias, True, t.scale_4)
-        x4 = _add(x3, branch, t.mask_4, kept[3])
+        x4 = x3
+        if _enters(kept[3]):
+            in_4 = _select(x3, kept[3])
+            z4, fc1 = linear(in_4, t.fc1, t.fc1_bias, False, None)
+            branch, *saved_4 = _scaled_linear(z4, t.fc2, t.fc2_bias, True, t.scale_4)
+            x4 = _add(x3, branch, t.mask_4, kept[3])
         norm_2 = center_affine(x4, t.gain_2, t.shift_2, factor)
         ctx.kept, ctx.options, ctx.factor = kept, options, factor
         ctx.save_for_backward(
@@ -147,42 +158,63 @@ class _Block(torch.autograd.Function):
         kept, factor = ctx.kept, ctx.factor
 
         # from the end to the beginning; grad is the gradient on the stream
-        grad = grad_outputs[0].to(z1.dtype).contiguous()
+        grad = grad_outputs[0].to(y_2.dtype).contiguous()
         grad, *norm_2 = center_affine_backward(grad, y_2, t.gain_2, t.shift_2, lost_2, x4, factor)
-        own = _mask(grad, t.mask_4, kept[3])
-        grad_z, *fc2 = _scaled_backward(own, z4, t.fc2, t.fc2_bias, True, t.scale_4, *saved_4)
-        own, *fc1 = linear_backward(grad_z, in_4, t.fc1, t.fc1_bias, False, None, fc1)
-        grad = _add(grad, own, None, kept[3])
-        norm_1: list[Any] = [None, None]
+        to_fc1 = to_fc2 = to_proj = (None, None, None)
+        if _enters(kept[3]):
+            own = _mask(grad, t.mask_4, kept[3])
+            grad_z, *to_fc2 = _scaled_backward(
+                own, z4, t.fc2, t.fc2_bias, True, t.scale_4, *saved_4
+            )
+            own, *to_fc1 = linear_backward(grad_z, in_4, t.fc1, t.fc1_bias, False, None, fc1)
+            grad = _add(grad, own, None, kept[3])
+        norm_1: Sequence[Tensor | None] = (None, None)
         if t.gain_1 is not None and t.shift_1 is not None:
             grad, *norm_1 = center_affine_backward(
                 grad, y_1, t.gain_1, t.shift_1, lost_1, x3, factor
             )
-        own = _mask(grad, t.mask_3, kept[2])
-        own, *proj = _scaled_backward(
-            own, heads_out, t.proj, t.proj_bias, False, t.scale_3, *saved_3
+        to_qkv = attention = (None, None, None)
+        if _enters(kept[2]):
+            own = _mask(grad, t.mask_3, kept[2])
+            own, *to_proj = _scaled_backward(
+                own, heads_out, t.proj, t.proj_bias, False, t.scale_3, *saved_3
+            )
+            own, *attention = windows_backward(own, qkv, bias, tau, lepe, ctx.options)
+            own, *to_qkv = linear_backward(
+                own.flatten(3), in_3, t.qkv, t.qkv_bias, False, None, qkv_weight
+            )
+            grad = _add(grad, own, None, kept[2])
+        to_depthwise_2, to_scale_2 = (None, None), None
+        if _enters(kept[1]):
+            grad_z, to_scale_2 = _gelu_backward(grad, z3, t.scale_2, t.mask_2, kept[1])
+            to_depthwise_2 = depthwise_gradients(in_2, t.depthwise_2, grad_z)
+            grad = _add(grad, convolve(grad_z, t.depthwise_2, None, flip=True), None, kept[1])
+        to_depthwise_1, to_pointwise, to_scale_1 = (None, None), (None, None), None
+        if _enters(kept[0]):
+            grad_z, to_scale_1 = _gelu_backward(grad, z2, t.scale_1, t.mask_1, kept[0])
+            grad_z, *to_pointwise = linear_backward(
+                grad_z, z1, t.pointwise, t.pointwise_bias, True, None, pointwise
+            )
+            to_depthwise_1 = depthwise_gradients(in_1, t.depthwise_1, grad_z)
+            grad = _add(grad, convolve(grad_z, t.depthwise_1, None, flip=True), None, kept[0])
+        gradients = (
+            *attention,
+            *(*to_depthwise_1, *to_pointwise[:2], to_scale_1, None),
+            *(*to_depthwise_2, to_scale_2, None),
+            *(*to_qkv[:2], *to_proj, None, *norm_1),
+            *(*to_fc1[:2], *to_fc2, None, *norm_2),
         )
-        own, *attention = windows_backward(own, qkv, bias, tau, lepe, ctx.options)
-        own, *to_qkv = linear_backward(
-            own.flatten(3), in_3, t.qkv, t.qkv_bias, False, None, qkv_weight
+        # A parameter of a branch that no sample entered has the gradient zero.
+        inputs = zip(saved[23:], gradients, ctx.needs_input_grad[3:], strict=True)
+        return (
+            *(grad, None, None),
+            *(torch.zeros_like(x) if g is None and needed else g for x, g, needed in inputs),
         )
-        grad = _add(grad, own, None, kept[2])
-        grad_z, scale_2 = _gelu_backward(grad, z3, t.scale_2, t.mask_2, kept[1])
-        depthwise_2 = depthwise_gradients(in_2, t.depthwise_2, grad_z)
-        grad = _add(grad, convolve(grad_z, t.depthwise_2, None, flip=True), None, kept[1])
-        grad_z, scale_1 = _gelu_backward(grad, z2, t.scale_1, t.mask_1, kept[0])
-        grad_z, *pointwise = linear_backward(
-            grad_z, z1, t.pointwise, t.pointwise_bias, True, None, pointwise
-        )
-        depthwise_1 = depthwise_gradients(in_1, t.depthwise_1, grad_z)
-        grad = _add(grad, convolve(grad_z, t.depthwise_1, None, flip=True), None, kept[0])
-        parameters = (
-            *(*depthwise_1, *pointwise[:2], scale_1, None),
-            *(*depthwise_2, scale_2, None),
-            *(*to_qkv[:2], *proj, None, *norm_1),
-            *(*fc1[:2], *fc2, None, *norm_2),
-        )
-        return grad, None, None, *attention, *parameters
+
+
+def _enters(kept: Tensor | None) -> bool:
+    """Return whether any sample enters the branch."""
+    return kept is None or len(kept) > 0
 
 
 def _select(x: Tensor, kept: Tensor | None) -> Tensor:

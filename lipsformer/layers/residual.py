@@ -92,6 +92,8 @@ class WeightedResidual(nn.Module):
             *context: Further arguments of the branch, such as the edges of a graph.
         """
         mask, kept = self.draw(x)
+        if mask is not None and len(mask) == 0:  # all enter, so that each parameter has a gradient
+            mask, kept = mask.new_zeros(len(x), *mask.shape[1:]), None
         inputs = x
         if kept is not None:  # the dropped samples do not enter the branch
             if kernels.usable("residual", x, training=self.training):
@@ -115,7 +117,7 @@ class WeightedResidual(nn.Module):
 
         Returns:
             The factors of those samples, [K, 1, ..., 1], or None if nothing can be dropped, and
-            their indices, [K], or None for all samples.
+            their indices, [K], or None for all samples. K may be 0.
         """
         mask = self.draw_mask(x)
         kept = _kept_samples(x, mask)
@@ -151,12 +153,11 @@ def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
 
     Samples are left out only on the CPU: on a GPU the host would have to wait until it knows how
     many there are.
-    If the mask drops every sample, all are computed, so that each parameter gets a gradient.
     """
-    if mask is None or len(x) == 1 or not kernels.usable("kept_samples", x, training=True):
+    if mask is None or not kernels.usable("kept_samples", x, training=True):
         return None
     index = mask.flatten().nonzero().flatten()
-    return None if index.shape[0] in (0, x.shape[0]) else index
+    return None if index.shape[0] == x.shape[0] else index
 
 
 def _add(x: Tensor, output: Tensor, scale: Tensor | None, kept: Tensor | None) -> Tensor:
