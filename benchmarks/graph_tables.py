@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.graph_published import PUBLISHED
 from benchmarks.records import markdown
 from lipsformer._commands import documented_parser
 from lipsformer.jsonl import read_jsonl
@@ -61,14 +62,47 @@ def gat_depth() -> str:
 
 
 def residual_depth() -> str:
-    """Test accuracies of residual networks by depth."""
-    runs = _runs("depth_residual", lambda cell: (cell["case"], cell["model.num_layers"]))
+    """Test accuracies of residual networks by depth, with c = 4/L and a constant learning rate."""
+    return _by_depth(_runs("depth_residual", lambda cell: (cell["case"], cell["model.num_layers"])))
+
+
+def residual_depth_plateau() -> str:
+    """Test accuracies of residual networks by depth, with c = 6/L and a rate that is halved."""
+    return _by_depth(
+        _runs(
+            "depth_residual_plateau",
+            lambda cell: tuple(cell["case"].removesuffix(" layers").split(", ")),
+        )
+    )
+
+
+def _by_depth(runs: Runs) -> str:
     rows = (
         (network, n, len(runs[network, n]), *_test(runs[network, n]))
         for network in _firsts(runs)
         for n in sorted((layers for case, layers in runs if case == network), key=int)
     )
     return markdown(("network", "layers", "seeds", "best validation epoch", "last epoch"), rows)
+
+
+def ablations() -> str:
+    """Test accuracies of the rows that differ from the paper's, with one choice changed."""
+    rows = []
+    for graph, published in PUBLISHED.items():
+        changed = _runs(
+            f"ablation_{graph}", lambda cell: tuple(cell["case"].rsplit(", ", maxsplit=1))
+        )
+        own = _runs(f"table_missing_features_{graph}", lambda cell: (cell["case"], "nothing"))
+        for row in published:
+            if row in _firsts(changed):
+                both = {**{key: own[key] for key in own if key[0] == row}, **changed}
+                rows += [
+                    (graph, row, change, len(runs), *_test(runs), "{} ± {}".format(*published[row]))
+                    for (case, change), runs in both.items()
+                    if case == row
+                ]
+    header = ("graph", "model (layers), missing", "changed", "seeds")
+    return markdown((*header, "best validation epoch", "last epoch", "published"), rows)
 
 
 def trees() -> str:
@@ -113,7 +147,10 @@ def _mean(runs: list[Run], key: str) -> str:
 
 TABLES = {
     table.__name__: table
-    for table in (gcn2_search, gcn2_depth, gat_depth, residual_depth, trees, learned_constant)
+    for table in (
+        *(gcn2_search, gcn2_depth, gat_depth, residual_depth, residual_depth_plateau, trees),
+        *(learned_constant, ablations),
+    )
 }
 
 if __name__ == "__main__":
