@@ -93,14 +93,13 @@ def ablations() -> str:
             f"ablation_{graph}", lambda cell: tuple(cell["case"].rsplit(", ", maxsplit=1))
         )
         own = _runs(f"table_missing_features_{graph}", lambda cell: (cell["case"], "nothing"))
-        for row in published:
-            if row in _firsts(changed):
-                both = {**{key: own[key] for key in own if key[0] == row}, **changed}
-                rows += [
-                    (graph, row, change, len(runs), *_test(runs), "{} ± {}".format(*published[row]))
-                    for (case, change), runs in both.items()
-                    if case == row
-                ]
+        rows += [
+            (graph, row, change, len(runs), *_test(runs), "{} ± {}".format(*published[row]))
+            for row in published
+            if row in _firsts(changed)
+            for (case, change), runs in {**own, **changed}.items()
+            if case == row
+        ]
     header = ("graph", "model (layers), missing", "changed", "seeds")
     return markdown((*header, "best validation epoch", "last epoch", "published"), rows)
 
