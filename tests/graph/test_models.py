@@ -12,6 +12,7 @@ from lipsformer.layers.spectral import SpectralScale
 NAMES = [
     "gcn",
     "gcn2",
+    "classic",
     "ggnn",
     "deep_gat",
     "deep_graph_transformer",
@@ -121,6 +122,52 @@ def test_residual_gcn_equals_its_formula(graph):
         weight = 0.3 * raw / torch.linalg.matrix_norm(raw, 2)
         state = state + (adjacency @ state @ weight.T + layer.conv.bias).relu()
     torch.testing.assert_close(model(x, edge_index), model.head(state))
+
+
+@pytest.mark.parametrize("skip", ["none", "linear", "identity"])
+@pytest.mark.parametrize("jumping_knowledge", [False, True])
+def test_classic_gcn_equals_its_formula(graph, skip, jumping_knowledge):
+    x, edge_index = graph
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    settings = {"norm": "layernorm", "skip": skip, "jumping_knowledge": jumping_knowledge}
+    model = make("classic", **settings).eval()
+    adjacency = dense_adjacency(edge_index, x.dtype)
+
+    def normalized(state):
+        centered = state - state.mean(1, keepdim=True)
+        return centered / (centered.square().mean(1, keepdim=True) + 1e-5).sqrt()
+
+    state, states = model.encoder(x), []
+    for layer in model.layers:
+        update = adjacency @ state @ layer.conv.lin.weight.T + layer.conv.bias
+        if skip == "identity":
+            state = normalized(state + update.relu())
+        else:
+            if skip == "linear":
+                update = update + state @ layer.skip.weight.T + layer.skip.bias
+            state = normalized(update).relu()
+        states.append(state)
+    read = torch.stack(states).amax(0) if jumping_knowledge else state
+    torch.testing.assert_close(model(x, edge_index), model.head(read))
+
+
+@pytest.mark.parametrize("conv", ["gcn", "gat"])
+def test_drop_edge_leaves_out_edges_in_training_only(graph, conv):
+    x, edge_index = graph
+    kept, alone = edge_index[:, edge_index[0] != edge_index[1]], edge_index[:, :0]
+    settings = {"conv": conv, "dropout": 0.0}
+    model = make("classic", edge_dropout=1.0, **settings)
+    assert torch.equal(model.eval()(x, kept), make("classic", **settings).eval()(x, kept))
+    torch.testing.assert_close(model.train()(x, kept), model.eval()(x, alone))
+    model.train().edge_dropout = 0.5
+    assert not torch.equal(model(x, kept), model(x, kept))
+
+
+@pytest.mark.parametrize("settings", [{}, {"conv": "gat", "skip": "linear"}, {"skip": "identity"}])
+def test_classic_reads_sparse_features(graph, settings):
+    x, edge_index = graph
+    model = make("classic", **settings).eval()
+    torch.testing.assert_close(model(x.to_sparse_csr(), edge_index), model(x, edge_index))
 
 
 @pytest.mark.parametrize("weight_norm", ["spectral", "none"])
@@ -256,7 +303,7 @@ def test_lips_models_start_with_unit_singular_values_and_small_residuals():
 
 
 def test_wrong_names_and_settings_raise():
-    with pytest.raises(ValueError, match="'gatt' is not known; choose one of gcn, gcn2, ggnn"):
+    with pytest.raises(ValueError, match="'gatt' is not known; choose one of gcn, gcn2, classic"):
         make("gatt")
     with pytest.raises(ValueError, match="gcn has no argument 'heads'; it takes norm, dropout"):
         make("gcn", heads=2)
@@ -272,5 +319,11 @@ def test_wrong_names_and_settings_raise():
         make("gcn2", theta=2.0)
     with pytest.raises(ValueError, match="weight_norm='cap' is not known"):
         make("gcn2", weight_norm="cap")
+    with pytest.raises(ValueError, match="conv='sage' is not known"):
+        make("classic", conv="sage")
+    with pytest.raises(ValueError, match="skip='dense' is not known"):
+        make("classic", skip="dense")
+    with pytest.raises(ValueError, match="heads=2, norm='none' are not for gcn"):
+        make("classic", heads=2)
     with pytest.raises(ValueError, match="num_layers=0 must be at least 1"):
         make("gcn", num_layers=0)

@@ -6,6 +6,7 @@ diagnostics can look at any of them. Those of `GCN2` also take the output of the
 
 from lipsformer.graph.models.attention import DeepGAT, DeepGraphTransformer
 from lipsformer.graph.models.baselines import GCN, GGNN
+from lipsformer.graph.models.classic import ClassicGNN
 from lipsformer.graph.models.create import create_model
 from lipsformer.graph.models.initial_residual import GCN2
 from lipsformer.graph.models.lips import LipsGAT, LipsGraphTransformer
@@ -16,6 +17,7 @@ __all__ = [
     "GCN",
     "GCN2",
     "GGNN",
+    "ClassicGNN",
     "ConvLayer",
     "DeepGAT",
     "DeepGraphTransformer",

@@ -6,6 +6,7 @@ from typing import Any
 
 from lipsformer.graph.models.attention import DeepGAT, DeepGraphTransformer
 from lipsformer.graph.models.baselines import GCN, GGNN
+from lipsformer.graph.models.classic import ClassicGNN
 from lipsformer.graph.models.initial_residual import GCN2
 from lipsformer.graph.models.lips import LipsGAT, LipsGraphTransformer
 from lipsformer.graph.models.residual import ResidualGAT, ResidualGCN
@@ -16,6 +17,7 @@ __all__ = ["create_model"]
 _MODELS: dict[str, Callable[..., GraphNet]] = {
     "gcn": GCN,
     "gcn2": GCN2,
+    "classic": ClassicGNN,
     "ggnn": GGNN,
     "deep_gat": DeepGAT,
     "deep_graph_transformer": DeepGraphTransformer,
@@ -37,8 +39,8 @@ def create_model(
     """Build the model called `name`.
 
     Args:
-        name: gcn, gcn2, ggnn, deep_gat, deep_graph_transformer, residual_gcn, residual_gat,
-            lips_gat or lips_graph_transformer.
+        name: gcn, gcn2, classic, ggnn, deep_gat, deep_graph_transformer, residual_gcn,
+            residual_gat, lips_gat or lips_graph_transformer.
         in_channels: Number of features.
         hidden_channels: Width of the layers, or of each head in models with heads.
         out_channels: Number of classes.

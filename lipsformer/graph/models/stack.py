@@ -1,7 +1,8 @@
 """The base class of all models: a stack of graph layers between an encoder and a head."""
 
 import typing
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -69,21 +70,27 @@ class GraphNet(nn.Module):
 
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         """Return the logits of all nodes."""
-        edges = self._edges(edge_index, len(x))
-        x = first = self.encoder(x)
-        for layer in self.layers:
-            x = self._run_layer(layer, x, first, edges)
-        return self.head(x)
+        return self._read(self._states(x, edge_index))
 
     def forward_intermediates(
         self, x: Tensor, edge_index: Tensor | SortedEdges
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the logits, and the representations before the first and after every layer."""
+        states = list(self._states(x, edge_index))
+        return self._read(states), states
+
+    def _states(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Iterator[Tensor]:
+        """Yield the representations before the first and after every layer."""
         edges = self._edges(edge_index, len(x))
-        states = [self.encoder(x)]
+        x = first = self.encoder(x)
+        yield x
         for layer in self.layers:
-            states.append(self._run_layer(layer, states[-1], states[0], edges))
-        return self.head(states[-1]), states
+            x = self._run_layer(layer, x, first, edges)
+            yield x
+
+    def _read(self, states: Iterable[Tensor]) -> Tensor:
+        """Return the logits: the head reads the last of the states."""
+        return self.head(deque(states, maxlen=1).pop())
 
     def _edges(self, edge_index: Tensor | SortedEdges, num_nodes: int) -> Tensor | SortedEdges:
         edges = SortedEdges.of(edge_index, num_nodes, num_nodes)
