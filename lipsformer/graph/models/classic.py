@@ -114,9 +114,7 @@ class ClassicGNN(GraphNet):
         if skip not in ("none", "linear", "identity"):
             raise ValueError(f"skip={skip!r} is not known; choose none, linear or identity")
         if conv == "gcn" and (heads != 1 or score_norm is not None):
-            raise ValueError(
-                f"heads={heads} and norm={norm!r} are not for gcn, which has no scores"
-            )
+            raise ValueError(f"heads={heads}, norm={norm!r} are not for gcn, which has no scores")
         width = heads * hidden_channels
         encoder: nn.Module = Dropout(input_dropout)
         if skip == "identity":
