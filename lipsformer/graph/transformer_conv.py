@@ -13,9 +13,14 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor
 
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
+from lipsformer.graph.edge_attention.operator import (
+    edge_attention,
+    neighbor_max,
+    why_messages,
+    with_squared_norm,
+)
 from lipsformer.graph.norm import check_score_norm
-from lipsformer.layers.lipschitz_norm import Reduce, quadratic_scale, segment_max, squared_norm
+from lipsformer.layers.lipschitz_norm import quadratic_scale, segment_max, squared_norm
 
 __all__ = ["LipschitzTransformerConv"]
 
@@ -122,8 +127,13 @@ class LipschitzTransformerConv(TransformerConv):
         )
         scale = 1 / math.sqrt(self.out_channels)
         if self.score_norm is not None:
-            query_sq = squared_norm(query[csr.ptr.diff() > 0])
-            scale = scale * _score_scale(query_sq, key, value, partial(neighbor_max, csr=csr))
+            (query, query_sq), (key, key_sq), (value, value_sq) = map(
+                with_squared_norm, (query, key, value)
+            )
+            without_edges = (csr.ptr.diff() == 0).unsqueeze(-1)
+            query_sq = query_sq.masked_fill(without_edges, 0.0).sum(0)
+            largest = neighbor_max(torch.cat([key_sq, value_sq], dim=1), csr).chunk(2, dim=1)
+            scale = scale * quadratic_scale(query_sq, *largest, reduce=lambda x: x).unsqueeze(-1)
         return edge_attention(
             csr, query * scale, key, value, dropout=self.dropout, training=self.training
         )
@@ -149,11 +159,7 @@ class LipschitzTransformerConv(TransformerConv):
             if not self.released_code:
                 # all edges of a target hold the same query, so the maximum counts it once
                 query_sq = reduce(query_sq)
-            query_i = query_i * _score_scale(query_sq, key, value, reduce).index_select(0, index)
+            norms = (query_sq.sum(0), squared_norm(key), squared_norm(value))
+            scale = quadratic_scale(*norms, reduce=reduce).unsqueeze(-1)
+            query_i = query_i * scale.index_select(0, index)
         return super().message(query_i, key_j, value_j, edge_attr, index, ptr, size_i)
-
-
-def _score_scale(query_sq: Tensor, key: Tensor, value: Tensor, reduce: Reduce) -> Tensor:
-    """Return 1 / max(u v_i, u w_i, v_i w_i), [T, H, 1]; `query_sq` holds the rows summed in u^2."""
-    scale = quadratic_scale(query_sq.sum(0), squared_norm(key), squared_norm(value), reduce=reduce)
-    return scale.unsqueeze(-1)

@@ -33,9 +33,15 @@ from lipsformer import kernels
 from lipsformer.graph.edge_attention.csr import EdgeCSR
 from lipsformer.graph.edge_attention.trial import triton_is_used
 from lipsformer.kernels import dispatch
-from lipsformer.layers.lipschitz_norm import segment_max
+from lipsformer.layers.lipschitz_norm import segment_max, squared_norm
 
-__all__ = ["changed_messages", "edge_attention", "neighbor_max", "why_messages"]
+__all__ = [
+    "changed_messages",
+    "edge_attention",
+    "neighbor_max",
+    "why_messages",
+    "with_squared_norm",
+]
 
 _MAX_EDGES = 2**31 - 2**24  # positions are int32, and self loops are added
 _STEPS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
@@ -285,6 +291,27 @@ def neighbor_max(values: Tensor, csr: EdgeCSR) -> Tensor:
     return cast(Tensor, _NeighborMax.apply(values, csr))
 
 
+class _WithSquaredNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x.view_as(x), squared_norm(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad_x, grad_norm = grads
+        return torch.addcmul(grad_x, x, (2 * grad_norm).unsqueeze(-1).to(x.dtype))
+
+
+def with_squared_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `x` for further use and its squared norms over the last axis.
+
+    One pass adds the gradients of both, where autograd takes four.
+    """
+    return cast(tuple[Tensor, Tensor], _WithSquaredNorm.apply(x))
+
+
 def _heads_per_pass(csr: EdgeCSR, num_heads: int) -> int:
     count = max(1, min(num_heads, _EDGES_PER_PASS // csr.num_edges))
     while num_heads % count:
@@ -390,31 +417,59 @@ def _backward(
     """Return the gradients of query, key and value."""
     count = _heads_per_pass(csr, value.size(1))
     csr = csr.copies(count)
-    query, key, value, grad = (_by_pass(x, count) for x in (query, key, value, grad))
+    maps = query, key, value, grad = tuple(_by_pass(x, count) for x in (query, key, value, grad))
     masks = _keep_by_pass(keep, csr, len(value))
+    passes = (
+        _pass_gradients(
+            csr,
+            tuple(x[i] for x in maps),
+            masks[i],
+            shift[i],
+            log_sum[i],
+            negative_slope,
+            keep_scale,
+        )
+        for i in range(len(value))
+    )
+    if len(value) == 1:
+        return tuple(_from_passes(x.unsqueeze(0), count) for x in next(passes))
     grads = [torch.empty_like(x) for x in (query, key, value)]
-    for i, (q, k, v, g) in enumerate(zip(query, key, value, grad, strict=True)):
-        score = _edge_dot(csr, q, k)
-        attn = F.leaky_relu(score, negative_slope)
-        if shift[i].any():
-            attn -= shift[i].index_select(0, csr.row)
-        attn = attn.sub_(log_sum[i].index_select(0, csr.row)).exp_()
-        grad_attn = _edge_dot(csr, g, v)
-        dropped, mask = attn, masks[i]
-        if mask is not None:
-            factor = mask * keep_scale
-            dropped, grad_attn = attn * factor, grad_attn.mul_(factor)
-        by_source = dropped.index_select(0, csr.perm)
-        grads[2][i] = _weighted_sum(by_source, g, csr.row_t, csr.ptr_t)
-        # through the softmax, then through LeakyReLU
-        grad_attn *= attn
-        total = _edge_sum(csr, grad_attn)
-        grad_attn -= attn.mul_(total.index_select(0, csr.row))
-        grad_score = torch.ops.aten.leaky_relu_backward(grad_attn, score, negative_slope, False)
-        grads[0][i] = _weighted_sum(grad_score, k, csr.col, csr.ptr)
-        by_source = grad_score.index_select(0, csr.perm)
-        grads[1][i] = _weighted_sum(by_source, q, csr.row_t, csr.ptr_t)
+    for i, one in enumerate(passes):
+        for whole, part in zip(grads, one, strict=True):
+            whole[i] = part
     return tuple(_from_passes(x, count) for x in grads)
+
+
+def _pass_gradients(
+    csr: EdgeCSR,
+    maps: tuple[Tensor, ...],
+    mask: Tensor | None,
+    shift: Tensor,
+    log_sum: Tensor,
+    negative_slope: float,
+    keep_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, grad = maps
+    score = _edge_dot(csr, query, key)
+    attn = F.leaky_relu(score, negative_slope)
+    if shift.any():
+        attn -= shift.index_select(0, csr.row)
+    attn = attn.sub_(log_sum.index_select(0, csr.row)).exp_()
+    grad_attn = _edge_dot(csr, grad, value)
+    dropped = attn
+    if mask is not None:
+        factor = mask * keep_scale
+        dropped, grad_attn = attn * factor, grad_attn.mul_(factor)
+    by_source = dropped.index_select(0, csr.perm)
+    grad_value = _weighted_sum(by_source, grad, csr.row_t, csr.ptr_t)
+    # through the softmax, then through LeakyReLU
+    grad_attn *= attn
+    total = _edge_sum(csr, grad_attn)
+    grad_attn -= attn.mul_(total.index_select(0, csr.row))
+    grad_score = torch.ops.aten.leaky_relu_backward(grad_attn, score, negative_slope, False)
+    grad_query = _weighted_sum(grad_score, key, csr.col, csr.ptr)
+    by_source = grad_score.index_select(0, csr.perm)
+    return grad_query, _weighted_sum(by_source, query, csr.row_t, csr.ptr_t), grad_value
 
 
 def _max_forward(csr: EdgeCSR, values: Tensor) -> Tensor:
@@ -426,16 +481,19 @@ def _max_forward(csr: EdgeCSR, values: Tensor) -> Tensor:
 def _max_backward(csr: EdgeCSR, values: Tensor, largest: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of the values: edges that hold the maximum share it evenly."""
     count = _heads_per_pass(csr, values.size(1))
-    csr = csr.copies(count)
-    out = []
-    passes = (_by_pass(x.unsqueeze(-1), count).squeeze(-1) for x in (values, largest, grad))
-    for own, maximum, g in zip(*passes, strict=True):
-        equal = own.index_select(0, csr.col) == maximum.index_select(0, csr.row)
-        edges = equal.nonzero().squeeze(1)
-        row, col = (index.index_select(0, edges) for index in (csr.row, csr.col))
-        share = g / torch.bincount(row, minlength=len(g)).clamp_min_(1)
-        out.append(torch.zeros_like(own).index_add(0, col, share.index_select(0, row)))
-    return _from_passes(torch.stack(out).unsqueeze(-1), count).squeeze(-1)
+    passes = (x.split(count, dim=1) for x in (values, largest, grad))
+    return torch.cat([_max_gradient(csr, *heads) for heads in zip(*passes, strict=True)], dim=1)
+
+
+def _max_gradient(csr: EdgeCSR, values: Tensor, largest: Tensor, grad: Tensor) -> Tensor:
+    equal = values.index_select(0, csr.col) == largest.index_select(0, csr.row)
+    edge, head = equal.nonzero(as_tuple=True)
+    count = equal.size(1)
+    target = csr.row.index_select(0, edge) * count + head
+    source = csr.col.index_select(0, edge) * count + head
+    share = grad.flatten() / torch.bincount(target, minlength=grad.numel()).clamp_min_(1)
+    out = torch.zeros_like(values).flatten()
+    return out.index_add_(0, source, share.index_select(0, target)).view_as(values)
 
 
 _CPU = SimpleNamespace(
