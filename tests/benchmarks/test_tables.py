@@ -36,7 +36,10 @@ PAGES = {
     "roofline_swin_tiny_xeon.json": ("performance.md", roofline.table),
     "roofline_tiny_xeon.json": ("performance.md", roofline.table),
     "graph/layers_pubmed_wide_xeon.json": ("performance.md", graph_layers.table),
+    "graph/layers_medium_xeon.json": ("performance.md", graph_layers.table),
+    "graph/layers_molecules_transformer_xeon.json": ("performance.md", graph_layers.table),
     "graph/layers_molecules_xeon.json": ("performance.md", graph_layers.table),
+    "graph/layers_pubmed_xeon.json": ("performance.md", graph_layers.table),
 }
 
 
