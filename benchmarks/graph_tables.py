@@ -1,4 +1,4 @@
-"""The tables of docs/graph.md that are made from the results of sweeps. All show %.
+"""The tables of docs/graph_results.md that are made from the results of sweeps. All show %.
 
     python -m benchmarks.graph_tables gcn2_search
     python -m benchmarks.graph_tables gat_depth

@@ -6,7 +6,8 @@
 
 Every finished run adds one line to `results.jsonl`, or to the config's `results`. The same command
 runs only what is missing in that file, and continues interrupted runs from their last checkpoints.
-`--only` trains the named cases, and `--table` none: it prints the table and what was not run.
+`--only` trains the named cases, and `--table` none: it prints the table and what was not run. The
+table has every seed that was run, also those that the config no longer names.
 """
 
 import hashlib
@@ -71,11 +72,10 @@ def sweep(
         _run_missing(config, path.parent / config.config, log, results, only, progress)
     rows, missing = [], []
     for cell, settings in cells(config):
-        keys = {seed: _key(settings, seed) for seed in config.seeds}
-        runs = [results[key] for key in keys.values() if key in results]
+        runs = [line for line in results.values() if line["overrides"] == settings]
         if runs:
             rows.append({"cell": cell, **summarize(runs)})
-        absent = [str(seed) for seed, key in keys.items() if key not in results]
+        absent = [str(seed) for seed in config.seeds if _key(settings, seed) not in results]
         if absent:
             missing.append(f"- {', '.join(cell.values())}: seeds {', '.join(absent)}\n")
     text = (table(rows) if rows else "") + ("\nNot run:\n\n" + "".join(missing) if missing else "")
