@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch_geometric.loader import NeighborLoader
 from tqdm import tqdm
 
 from data.clusters import ClusterBatches, metis_clusters
+from data.errors import DataError
 from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
 from lipsformer._configfile import require
 from lipsformer.graph import create_model
@@ -59,6 +61,11 @@ def load_batches(config: GraphConfig) -> Batches:
     data = _read(own)
     batches: Iterable[Data] = [data]
     if own.loader == "neighbor":
+        if not (find_spec("pyg_lib") or find_spec("torch_sparse")):
+            raise DataError(
+                "data.loader=neighbor needs pyg-lib (https://github.com/pyg-team/pyg-lib); install "
+                "it, or use data.loader=cluster or data.loader=partition"
+            )
         batches = NeighborLoader(
             data,
             list(own.num_neighbors),

@@ -203,6 +203,14 @@ def test_mistakes_in_a_config_end_in_one_line(tmp_path, monkeypatch, capsys, ove
     assert message in error and error.count("\n") == 1
 
 
+def test_without_pyg_lib_sampled_neighborhoods_end_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_graph_seed, "load_graph", lambda *args, **kwargs: communities())
+    monkeypatch.setattr(_graph_seed, "find_spec", lambda name: None)
+    assert train_graph.main(write_config(tmp_path, loader="neighbor")) == 2
+    error = capsys.readouterr().err
+    assert "data.loader=neighbor needs pyg-lib" in error and error.count("\n") == 1
+
+
 def test_sampled_neighborhoods_train(tmp_path, monkeypatch):
     pytest.importorskip("pyg_lib", reason="NeighborLoader samples with pyg-lib")
     data = communities()
