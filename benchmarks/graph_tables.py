@@ -122,6 +122,17 @@ def _by_epoch(runs: list[Run], published: tuple[float, float]) -> tuple[object, 
     return len(runs), *(_mean(runs, choice) for choice in choices), "{} ± {}".format(*published)
 
 
+def anchors() -> str:
+    """Test accuracies of networks of today, each with the setting that validation chose."""
+    rows = []
+    for (network, _), runs in _runs("table_anchors", _case).items():
+        values = dict(override.split("=") for override in runs[0]["overrides"])
+        chosen = (values["train.lr"], values["model.kwargs.dropout"], values["model.num_layers"])
+        rows.append((network, *chosen, len(runs), _mean(runs, "val_acc"), *_test(runs)))
+    header = ("network", "lr", "dropout", "layers", "seeds", "validation")
+    return markdown((*header, "test, best validation epoch", "test, last epoch"), rows)
+
+
 def trees() -> str:
     """Highest training accuracies on trees by depth and norm."""
     runs = _runs("table_trees", lambda cell: tuple(cell["case"].split(", ")))
@@ -170,7 +181,7 @@ TABLES = {
     table.__name__: table
     for table in (
         *(gcn2_search, gcn2_depth, gat_depth, residual_depth, residual_depth_plateau, trees),
-        *(learned_constant, ablations, epoch_choice),
+        *(learned_constant, ablations, epoch_choice, anchors),
     )
 }
 
