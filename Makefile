@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow newcomer check docs wheel clean
+.PHONY: help demo test test-slow newcomer check docs wheel graph-study clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,13 @@ wheel: .venv/.demo  ## build the wheel into dist/, with CPU kernels compiled for
 	$(PY) -m lipsformer.kernels.build lipsformer/kernels/prebuilt
 	$(PY) -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 	rm -r lipsformer/kernels/prebuilt  # they would be taken before the sources, in the clone too
+
+GRAPH_STUDY := table_missing_features_cora table_missing_features_citeseer ablation_lipschitznorm \
+	ablation_cora ablation_citeseer depth_gat depth_residual depth_residual_plateau search_gcn2 \
+	depth_gcn2 search_anchors table_anchors table_trees learned_constant
+
+graph-study: .venv/.dev  ## train what is missing of the graph tables, and continue what was stopped
+	for name in $(GRAPH_STUDY); do $(PY) -m scripts.graph_sweep --config configs/graph/$$name.yaml || exit 1; done
 
 clean:  ## remove the virtual environment and build leftovers
 	rm -rf .venv build dist site lipsformer/kernels/prebuilt .pytest_cache .ruff_cache .hypothesis

@@ -97,7 +97,7 @@ class Candidate:
     def __init__(self, name: str, channels: int, heads: int, x: Tensor, edge_index: Tensor) -> None:
         """Create the layer on the device of ``x``."""
         make, self.prepare = LAYERS[name]
-        self.conv = make(x.size(1), channels, heads).to(x.device)
+        self.conv = make(x.size(1), channels, heads).to(x)
         self.x, self.edge_index = x, edge_index
         self.edges = self.prepare(edge_index, len(x))
 
@@ -183,10 +183,13 @@ def table(record: dict[str, Any]) -> str:
     """Return the figures of one record as a Markdown table."""
     host, graph = record["machine"], record["graph"]
     # records of the time when these were the only widths do not name them
-    widths = {"features": 64, "heads": 8, "channels": 8} | record["options"]
+    widths = {"features": 64, "heads": 8, "channels": 8, "dtype": "float32"} | record["options"]
     intro = (
         f"{graph['num_nodes']:,} nodes, {graph['num_edges']:,} edges, {widths['features']} "
-        f"features to {widths['heads']} heads x {widths['channels']} channels, {host['device']} "
+        f"features to {widths['heads']} heads x {widths['channels']} channels, "
+        + f"{widths['dtype']}, "
+        * (widths["dtype"] != "float32")
+        + f"{host['device']} "
         f"({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
         f"PyG {host['torch_geometric']}, {record['options']['rounds']} rounds, {host['date']}"
     )
@@ -206,10 +209,11 @@ def record_of(options: argparse.Namespace) -> dict[str, Any]:
     random.seed(0)
     num_nodes, edge_index = edges(options.graph, options.root)
     edge_index = edge_index.to(options.device)
-    x = torch.randn(num_nodes, options.features, device=options.device, requires_grad=True)
+    placed: Any = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+    x = torch.randn(num_nodes, options.features, **placed, requires_grad=True)
     widths = options.channels, options.heads
     candidates = {name: Candidate(name, *widths, x, edge_index) for name in options.layers}
-    settings = ("rounds", "warmup", "features", "channels", "heads")
+    settings = ("rounds", "warmup", "features", "channels", "heads", "dtype")
     return {
         "machine": machine(x.device) | {"torch_geometric": torch_geometric.__version__},
         "graph": {"name": options.graph, "num_nodes": num_nodes, "num_edges": edge_index.size(1)},
@@ -226,6 +230,7 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=64)
     parser.add_argument("--channels", type=int, default=8, help="of each head")
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--root", default="datasets")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=11)
