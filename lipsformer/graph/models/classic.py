@@ -53,7 +53,8 @@ class ClassicGNN(GraphNet):
         \mathrm{Dropout}(\mathrm{ReLU}(\mathrm{conv}(X^{(l-1)}))))
 
     A linear head reads the last layer, or with `jumping_knowledge` the largest value of every
-    channel over all layers. These networks are here to compare with, and `lipschitz_bound` has no rule for them.
+    channel over all layers. These networks are here to compare with, and `lipschitz_bound` has no
+    rule for them.
 
     Example:
         >>> import torch
