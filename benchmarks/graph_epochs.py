@@ -8,6 +8,7 @@ line of the sweep's results by its seed, length and last loss, and writes
 prints the table. The last choice looks at the test set: it shows what no honest choice can exceed.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,19 @@ def main() -> None:
     for path in args.folder.glob("runs/*/seed*.jsonl"):
         epochs = list(read_jsonl(path))
         runs[path.stem.removeprefix("seed"), len(epochs), epochs[-1]["loss"]] = epochs
+    lines = []
+    for line in read_jsonl(RESULTS / f"{args.sweep}.jsonl"):
+        epochs = runs.get((str(line["seed"]), line["epochs"], line["last_loss"]))
+        if epochs is None:
+            sys.exit(
+                f"error: {args.folder} lacks the run of {line['cell']} with seed {line['seed']}"
+            )
+        own = {key: line[key] for key in ("cell", "seed", "test_acc")}
+        lines.append(own | choices(epochs))
     target = RESULTS / f"epochs_{args.sweep}.jsonl"
     target.unlink(missing_ok=True)
-    for line in read_jsonl(RESULTS / f"{args.sweep}.jsonl"):
-        epochs = runs[str(line["seed"]), line["epochs"], line["last_loss"]]
-        own = {key: line[key] for key in ("cell", "seed", "test_acc")}
-        append_jsonl(target, own | choices(epochs))
+    for line in lines:
+        append_jsonl(target, line)
 
 
 if __name__ == "__main__":

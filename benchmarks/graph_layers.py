@@ -184,13 +184,11 @@ def table(record: dict[str, Any]) -> str:
     host, graph = record["machine"], record["graph"]
     # records of the time when these were the only widths do not name them
     widths = {"features": 64, "heads": 8, "channels": 8, "dtype": "float32"} | record["options"]
+    dtype = "" if widths["dtype"] == "float32" else f"{widths['dtype']}, "
     intro = (
         f"{graph['num_nodes']:,} nodes, {graph['num_edges']:,} edges, {widths['features']} "
-        f"features to {widths['heads']} heads x {widths['channels']} channels, "
-        + f"{widths['dtype']}, "
-        * (widths["dtype"] != "float32")
-        + f"{host['device']} "
-        f"({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
+        f"features to {widths['heads']} heads x {widths['channels']} channels, {dtype}"
+        f"{host['device']} ({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
         f"PyG {host['torch_geometric']}, {record['options']['rounds']} rounds, {host['date']}"
     )
     speed = "{speed_ratio:.2f} ({speed_ratio_min:.2f} to {speed_ratio_max:.2f})"

@@ -321,6 +321,8 @@ def test_wrong_names_and_settings_raise():
         make("gcn2", weight_norm="cap")
     with pytest.raises(ValueError, match="conv='sage' is not known"):
         make("classic", conv="sage")
+    with pytest.raises(ValueError, match=r"edge_dropout=1.5 must be in \[0, 1\]"):
+        make("classic", edge_dropout=1.5)
     with pytest.raises(ValueError, match="skip='dense' is not known"):
         make("classic", skip="dense")
     with pytest.raises(ValueError, match="heads=2, norm='none' are not for gcn"):

@@ -99,21 +99,24 @@ class ClassicGNN(GraphNet):
             skip: 'none', 'linear' or 'identity'; see above. With 'identity' a linear map leads from
                 the features to the width of the layers.
             jumping_knowledge: Whether the head reads the largest values over all layers.
-            edge_dropout: Probability with which every edge is left out of a training step. An edge
-                and its reverse are drawn apart.
+            edge_dropout: Probability in [0, 1] with which every edge is left out of a training
+                step. An edge and its reverse are drawn apart.
             dropout: Dropout probability of what a layer computes.
             input_dropout: Dropout probability of the features.
             attn_dropout: Dropout probability of the attention weights of 'gat'.
             grad_checkpointing: See `GraphNet`.
 
         Raises:
-            ValueError: If a name is unknown, or if 'gcn' gets heads or a normalization of scores.
+            ValueError: If a name is unknown, if `edge_dropout` is out of range, or if 'gcn' gets
+                heads or a normalization of scores.
         """
         score_norm, node_norm = parse_norm(norm)
         if conv not in ("gcn", "gat"):
             raise ValueError(f"conv={conv!r} is not known; choose gcn or gat")
         if skip not in ("none", "linear", "identity"):
             raise ValueError(f"skip={skip!r} is not known; choose none, linear or identity")
+        if not 0 <= edge_dropout <= 1:
+            raise ValueError(f"edge_dropout={edge_dropout} must be in [0, 1]")
         if conv == "gcn" and (heads != 1 or score_norm is not None):
             raise ValueError(f"heads={heads}, norm={norm!r} are not for gcn, which has no scores")
         width = heads * hidden_channels
