@@ -96,7 +96,7 @@ def linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Return scale * (GELU(x) W^T + b), and in bfloat16 the rounded weight, else None."""
     scaled, offset = _scale_rows(weight, bias, scale, x.dtype)
-    y = _apply_gelu(x, scaled, offset) if act_before else _apply(x, scaled, offset)
+    y = _gelu_product(x, scaled, offset) if act_before else _product(x, scaled, offset)
     return y, scaled if x.dtype == torch.bfloat16 else None  # a rounded copy takes little memory
 
 
@@ -176,17 +176,11 @@ def _scale_rows_backward(
     return grad * scale[:, None], (grad * weight).sum(1)
 
 
-def _apply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dtype == torch.float32:
-        return F.linear(x, weight, bias) if _MKL else _conv_1x1(x, weight, bias)
-    return packed_linear(x, weight, bias, act_after=False)
-
-
-def _apply_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     blocks = _blocks(x)
     if len(blocks) == 1:
-        return _apply(F.gelu(x), weight, bias)
-    rows = [_apply(F.gelu(block), weight, bias) for block in blocks]
+        return _product(F.gelu(x), weight, bias)
+    rows = [_product(F.gelu(block), weight, bias) for block in blocks]
     return torch.cat(rows).view(*x.shape[:-1], len(weight))
 
 
@@ -223,22 +217,16 @@ def _blocks(x: Tensor) -> tuple[Tensor, ...]:
     return rows.split(_BLOCK // rows[0].nbytes)
 
 
-def _conv_1x1(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute the layer as a 1x1 convolution of one channels-last map, without a copy."""
-    y = F.conv2d(_as_map(x), weight[:, :, None, None], bias)
-    return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], weight.shape[0])
-
-
 def _as_map(x: Tensor) -> Tensor:
     return x.reshape(1, x.shape[0], -1, x.shape[-1]).permute(0, 3, 1, 2)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b^T, by PyTorch's operator if the product is to be differentiated or counted."""
-    by_mkl = _MKL and a.dtype == torch.float32
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b, by PyTorch's operator if the product is to be differentiated or counted."""
+    by_mkl = _MKL and x.dtype == torch.float32
     if by_mkl or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
-        return F.linear(a, b)
-    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+        return F.linear(x, weight, bias)
+    return packed_linear(x, weight, bias, act_after=False)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
