@@ -23,6 +23,16 @@ def fold(model: nn.Module) -> nn.Module:
         return model
 
 
+def in_bf16(logits: Logits) -> Logits:
+    """Return a function that computes the same logits in bfloat16, under autocast."""
+
+    def compute(images: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, torch.bfloat16):
+            return logits(images)
+
+    return compute
+
+
 def trace(model: nn.Module, images: Tensor) -> ExportedProgram:
     """Trace a model in evaluation mode, folded where it can be folded, for any batch size.
 

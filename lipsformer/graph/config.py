@@ -114,7 +114,9 @@ class GraphTrainConfig:
         layer_weight_decay: Weight decay of the layers between the encoder and the head; null for
             `weight_decay`.
         epochs: Largest number of epochs.
-        patience: Stop after this many epochs without a better validation accuracy or loss.
+        patience: Stop after this many epochs without a better value of `stop_on`.
+        stop_on: What must get better on the validation nodes: `either` its accuracy or its loss,
+            the `accuracy`, or the `loss`.
         plateau_patience: Halve the learning rate after this many epochs without a better validation
             loss; null keeps it constant.
         clip_grad: Largest 2-norm of the gradient; null for no limit.
@@ -132,6 +134,7 @@ class GraphTrainConfig:
     layer_weight_decay: float | None = None
     epochs: int = 1000
     patience: int = 100
+    stop_on: Literal["either", "accuracy", "loss"] = "either"
     plateau_patience: int | None = None
     clip_grad: float | None = None
     seeds: tuple[int, ...] = (0,)

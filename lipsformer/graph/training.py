@@ -134,9 +134,10 @@ class _Best:
     lowest_loss: float = math.inf
     last_gain: int = 0
 
-    def update(self, epoch: int, record: dict[str, float]) -> None:
+    def update(self, epoch: int, record: dict[str, float], stop_on: str) -> None:
         val_acc, val_loss = record["val_acc"], record["val_loss"]
-        if val_acc > self.val_acc or val_loss < self.lowest_loss:
+        gains = {"accuracy": val_acc > self.val_acc, "loss": val_loss < self.lowest_loss}
+        if any(gains.values()) if stop_on == "either" else gains[stop_on]:
             self.last_gain = epoch
         self.lowest_loss = min(self.lowest_loss, val_loss)
         self.highest_train_acc = max(self.highest_train_acc, record["train_acc"])
@@ -194,7 +195,7 @@ class _Training:
             record = {"epoch": self.epoch, "loss": loss, "gradient_norm": gradient_norm}
             record["lr"] = self.optimizer.param_groups[0]["lr"]
             record |= on_first_rank(lambda: self._evaluate(eval_batches))
-            self.best.update(self.epoch, record)
+            self.best.update(self.epoch, record, self.settings.stop_on)
             if self.scheduler is not None:
                 self.scheduler.step(record["val_loss"])
             self.record = record

@@ -40,7 +40,8 @@ class FrozenLinear(nn.Linear):
 
     Without gradients on the CPU in float32 or bfloat16, oneDNN computes it in one pass from a copy
     of the weight in its own layout. The copy is made at the first call and again when a parameter
-    or the type has changed. Elsewhere it is ``nn.Linear`` and GELU.
+    or the type has changed. Elsewhere, and for a weight that was made in inference mode, whose
+    changes PyTorch does not count, it is ``nn.Linear`` and GELU.
 
     Shape:
         x: [..., C_in]; the output is [..., C_out].
@@ -74,7 +75,8 @@ class FrozenLinear(nn.Linear):
         return y if output_scale is None else y * output_scale
 
     def _linear(self, input: Tensor) -> Tensor:
-        if kernels.usable("packed_linear", input, self.weight) and input.numel() > 0:
+        counted = not self.weight.is_inference()
+        if counted and kernels.usable("packed_linear", input, self.weight) and input.numel() > 0:
             dtype = kernels.product_dtype(input)
             tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
             state = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
@@ -131,6 +133,7 @@ class FoldedResidual(nn.Module):
         return kernels.center(x, self.gain, self.branch(x))
 
 
+@torch.inference_mode(False)  # writes to a tensor of that mode would go unnoticed
 @torch.no_grad()
 def optimize_for_inference(model: nn.Module) -> nn.Module:
     r"""Return a copy of a model in which every affine map that allows it is folded.
@@ -145,7 +148,9 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     its result, and neither are scales behind a GELU.
 
     The copy gives the same logits and features. Its parameters have other names and no gradients;
-    keep the model itself for training, checkpoints and Lipschitz bounds.
+    keep the model itself for training, checkpoints and Lipschitz bounds. Weights that are written
+    later are noticed, except through ``weight.data`` or ``weight.numpy()``, which PyTorch does not
+    count as writes.
 
     Example:
         >>> import timm, torch
@@ -155,7 +160,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         torch.Size([1, 1000])
 
     Args:
-        model: A LipsFormer (CSwin, Swin, ViT) or a model made by ``convert``, in evaluation mode.
+        model: A LipsFormer (CSwin, Swin, ViT), also with ``features_only``, or a model made by
+            ``convert``, in evaluation mode.
 
     Raises:
         ValueError: If the model is in training mode.
@@ -174,7 +180,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         for kind, fold in _FOLDS.items():
             if isinstance(module, kind):
                 fold(module)
-    classifier = cast(Any, folded).get_classifier()
+    has_head = hasattr(folded, "get_classifier")  # a model of features_only has none
+    classifier = cast(Any, folded).get_classifier() if has_head else None
     for parent in list(folded.modules()):
         for name, child in parent.named_children():
             if child is not classifier and type(child) in (Linear, nn.Linear):

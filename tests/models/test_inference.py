@@ -1,5 +1,7 @@
 """Folding changes no value: float64 to 1e-12, float32 to rounding, features and logits."""
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -71,6 +73,37 @@ def test_the_fold_is_exact(form):
     with torch.no_grad():
         actual, expected = single(images.float()).double(), folded(images)
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano", "lipsformer_vit_tiny"])
+def test_every_map_of_a_features_only_model_stays_exact(name):
+    options = {**VIT, "out_indices": (0, 1)} if "vit" in name else {}
+    model = randomize(timm.create_model(name, features_only=True, **options)).double()
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    folded = lipsformer.optimize_for_inference(model)
+    with torch.no_grad():
+        for actual, expected in zip(folded(images), model(images), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("made_there", [False, True])
+def test_in_inference_mode_the_fold_is_exact_and_notices_new_weights(made_there):
+    images = torch.randn(2, 3, 32, 32)
+    middle = "stages.1.blocks.0.mlp.branch.1.weight"
+    outside = None if made_there else randomize(make("nano"))
+    with torch.inference_mode():
+        model = outside or randomize(make("nano"))
+        folded = lipsformer.optimize_for_inference(model)
+        torch.testing.assert_close(folded(images), model(images), rtol=1e-3, atol=1e-4)
+        there = copy.deepcopy(folded)  # its weights are tensors of inference mode
+        for written in (folded, there):
+            before = written(images)
+            written.get_parameter(middle).mul_(1.7)
+            reference = copy.deepcopy(written).double()
+            changed = written(images)
+            expected = reference(images.double())
+            torch.testing.assert_close(changed.double(), expected, rtol=1e-3, atol=1e-4)
+            assert not torch.allclose(changed, before, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("img_size", [56, 60])

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.stack import ConvLayer, GraphNet
 from lipsformer.graph.norm import NodeNorm, parse_norm
@@ -16,7 +17,8 @@ class DeepGAT(GraphNet):
     A linear map leads from the features to `encoder_channels`. Then follow `num_layers` layers of
     dropout, attention with concatenated heads, ELU and a node normalization (the last layer has
     neither ELU nor normalization), and a linear head. With `linear_ends=False` the first attention
-    layer reads the features and the last one returns the logits, as in the original GAT.
+    layer reads the features and the last one returns the logits, as in the original GAT. Every
+    node attends to itself too, unless `add_self_loops` is off.
 
     Example:
         >>> import torch
@@ -40,6 +42,8 @@ class DeepGAT(GraphNet):
         norm: str = "none",
         dropout: float = 0.6,
         attn_dropout: float = 0.3,
+        input_dropout: float = 0.0,
+        add_self_loops: bool = True,
         linear_ends: bool = True,
         encoder_channels: int | None = None,
         residual: bool = False,
@@ -60,6 +64,8 @@ class DeepGAT(GraphNet):
             norm: Normalization of scores and nodes; see `parse_norm`.
             dropout: Dropout probability before every convolution.
             attn_dropout: Dropout probability of the attention weights.
+            input_dropout: Dropout probability of the features, before the first linear map.
+            add_self_loops: Whether every node is a neighbor of itself; see `GATConv`.
             linear_ends: Whether linear maps come before and after the attention layers.
             encoder_channels: Channels after the first linear map; None for the width of the layers,
                 `heads * hidden_channels`. The authors use `hidden_channels`, which is a bottleneck
@@ -83,6 +89,7 @@ class DeepGAT(GraphNet):
                 out_channels if to_logits else hidden_channels,
                 heads=1 if to_logits else heads,
                 dropout=attn_dropout,
+                add_self_loops=add_self_loops,
                 residual=residual,
                 score_norm=score_norm,
                 att_norm=att_norm,
@@ -94,6 +101,8 @@ class DeepGAT(GraphNet):
             node = NodeNorm("none" if last else node_norm, width)
             layers.append(ConvLayer(conv, dropout, activation, node))
         encoder = nn.Linear(in_channels, channels) if linear_ends else nn.Identity()
+        if input_dropout > 0:
+            encoder = nn.Sequential(Dropout(input_dropout), encoder)
         head = nn.Linear(width, out_channels) if linear_ends else nn.Identity()
         super().__init__(encoder, layers, head, grad_checkpointing)
 
