@@ -20,7 +20,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,17 @@ def _fastest(record: dict[str, Any]) -> str:
     """Return the fastest form of each model and precision over the base's fastest form."""
     batches = sorted({piece["batch"] for piece in record["pieces"]})
     cells: dict[tuple[str, str], dict[int, str]] = {}
+    for name, precision, batch, ratio, forms in fastest_ratios(record):
+        cells.setdefault((name, precision), {})[batch] = f"{ratio:.2f} ({' / '.join(forms)})"
+    rows = (
+        (f"`{name}`", precision, *(own.get(batch, "") for batch in batches))
+        for (name, precision), own in cells.items()
+    )
+    return markdown(("model", "precision", *(f"batch {batch}" for batch in batches)), rows)
+
+
+def fastest_ratios(record: dict[str, Any]) -> Iterator[tuple[str, str, int, float, list[str]]]:
+    """Yield model, precision, batch size, the ratio of the fastest forms, and these two forms."""
     for piece in record["pieces"]:
         seconds = _seconds(piece)
         base = next(iter(seconds))[0]
@@ -244,13 +255,7 @@ def _fastest(record: dict[str, Any]) -> str:
                 for name in (piece["model"], base)
             )
             ratio = _ratio(seconds[reference], seconds[own])
-            text = f"{ratio:.2f} ({own[1]} / {reference[1]})"
-            cells.setdefault((piece["model"], precision), {})[piece["batch"]] = text
-    rows = (
-        (f"`{name}`", precision, *(own.get(batch, "") for batch in batches))
-        for (name, precision), own in cells.items()
-    )
-    return markdown(("model", "precision", *(f"batch {batch}" for batch in batches)), rows)
+            yield piece["model"], precision, piece["batch"], ratio, [own[1], reference[1]]
 
 
 def _seconds(piece: dict[str, Any]) -> dict[tuple[str, str, str], list[float]]:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import (
+    bars,
     data_share,
     deployment,
     first_call,
@@ -30,6 +31,12 @@ PAGES = {
     "first_call_xeon.json": ("performance.md", first_call.table),
     "models_avx2_xeon.json": ("performance.md", models.table),
     "models_bf16_xeon.json": ("performance.md", models.table),
+    "models_batch1_epyc.json": ("performance.md", models.table),
+    "models_batch32_epyc.json": ("performance.md", models.table),
+    "models_batch_epyc.json": ("performance.md", models.table),
+    "models_bf16_epyc.json": ("performance.md", models.table),
+    "models_nano_epyc.json": ("performance.md", models.table),
+    "models_size_epyc.json": ("performance.md", models.table),
     "models_batch_xeon.json": ("performance.md", models.table),
     "models_block_xeon.json": ("performance.md", models.table),
     "models_size_xeon.json": ("performance.md", models.table),
@@ -56,6 +63,10 @@ def test_the_page_on_graphs_shows_our_accuracies_beside_the_published_ones(graph
 def test_the_page_on_graphs_shows_the_tables_of_the_sweeps(table):
     pages = ("docs/graph.md", "docs/graph_results.md")
     assert any(table() in (ROOT / page).read_text() for page in pages)
+
+
+def test_the_page_on_speed_shows_the_goals():
+    assert bars.table() in (ROOT / "docs/performance.md").read_text()
 
 
 @pytest.mark.parametrize("name", PAGES)

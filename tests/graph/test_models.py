@@ -84,14 +84,29 @@ def test_narrow_heads_are_no_bottleneck_of_the_features(graph, name):
         assert torch.linalg.matrix_rank(centred) == rank
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_a_large_att_norm_makes_every_attention_the_mean_of_the_neighborhood(graph, residual):
+def test_input_dropout_comes_before_the_first_linear_map(graph):
     x, edge_index = graph
-    edge_index = edge_index.unique(dim=1)
-    model = make("deep_gat", norm="lipschitznorm", att_norm=1e9, residual=residual).eval()
-    adjacency = torch.eye(NODES, dtype=torch.double)
+    model = make("deep_gat", input_dropout=0.4, dropout=0.0, attn_dropout=0.0).train()
+    torch.manual_seed(3)
+    _, states = model.forward_intermediates(x, edge_index)
+    torch.manual_seed(3)
+    kept = torch.nn.functional.dropout(x, 0.4)
+    torch.testing.assert_close(states[0], model.encoder[1](kept))
+    assert torch.equal(make("deep_gat").encoder.weight, model.encoder[1].weight)
+
+
+@pytest.mark.parametrize("loops", [True, False])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_large_att_norm_makes_every_attention_the_mean_of_the_neighborhood(
+    graph, residual, loops
+):
+    x, edge_index = graph
+    edge_index = edge_index[:, edge_index[1] != 2].unique(dim=1)  # node 2 has no neighbor
+    settings = {"norm": "lipschitznorm", "att_norm": 1e9, "add_self_loops": loops}
+    model = make("deep_gat", residual=residual, **settings).eval()
+    adjacency = torch.eye(NODES, dtype=torch.double) * loops
     adjacency[edge_index[1], edge_index[0]] = 1
-    mean = adjacency / adjacency.sum(1, keepdim=True)
+    mean = adjacency / adjacency.sum(1, keepdim=True).clamp_min(1)
     _, states = model.forward_intermediates(x, edge_index)
     for before, after, layer in zip(states, states[1:], model.layers, strict=False):
         expected = mean @ layer.conv.lin(before) + layer.conv.bias

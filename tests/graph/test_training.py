@@ -61,6 +61,20 @@ def test_early_stopping_waits_patience_epochs_for_validation(graph):
     assert fit(build, [graph], [graph], settings, 0)["epochs"] < 20
 
 
+@pytest.mark.parametrize("stop_on", ["either", "accuracy", "loss"])
+def test_training_stops_patience_epochs_after_the_last_gain(graph, tmp_path, stop_on):
+    settings = replace(SETTINGS, lr=0.05, epochs=400, patience=7, stop_on=stop_on)
+    epochs = fit(build, [graph], [graph], settings, 0, folder=tmp_path)["epochs"]
+    records = [json.loads(line) for line in (tmp_path / "seed0.jsonl").read_text().splitlines()]
+    quantities = {
+        "accuracy": [record["val_acc"] for record in records],
+        "loss": [-record["val_loss"] for record in records],
+    }
+    watched = quantities if stop_on == "either" else {stop_on: quantities[stop_on]}
+    first_of_the_best = max(values.index(max(values)) for values in watched.values())
+    assert epochs == len(records) == first_of_the_best + 7 + 1 < 400
+
+
 def test_layers_and_ends_have_their_own_weight_decay(graph):
     settings = replace(SETTINGS, weight_decay=0.3, layer_weight_decay=0.7)
     model = create_model("gcn2", 5, 3, 2, 4, dropout=0.0).double()
