@@ -8,26 +8,36 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
-FILES = ("windows", "pointwise", "derivatives", "bfloat16")
+FOLDER = Path(__file__).parents[1]
+FILES = (
+    *("kernels/test_windows.py", "kernels/test_pointwise.py", "kernels/test_derivatives.py"),
+    *("kernels/test_bfloat16.py", "kernels/test_block.py"),
+    *("layers/test_conv.py", "layers/test_linear.py"),
+)
 COMPILERS = (
-    *("g++", "g++-9", "g++-11", "g++-12", "g++-13", "g++-14"),
+    *("g++", "g++-9", "g++-10", "g++-11", "g++-12", "g++-13", "g++-14"),
     *("clang++-14", "clang++-16", "clang++-19"),
 )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("limit", [{}, {"ATEN_CPU_CAPABILITY": "avx2"}], ids=["", "avx2"])
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_the_kernels_pass_their_tests_with_a_compiler(compiler, tmp_path):
+def test_the_kernels_pass_their_tests_with_a_compiler(compiler, limit, tmp_path):
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
-    files = [str(FOLDER / f"test_{name}.py") for name in FILES]
+    files = [str(FOLDER / file) for file in FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     run = subprocess.run(
         command,
-        cwd=FOLDER.parents[1],
-        env={**os.environ, "CXX": f"{compiler} -DUNUSED", "XDG_CACHE_HOME": str(tmp_path)},
+        cwd=FOLDER.parent,
+        env={
+            **os.environ,
+            "CXX": f"{compiler} -DUNUSED",
+            "XDG_CACHE_HOME": str(tmp_path),
+            **limit,
+        },
         capture_output=True,
         text=True,
         check=False,
