@@ -1,12 +1,12 @@
 """A training step of this checkout beside one of another checkout, in alternating processes.
 
     git worktree add /tmp/earlier b50f569
-    LIPSFORMER_NATIVE=0 python -m benchmarks.versions /tmp/earlier \
+    python -m benchmarks.versions /tmp/earlier --no-compiler \
         --output benchmarks/results/versions_fallback.json
 
-The environment is that of the command: LIPSFORMER_NATIVE=0 compares the code without the compiled
-kernels. Every round is one new process per checkout and model; it times its steps after the first
-two, and its median counts.
+Every round is one new process per checkout and model. It times its steps after the first two, and
+its median counts. With --no-compiler the processes find no compiler and no kernels of an earlier
+run, so they take the operators that are left to such a machine.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "machine": machine(torch.device("cpu")),
         "commits": {which: _commit(folder) for which, folder in folders.items()},
-        "native": os.environ.get("LIPSFORMER_NATIVE", "1") != "0",
+        "compiler": not options.no_compiler,
         "batch_size": options.batch_size,
         "seconds": seconds,
     }
@@ -65,14 +66,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _step_seconds(folder: Path, model: str, options: argparse.Namespace) -> float:
     numbers = (options.batch_size, options.steps, torch.get_num_threads())
-    result = subprocess.run(
-        [sys.executable, "-c", CODE, model, *map(str, numbers)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    with tempfile.TemporaryDirectory() as empty:
+        if options.no_compiler:
+            environment |= {"PATH": empty, "CXX": f"{empty}/none", "XDG_CACHE_HOME": empty}
+        result = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", CODE, model, *map(str, numbers)],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        if options.no_compiler and list(Path(empty).rglob("*.so")):
+            raise SystemExit(f"error: {folder} found a compiler")
     imported, seconds = result.stdout.split()
     if not Path(imported).is_relative_to(folder):
         raise SystemExit(f"error: {folder} has no lipsformer; {imported} was imported instead")
@@ -87,7 +94,7 @@ def _commit(folder: Path) -> str:
 def table(record: dict[str, Any]) -> str:
     """Return the median step of both in milliseconds, and how many times as fast this one is."""
     host, commits = record["machine"], record["commits"]
-    kernels = "compiled kernels" if record["native"] else "no compiled kernels"
+    kernels = "compiled kernels" if record["compiler"] else "no compiler"
     text = (
         f"{host['cpu']}, {host['threads']} threads, torch {host['torch']}, batch "
         f"{record['batch_size']}, {kernels}, {host['date']}; commits {commits['earlier']} and "
@@ -105,6 +112,7 @@ def table(record: dict[str, Any]) -> str:
 if __name__ == "__main__":
     parser = documented_parser(__doc__, prog="python -m benchmarks.versions")
     parser.add_argument("checkout", type=Path, help="folder of the other checkout")
+    parser.add_argument("--no-compiler", action="store_true")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
     parser.add_argument("--rounds", type=int, default=5)
