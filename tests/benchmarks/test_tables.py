@@ -16,6 +16,7 @@ from benchmarks import (
     graph_training,
     models,
     roofline,
+    versions,
 )
 from tests.conftest import ROOT
 
@@ -51,6 +52,7 @@ PAGES = {
     "graph/layers_molecules_transformer_xeon.json": ("performance.md", graph_layers.table),
     "graph/layers_molecules_xeon.json": ("performance.md", graph_layers.table),
     "graph/layers_pubmed_xeon.json": ("performance.md", graph_layers.table),
+    "versions_fallback_epyc.json": ("performance.md", versions.table),
 }
 
 
