@@ -2,8 +2,8 @@
 
     python -m benchmarks.bars
 
-A ratio is that of a LipsFormer to timm's Swin of its size in the same run. The lowest one counts,
-whatever the processor, and the table names it and the record.
+A ratio is that of a LipsFormer to timm's Swin of its size in the same run. The lowest one of all
+records counts, whatever the processor, those of earlier code too. The table names its record.
 """
 
 import json
@@ -16,16 +16,9 @@ from benchmarks.records import markdown
 
 RESULTS = Path(__file__).parent / "results"
 TINY = ("lipsformer_swin_tiny", "lipsformer_tiny")
-# Records of the present code. The others in the folder are of earlier code.
-MODELS = (
-    *("models_batch1_xeon_dropped.json", "models_batch1_xeon_dropped_again.json"),
-    *("models_batch8_xeon_dropped.json", "models_block_xeon.json", "models_size_xeon.json"),
-    *("models_bf16_xeon_block.json", "models_nano_xeon_block.json", "models_avx2_train_xeon.json"),
-    *("models_avx2_batch32_xeon.json", "models_batch1_epyc.json", "models_batch_epyc.json"),
-    *("models_batch32_epyc.json", "models_size_epyc.json", "models_bf16_epyc.json"),
-    "models_nano_epyc.json",
-)
-DEPLOYMENT = ("deployment_xeon.json",)
+NANO = ("lipsformer_swin_nano",)
+PROCESSORS = ("xeon", "epyc")
+_WINDOWS = "_windows_of_5"  # Swin's and ours, which need no padding at 160 px
 
 
 class Ratio(NamedTuple):
@@ -61,29 +54,28 @@ GOALS: dict[str, tuple[float, float | None]] = {
 
 def ratios() -> Iterator[Ratio]:
     """Yield every ratio of the records."""
-    for name in MODELS:
-        record = json.loads((RESULTS / name).read_text())
-        yield from _ratios_of_models(record, name)
-    for name in DEPLOYMENT:
-        record = json.loads((RESULTS / name).read_text())
-        for model, precision, batch, ratio, _ in fastest_ratios(record):
-            what = f"fastest over fastest, {precision}, batch {batch}"
-            yield Ratio(what, model, ratio, None, name)
+    for processor in PROCESSORS:
+        for path in sorted(RESULTS.glob(f"models_*_{processor}*.json")):
+            yield from _ratios_of_models(json.loads(path.read_text()), path.name)
+        for path in sorted(RESULTS.glob(f"deployment_{processor}.json")):
+            for model, precision, batch, ratio, _ in fastest_ratios(json.loads(path.read_text())):
+                what = f"fastest over fastest, {precision}, batch {batch}"
+                yield Ratio(what, model, ratio, None, path.name)
 
 
 def _ratios_of_models(record: dict[str, Any], name: str) -> Iterator[Ratio]:
     precision = record["options"]["precision"]
     for setting in record["settings"]:
         shape = f"{precision}, {setting['img_size']} px, batch {setting['batch_size']}"
-        for model, own in setting["models"].items():
-            for task, mode, what in (
+        for name_in_record, own in setting["models"].items():
+            model = name_in_record.removeprefix("benchmarks.peers:").removesuffix(_WINDOWS)
+            for task, mode, kind in (
                 ("train", "eager", "training"),
                 ("infer", "folded eager", "folded over eager"),
             ):
                 if mode in own.get(task, {}):
-                    values = own[task][mode]
-                    what = f"{what}, {shape}"
-                    yield Ratio(what, model, values["speed_ratio"], values["memory_ratio"], name)
+                    speed, memory = own[task][mode]["speed_ratio"], own[task][mode]["memory_ratio"]
+                    yield Ratio(f"{kind}, {shape}", model, speed, memory, name)
 
 
 def table() -> str:
@@ -91,7 +83,7 @@ def table() -> str:
     found = list(ratios())
     rows = []
     for what, (speed, memory) in GOALS.items():
-        for model in TINY if "32 px, batch 128" not in what else ("lipsformer_swin_nano",):
+        for model in NANO if "32 px, batch 128" in what else TINY:
             own = [ratio for ratio in found if (ratio.what, ratio.model) == (what, model)]
             lowest = min(own, key=lambda ratio: ratio.speed)
             met = lowest.speed >= speed

@@ -20,7 +20,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
 from lipsformer.engine.run_folder import find_weights, load_model
-from scripts._runtimes import FORMATS, Logits, fold, load, trace, write
+from scripts._runtimes import FORMATS, Logits, autocast, fold, load, trace, write
 
 MODELS = (
     *("swin_tiny_patch4_window7_224", "convnext_tiny", "vit_small_patch16_224"),
@@ -49,16 +49,6 @@ RUNTIMES = {  # form: format of the export
     "OpenVINO": {"fp32": "openvino", "bf16": "openvino", "int8": "openvino-int8"},
 }
 FORMS = ("eager", "folded", "compiled", *RUNTIMES)
-
-
-def autocast(model: Callable[[Tensor], Tensor], precision: str) -> Logits:
-    """Return the model as a function that runs in float32 or under autocast to bf16."""
-
-    def logits(images: Tensor) -> Tensor:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            return model(images).float()
-
-    return logits
 
 
 def contestants(

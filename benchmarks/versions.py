@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import machine
+from benchmarks.machine import commit, machine
 from benchmarks.records import markdown, run
 from lipsformer._commands import documented_parser
 
@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 seconds[model][which].append(round(step, 4))
     return {
         "machine": machine(torch.device("cpu")),
-        "commits": {which: _commit(folder) for which, folder in folders.items()},
+        "commits": {which: commit(folder) for which, folder in folders.items()},
         "compiler": not options.no_compiler,
         "batch_size": options.batch_size,
         "seconds": seconds,
@@ -84,11 +84,6 @@ def _step_seconds(folder: Path, model: str, options: argparse.Namespace) -> floa
     if not Path(imported).is_relative_to(folder):
         raise SystemExit(f"error: {folder} has no lipsformer; {imported} was imported instead")
     return float(seconds)
-
-
-def _commit(folder: Path) -> str:
-    command = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def table(record: dict[str, Any]) -> str:

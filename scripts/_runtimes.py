@@ -23,14 +23,15 @@ def fold(model: nn.Module) -> nn.Module:
         return model
 
 
-def in_bf16(logits: Logits) -> Logits:
-    """Return a function that computes the same logits in bfloat16, under autocast."""
+def autocast(model: Logits, precision: str) -> Logits:
+    """Return the model as a function that runs in "fp32", or under autocast to "bf16"."""
 
-    def compute(images: Tensor) -> Tensor:
-        with torch.autocast(images.device.type, torch.bfloat16):
-            return logits(images)
+    def logits(images: Tensor) -> Tensor:
+        bf16 = precision == "bf16"
+        with torch.no_grad(), torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
+            return model(images).float()
 
-    return compute
+    return logits
 
 
 def trace(model: nn.Module, images: Tensor) -> ExportedProgram:

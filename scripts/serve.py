@@ -26,7 +26,7 @@ from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
 from scripts._demo_model import MAX_UPLOAD, DemoModel
-from scripts._runtimes import FORMATS, in_bf16, load
+from scripts._runtimes import FORMATS, autocast, load
 
 BEST = 5  # classes in an answer
 WAIT_S = 10  # for the bytes of a picture, before its connection is closed
@@ -53,8 +53,8 @@ def load_classifier(folder: Path, which: str = "best", precision: str = "fp32") 
             raise ConfigError(
                 f"{exported} needs OpenVINO: pip install 'lipsformer[deploy]'"
             ) from error
-    elif precision == "bf16":
-        model.fast = in_bf16(model.fast)
+    else:
+        model.fast = autocast(model.fast, precision)
     return model
 
 

@@ -40,7 +40,7 @@ class FrozenLinear(nn.Linear):
 
     Without gradients on the CPU in float32 or bfloat16, oneDNN computes it in one pass from a copy
     of the weight in its own layout. The copy is made at the first call and again when a parameter
-    or the type has changed. Elsewhere, and for a weight that was made in inference mode, whose
+    or the type has changed. Elsewhere, and for parameters that were made in inference mode, whose
     changes PyTorch does not count, it is ``nn.Linear`` and GELU.
 
     Shape:
@@ -75,10 +75,10 @@ class FrozenLinear(nn.Linear):
         return y if output_scale is None else y * output_scale
 
     def _linear(self, input: Tensor) -> Tensor:
-        counted = not self.weight.is_inference()
+        tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
+        counted = not any(tensor.is_inference() for tensor in tensors)
         if counted and kernels.usable("packed_linear", input, self.weight) and input.numel() > 0:
             dtype = kernels.product_dtype(input)
-            tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
             state = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
             if self.packed is None or self.packed[0] != state:
                 bias = None if self.bias is None else self.bias.to(dtype)

@@ -42,6 +42,7 @@ PAGES = {
     "models_block_xeon.json": ("performance.md", models.table),
     "models_size_xeon.json": ("performance.md", models.table),
     "models_nano_xeon.json": ("performance.md", models.table),
+    "models_windows5_epyc.json": ("performance.md", models.table),
     "models_windows5_xeon.json": ("performance.md", models.table),
     "roofline_swin_tiny_xeon.json": ("performance.md", roofline.table),
     "roofline_tiny_xeon.json": ("performance.md", roofline.table),
