@@ -14,7 +14,7 @@ Example:
 from lipsformer.kernels.attention import normalize_rows, recomputed_attention
 from lipsformer.kernels.block import BlockTensors, block
 from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
-from lipsformer.kernels.dispatch import active_transform, usable
+from lipsformer.kernels.dispatch import active_transform, log, usable
 from lipsformer.kernels.gpu_arguments import WindowArguments
 from lipsformer.kernels.gpu_block import gpu_block
 from lipsformer.kernels.gpu_windows import (
@@ -31,6 +31,7 @@ from lipsformer.kernels.pointwise import (
     gelu_residual,
     residual,
 )
+from lipsformer.kernels.recording import CannotRecordError, Recorder
 from lipsformer.kernels.trial import is_proven, try_kernel
 from lipsformer.kernels.verdict import is_used, restore_verdicts, verdicts
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
@@ -41,6 +42,8 @@ __all__ = [
     "MAX_GPU_TOKENS_WITH_BIAS",
     "MAX_WINDOW_TOKENS",
     "BlockTensors",
+    "CannotRecordError",
+    "Recorder",
     "WindowArguments",
     "active_transform",
     "add_gelu",
@@ -56,6 +59,7 @@ __all__ = [
     "gpu_cosine_windows",
     "is_proven",
     "is_used",
+    "log",
     "normalize_rows",
     "pack_weight",
     "packed_linear",

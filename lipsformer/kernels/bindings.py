@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lipsformer.kernels.build import compiled_library
+from lipsformer.kernels.recording import current_recorder
 
 
 class _TensorOf:
@@ -103,3 +104,6 @@ def run(kernel: str, *args: Tensor | int | float | None) -> None:
         _function(kernel)(*args, torch.get_num_threads())
     except ctypes.ArgumentError as error:
         raise TypeError(f"{kernel}: {error}") from None
+    if (recorder := current_recorder()) is not None:
+        types = [ctypes.c_void_p if isinstance(t, _TensorOf) else t for t in SIGNATURES[kernel]]
+        recorder.kernel(kernel, [*types, INT], args)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lipsformer.kernels.build import compiled_library
+from lipsformer.kernels.recording import current_recorder
 
 ENABLED = os.environ.get("LIPSFORMER_NATIVE") != "0"
 GPU_BLOCKS = os.environ.get("LIPSFORMER_GPU_BLOCKS") != "0"
@@ -71,6 +72,7 @@ NEEDS = {
     "kept_samples": Needs((), _FLOAT32_BFLOAT16),
     "linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True, min_dims=3),
     "packed_linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True),
+    "recording": Needs((), _FLOAT32_BFLOAT16),
     "residual": _POINTWISE,
     # asked by the layers on a GPU
     "block.gpu": Needs(dtypes=(torch.bfloat16,), casts=True, device="cuda"),
@@ -117,11 +119,16 @@ def usable(
         obstacle = _obstacle(needs, x, others, training)
     if obstacle is None and unless is not None:
         obstacle = unless()
+    log(operator, obstacle)
+    return obstacle is None
+
+
+def log(operator: str, obstacle: str | None) -> None:
+    """Print once whether a kernel is used, if ``LIPSFORMER_LOG`` asks for it."""
     if LOG and (operator, obstacle) not in _said:
         _said.add((operator, obstacle))
         taken = "kernel" if obstacle is None else f"plain operators, because {obstacle}"
         sys.stderr.write(f"lipsformer kernels: {operator}: {taken}\n")
-    return obstacle is None
 
 
 def active_transform() -> str | None:
@@ -134,6 +141,12 @@ def active_transform() -> str | None:
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is active"
     return None
+
+
+def is_observed() -> bool:
+    """Return whether something that cannot see our kernels records or replaces the operators."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and (depth > 1 or current_recorder() is None)
 
 
 def refuse_second_derivatives() -> None:
@@ -194,7 +207,7 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
                 return f"the input is {dtype} and a parameter is {other.dtype}"
     if (transform := active_transform()) is not None:
         return transform
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if is_observed():
         return "something records the operators or replaces the tensors"
     if needs.contiguous and not all(tensor.is_contiguous() for tensor in (x, *others)):
         return "a tensor is not contiguous"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer.kernels.bindings import name_of, run
-from lipsformer.kernels.dispatch import refuse_second_derivatives, usable
+from lipsformer.kernels.dispatch import is_observed, refuse_second_derivatives, usable
 
 _LARGEST_REUSED = 32 << 20  # bytes; the C library returns any larger tensor to the system
 _BLOCK = 8 << 20  # bytes that stay in the cache between two operators
@@ -224,7 +224,7 @@ def _as_map(x: Tensor) -> Tensor:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, by PyTorch's operator if the product is to be differentiated or counted."""
     by_mkl = _MKL and x.dtype == torch.float32
-    if by_mkl or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+    if by_mkl or torch.is_grad_enabled() or is_observed():
         return F.linear(x, weight, bias)
     return packed_linear(x, weight, bias, act_after=False)
 

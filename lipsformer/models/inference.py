@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lipsformer import kernels
 from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention, WeightedResidual
+from lipsformer.models.recorded import RecordedForward
 
 Fold = TypeVar("Fold", bound=Callable[[Any], None])
 _FOLDS: dict[type[nn.Module], Callable[[Any], None]] = {}
@@ -186,6 +187,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         for name, child in parent.named_children():
             if child is not classifier and type(child) in (Linear, nn.Linear):
                 setattr(parent, name, FrozenLinear(cast(nn.Linear, child)))
+    folded.forward = RecordedForward(folded)
     return folded.requires_grad_(False).eval()
 
 

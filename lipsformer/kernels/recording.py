@@ -1,0 +1,202 @@
+"""Record what a function computes as one list of calls with prepared arguments.
+
+The forward pass of a large model calls hundreds of modules, which choose kernels, make views and
+convert arguments. Where maps are small, that takes as long as the products. A recording keeps only
+the calls of PyTorch's operators and of the compiled kernels, as CUDA graphs do on a GPU.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lipsformer.kernels.build import compiled_library
+
+
+class CannotRecordError(Exception):
+    """The function did something that a list of calls cannot repeat."""
+
+
+class _Part(NamedTuple):
+    """A tensor that is stored in a result: in that of an earlier call, or in the input."""
+
+    result: str
+    offset: int  # from the first element of the result
+    view: str  # the Python expression of the tensor
+
+
+class _Line(NamedTuple):
+    """A line of the recorded function."""
+
+    result: str | None
+    expression: str
+    uses: set[str]  # the results that it reads or writes
+
+
+def current_recorder() -> "Recorder | None":
+    """Return the recorder that sees the operators of this thread, or None."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return None
+    mode = _get_current_dispatch_mode()
+    return mode if isinstance(mode, Recorder) else None
+
+
+class Recorder(TorchDispatchMode):
+    """Inside this context all operators and compiled kernels are noted and computed.
+
+    What does not depend on the input is computed once and becomes a constant, but for random
+    numbers. A view becomes an expression in the arguments of the calls that read it.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.kernels.recording import Recorder
+        >>> x = torch.ones(2, 3)
+        >>> with torch.no_grad(), Recorder(x) as recorder:
+        ...     y = (x + 1).t().mean(1)
+        >>> recorder.function(y)(torch.zeros(2, 3))
+        tensor([1., 1., 1.])
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        """Start.
+
+        Args:
+            x: The only input. The recorded function takes inputs of its shape, strides and type.
+        """
+        super().__init__()
+        self._lines: list[_Line] = []
+        self._names: dict[str, Any] = {"threads": torch.get_num_threads}
+        self._owners: dict[int, tuple[str, Tensor]] = {}  # storage: result and its tensor
+        self._alive: list[Any] = []  # a storage that is freed could give its address to another
+        self._own(x, "x")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Compute an operator and note it.
+
+        Raises:
+            CannotRecordError: If it makes a number of a tensor that depends on the input, or writes
+                such a tensor to memory that the next call would find changed.
+        """
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        self._alive.append((inputs, outputs))
+        # Uninitialized memory is filled later, and a random number is another in every call.
+        varies = "empty" in func._schema.name or torch.Tag.nondeterministic_seeded in func.tags
+        if not varies and all(self._part(tensor) is None for tensor in inputs):
+            return result
+        if not outputs:
+            raise CannotRecordError(f"{func} makes a number of a tensor")
+        written = [tensor for tensor in outputs if any(tensor is own for own in inputs)]
+        if any(self._part(tensor) is None for tensor in written):
+            raise CannotRecordError(f"{func} writes to a tensor that outlives the call")
+        if not written and all(self._part(tensor) is not None for tensor in outputs):
+            return result  # views
+        uses: set[str] = set()
+        given = [self._source(value, uses) for value in args]
+        given += [f"{name}={self._source(value, uses)}" for name, value in kwargs.items()]
+        name = f"t{len(self._lines)}"
+        self._lines.append(_Line(name, f"{self._constant(func)}({', '.join(given)})", uses))
+        if isinstance(result, Tensor):
+            self._own(result, name)
+        else:
+            for i, output in enumerate(result):
+                self._own(output, f"{name}[{i}]")
+        return result
+
+    def kernel(self, name: str, types: Sequence[Any], args: Sequence[Any]) -> None:
+        """Note a call of a compiled kernel.
+
+        Args:
+            name: Its name in the library.
+            types: The types of its parameters for ctypes; the last one is the number of threads.
+            args: All other arguments: tensors, numbers and None.
+        """
+        self._alive.append(args)
+        uses: set[str] = set()
+        given = [self._pointer(value, uses) for value in args]
+        library: Any = compiled_library()
+        function = library[name]  # another object than the library's attribute of this name
+        function.argtypes, function.restype = types, None
+        call = f"{self._constant(function)}({', '.join(given)}, threads())"
+        self._lines.append(_Line(None, call, uses))
+
+    def function(self, result: Any) -> Callable[[Tensor], Any]:
+        """Return the function of the input that repeats all calls.
+
+        Args:
+            result: What the calls computed: a tensor, or lists, tuples and dictionaries of tensors.
+        """
+        leaves, structure = tree_flatten(result)
+        uses: set[str] = set()
+        last = _Line(None, f"return {self._source(leaves, uses)}", uses)
+        source: list[str] = []
+        needed: set[str] = set()
+        for line in reversed([*self._lines, last]):
+            done = line.uses - needed - {"x"}  # this line is the last one that uses them
+            needed |= line.uses
+            if done and line is not last:
+                source.append(f"    {' = '.join(sorted(done))} = None")
+            target = f"{line.result} = " if line.result in needed else ""
+            source.append(f"    {target}{line.expression}")
+        code = "\n".join(["def recorded(x):", *reversed(source)])
+        names = dict(self._names)
+        exec(code, names)
+        recorded = names["recorded"]
+        return lambda x: tree_unflatten(recorded(x), structure)
+
+    def _own(self, tensor: Any, name: str) -> None:
+        """Note that a result holds the memory of a tensor, unless an earlier one does."""
+        if isinstance(tensor, Tensor) and self._part(tensor) is None:
+            self._owners[tensor.untyped_storage()._cdata] = (name, tensor)
+
+    def _part(self, tensor: Tensor) -> _Part | None:
+        """Return where a tensor is stored, None for a constant."""
+        if tensor.layout != torch.strided:  # a weight in oneDNN's layout
+            return None
+        found = self._owners.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return None
+        name, owner = found
+        if tensor.dtype != owner.dtype:
+            raise CannotRecordError("a view has another type than its tensor")
+        offset = int(tensor.storage_offset()) - int(owner.storage_offset())
+        if (tensor.size(), tensor.stride(), offset) == (owner.size(), owner.stride(), 0):
+            return _Part(name, 0, name)
+        geometry = f"{tuple(tensor.size())}, {tensor.stride()}, {name}.storage_offset() + {offset}"
+        return _Part(name, offset, f"{name}.as_strided({geometry})")
+
+    def _source(self, value: Any, uses: set[str]) -> str:
+        """Return the Python expression of an argument, and add what it uses."""
+        if isinstance(value, Tensor) and (part := self._part(value)) is not None:
+            uses.add(part.result.partition("[")[0])
+            return part.view
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(self._source(entry, uses) for entry in value)}]"
+        return repr(value) if isinstance(value, (int, str)) else self._constant(value)
+
+    def _pointer(self, value: Any, uses: set[str]) -> str:
+        """Return the expression of a kernel's argument, which takes a tensor's address."""
+        if not isinstance(value, Tensor):
+            return self._constant(value)
+        part = self._part(value)
+        if part is None:
+            self._constant(value)  # keeps the tensor
+            return repr(value.data_ptr())
+        uses.add(part.result.partition("[")[0])
+        return f"{part.result}.data_ptr() + {part.offset * value.itemsize}"
+
+    def _constant(self, value: Any) -> str:
+        """Give a name to a value that is the same in all calls."""
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]

@@ -1,0 +1,133 @@
+"""The forward pass of a folded model as one list of calls."""
+
+import types
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipsformer import kernels
+
+MAX_RECORDINGS = 32  # inputs of further shapes are computed by the modules
+
+
+class RecordedForward:
+    """Forward pass of a model that records its calls, for every kind of input that comes twice.
+
+    A recording holds for one shape, layout and type of a single input on the CPU, without
+    gradients. It is dropped as soon as a parameter was written, a module replaced or a hook added,
+    and made again at the next but one call. Other inputs are computed by the modules.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.recorded import RecordedForward
+        >>> model = torch.nn.Linear(3, 5).eval()
+        >>> model.forward = RecordedForward(model)
+        >>> with torch.no_grad():
+        ...     first, second = model(torch.ones(2, 3)), model(torch.ones(2, 3))
+        >>> torch.equal(first, second)
+        True
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Start without recordings.
+
+        Args:
+            model: The model, in evaluation mode; its attribute ``forward`` becomes this object.
+        """
+        self.model = model
+        self._forget()
+
+    def _forget(self) -> None:
+        self.recordings: dict[Any, Callable[[Tensor], Any] | None] = {}
+        self.seen: set[Any] = set()
+        self.watched: _Watched | None = None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward pass of the modules, whose signature this object takes over."""
+        return types.MethodType(type(self.model).forward, self.model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the recordings, which can be neither copied nor saved."""
+        return {"model": self.model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start again without recordings."""
+        self.model = state["model"]
+        self._forget()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the modules compute."""
+        single = len(args) == 1 and not kwargs and type(args[0]) is Tensor
+        if not single or not kernels.usable("recording", args[0], unless=_obstacle):
+            return self.__wrapped__(*args, **kwargs)
+        (x,) = args
+        if self.watched is None or self.watched.has_changed():
+            self._forget()
+            self.watched = _Watched(self.model)
+        if not self.watched.may_be_recorded():
+            return self.__wrapped__(x)
+        kind = (x.shape, x.stride(), x.dtype, kernels.product_dtype(x))
+        if kind in self.recordings:
+            recorded = self.recordings[kind]
+            return self.__wrapped__(x) if recorded is None else recorded(x)
+        if kind in self.seen:
+            self.recordings[kind], result = self._record(x)
+            return result
+        if len(self.seen) < MAX_RECORDINGS:
+            self.seen.add(kind)
+        return self.__wrapped__(x)  # the first time, so that layers can prepare their weights
+
+    def _record(self, x: Tensor) -> tuple[Callable[[Tensor], Any] | None, Any]:
+        """Return the recorded calls, or None if there can be none, and the result."""
+        try:
+            with kernels.Recorder(x) as recorder:
+                result = self.__wrapped__(x)
+            return recorder.function(result), result
+        except kernels.CannotRecordError as error:
+            kernels.log("recording", str(error))
+            return None, self.__wrapped__(x)
+
+
+class _Watched:
+    """What a recording depends on beside the input."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = list(model.modules())
+        inner = [module for module in self.modules if module is not model]
+        contents = [(m._modules, m._parameters, m._buffers) for m in self.modules]
+        self.contents = [content for content in chain.from_iterable(contents) if content]
+        self.hooks = [hooks for m in inner for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.tensors = [*model.parameters(), *model.buffers()]
+        # PyTorch does not count the writes to a tensor that was made in inference mode.
+        self.counted = not any(tensor.is_inference() for tensor in self.tensors)
+        self.state = self._state()
+
+    def has_changed(self) -> bool:
+        """Return whether a module was replaced or a parameter was replaced or written."""
+        return self._state() != self.state
+
+    def may_be_recorded(self) -> bool:
+        """Return whether all that happens is in a recording and every change is noticed."""
+        return self.counted and not any(self.hooks)
+
+    def _state(self) -> tuple[Any, ...]:
+        objects = chain.from_iterable(map(dict.values, self.contents))
+        return (
+            list(map(id, objects)),
+            list(map(Tensor.data_ptr, self.tensors)),
+            [tensor._version for tensor in self.tensors] if self.counted else [],
+            [module.training for module in self.modules],
+        )
+
+
+def _obstacle() -> str | None:
+    """Return why a call can neither be recorded nor take a recording, or None."""
+    if torch.jit.is_tracing():
+        return "something records the operators"
+    if torch.nn.modules.module._has_any_global_hook():
+        return "a hook of all modules is registered"
+    return None

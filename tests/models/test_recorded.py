@@ -1,0 +1,292 @@
+"""Recorded calls return bit for bit what the modules return, and notice what changes."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import lipsformer
+from lipsformer.models.recorded import MAX_RECORDINGS, RecordedForward
+from tests.models.test_inference import FORMS, SWIN, VIT, make, randomize
+
+
+def fold(form: str) -> nn.Module:
+    return lipsformer.optimize_for_inference(randomize(make(form)))
+
+
+def modules_alone(folded: nn.Module, images: Tensor) -> Tensor:
+    """What the modules compute without a recording."""
+    return type(folded).forward(folded, images)
+
+
+def call_recorded(folded: nn.Module, images: Tensor) -> Tensor:
+    """Call until the calls of this input are recorded, and once more."""
+    folded(images), folded(images)
+    assert None not in folded.forward.recordings.values()
+    recorded = len(folded.forward.recordings)
+    result = folded(images)
+    assert len(folded.forward.recordings) == recorded > 0
+    return result
+
+
+def size_of(form: str) -> int:
+    return {"vit": 32, "timm_vit": 32, "timm_swin": 56}.get(form, 44)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_new_images_have_the_same_bits(form, precision):
+    folded = fold(form)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        for batch in (1, 3):
+            call_recorded(folded, torch.zeros(batch, 3, size_of(form), size_of(form)))
+            for seed in (5, 7):
+                torch.manual_seed(seed)
+                images = 3.0 * torch.randn(batch, 3, size_of(form), size_of(form))
+                expected = modules_alone(folded, images)
+                first = folded(images)
+                assert torch.equal(first, expected)
+                folded(torch.zeros_like(images))
+                assert torch.equal(first, expected)  # no call writes to the result of another
+
+
+@pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano", "lipsformer_vit_tiny"])
+def test_every_map_of_features_only_has_the_same_bits(name):
+    options = {**VIT, "out_indices": (0, 1)} if "vit" in name else {}
+    model = randomize(timm.create_model(name, features_only=True, **options))
+    folded = lipsformer.optimize_for_inference(model)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        call_recorded(folded, torch.zeros_like(images))
+        maps, expected = folded(images), modules_alone(folded, images)
+        assert all(torch.equal(a, b) for a, b in zip(maps, expected, strict=True))
+        assert [a.stride() for a in maps] == [b.stride() for b in expected]
+
+
+def test_the_layout_and_the_place_of_the_images_in_memory_change_nothing():
+    folded = fold("swin_nano")
+    images = torch.randn(5, 3, 32, 32)
+    with torch.no_grad():
+        expected = modules_alone(folded, images)
+        call_recorded(folded, images[:2])
+        assert torch.equal(folded(images[2:4]), expected[2:4])  # begins elsewhere in the storage
+        last = images.to(memory_format=torch.channels_last)
+        call_recorded(folded, torch.zeros_like(last))
+        assert torch.equal(folded(last), modules_alone(folded, last))
+        flipped = images.transpose(2, 3)
+        call_recorded(folded, torch.zeros_like(images).transpose(2, 3))
+        assert torch.equal(folded(flipped), modules_alone(folded, flipped))
+
+
+def _write(folded: nn.Module) -> None:
+    folded.get_parameter("stages.1.blocks.0.mlp.branch.1.weight").mul_(1.7)
+
+
+def _load(folded: nn.Module) -> None:
+    folded.load_state_dict({k: 1.3 * v for k, v in folded.state_dict().items()})
+
+
+def _replace_parameter(folded: nn.Module) -> None:
+    folded.stages[1].blocks[0].mlp.gain = torch.full_like(folded.stages[1].blocks[0].mlp.gain, 2.0)
+
+
+def _replace_module(folded: nn.Module) -> None:
+    folded.stages[1].blocks[0] = nn.Identity()
+
+
+def _hook(folded: nn.Module) -> None:
+    folded.stages[1].register_forward_hook(lambda module, args, output: 2.0 * output)
+
+
+def _own_hook(folded: nn.Module) -> None:
+    folded.register_forward_hook(lambda module, args, output: 2.0 * output)
+
+
+def _reset_classifier(folded: nn.Module) -> None:
+    folded.reset_classifier(5)
+
+
+CHANGES = [
+    *(_write, _load, _replace_parameter, _replace_module, _hook, _own_hook, _reset_classifier),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed(change):
+    folded, images = fold("swin_nano"), torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        before = call_recorded(folded, images)
+        twin = copy.deepcopy(folded)
+        for model in (folded, twin):
+            torch.manual_seed(0)
+            change(model)
+        del twin.forward  # the class's own
+        expected = twin(images)
+        assert expected.shape == before.shape
+        assert not torch.allclose(expected, before, rtol=1e-2, atol=1e-3)
+        for _ in range(4):  # modules, recording, recorded
+            assert torch.equal(folded(images), expected)
+
+
+@pytest.mark.parametrize("of_all_modules", [False, True])
+def test_hooks_are_called_until_they_are_removed(of_all_modules):
+    folded, images = fold("swin_nano"), torch.randn(3, 3, 32, 32)
+    seen: list[type] = []
+
+    def hook(module: nn.Module, args: object, output: object) -> None:
+        seen.append(type(module))
+
+    with torch.no_grad():
+        before = call_recorded(folded, images)
+        everywhere = nn.modules.module.register_module_forward_hook
+        handle = (everywhere if of_all_modules else folded.stages[0].register_forward_hook)(hook)
+        try:
+            # kernels of several modules call no hooks, so others compute, with other rounding
+            torch.testing.assert_close(folded(images), before)
+        finally:
+            handle.remove()
+        assert type(folded.stages[0]) in seen
+        del seen[:]
+        assert torch.equal(call_recorded(folded, images), before)
+        assert seen == []
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_has_recordings_of_its_own(duplicate):
+    folded, images = fold("swin_nano"), torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        before = call_recorded(folded, images)
+        twin = duplicate(folded)
+        _write(twin)
+        changed = call_recorded(twin, images)
+        assert torch.equal(changed, modules_alone(twin, images))
+        assert not torch.allclose(changed, before, rtol=1e-2, atol=1e-3)
+        assert torch.equal(folded(images), before)
+
+
+def test_gradients_of_the_images_are_those_of_the_modules():
+    folded, images = fold("swin_nano"), torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        call_recorded(folded, images)
+    images.requires_grad_()
+    (gradient,) = torch.autograd.grad(folded(images).square().sum(), images)
+    double = copy.deepcopy(folded).double()
+    wide = images.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(double(wide).square().sum(), wide)
+    error = (gradient.double() - expected).norm() / expected.norm()
+    assert error.item() < 1e-5
+
+
+def test_threads_and_another_number_of_threads_share_the_recorded_calls():
+    folded = fold("nano")
+    batches = [torch.randn(2, 3, 32, 32) for _ in range(7)]
+    with torch.no_grad():
+        call_recorded(folded, batches[0])
+        expected = [modules_alone(folded, images) for images in batches]
+    answers: dict[int, Tensor] = {}
+
+    def work(i: int) -> None:
+        with torch.inference_mode():
+            for _ in range(5):
+                answers[i] = folded(batches[i])
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(len(batches))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(torch.equal(answers[i], expected[i]) for i in range(len(batches)))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            torch.testing.assert_close(folded(batches[0]), expected[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+class Odd(nn.Module):
+    """Does what the tests below name."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("total", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "number":
+            return x * float(x.sum())
+        if self.what == "write":
+            return x + self.total.add_(x.mean(0))
+        if self.what == "random":
+            return x + torch.rand(5)
+        if self.what == "several":
+            low, high = torch.aminmax(x, dim=1, keepdim=True)
+            top, index = x.topk(3, dim=1)
+            return torch.cat([(x - low) / (high - low), top.flip(1), index.to(x.dtype)], dim=1)
+        y = torch.zeros_like(x)
+        y[:, 1::2] = x[:, ::2][:, :2]
+        return y.t() @ x.view(-1, 5)[1:].expand(2, 5)
+
+
+def odd(what: str) -> nn.Module:
+    module = Odd(what).eval()
+    module.forward = RecordedForward(module)
+    return module
+
+
+@pytest.mark.parametrize("what", ["number", "write"])
+def test_what_no_list_of_calls_repeats_is_left_to_the_modules(what):
+    module, reference = odd(what), Odd(what)
+    with torch.no_grad():
+        for seed in range(5):
+            torch.manual_seed(seed)
+            x = torch.randn(2, 5)
+            assert torch.equal(module(x), reference(x))
+    assert set(module.forward.recordings.values()) <= {None}
+
+
+@pytest.mark.parametrize("what", ["several", "views"])
+def test_several_results_and_writes_to_views_are_repeated(what):
+    module, reference = odd(what), Odd(what)
+    with torch.no_grad():
+        for seed in range(5):
+            torch.manual_seed(seed)
+            x = torch.randn(2, 5)
+            assert torch.equal(module(x), reference(x))
+    assert None not in module.forward.recordings.values()
+    assert len(module.forward.recordings) == 1
+
+
+def test_random_numbers_are_drawn_again():
+    module, x = odd("random"), torch.zeros(2, 5)
+    with torch.no_grad():
+        call_recorded(module, x)
+        torch.manual_seed(0)
+        drawn = [module(x), module(x)]
+        torch.manual_seed(0)
+        expected = [torch.rand(5).expand(2, 5), torch.rand(5).expand(2, 5)]
+    assert torch.equal(torch.stack(drawn), torch.stack(expected))
+
+
+def test_only_so_many_shapes_are_recorded():
+    module = odd("several")
+    with torch.no_grad():
+        for batch in range(1, MAX_RECORDINGS + 4):
+            for _ in range(3):
+                x = torch.randn(batch, 5)
+                assert torch.equal(module(x), modules_alone(module, x))
+    assert len(module.forward.recordings) == MAX_RECORDINGS
+
+
+def test_windows_that_are_padded_and_shifted_have_the_same_bits():
+    model = timm.create_model("swin_tiny_patch4_window7_224", **SWIN, img_size=60, num_classes=5)
+    folded = lipsformer.optimize_for_inference(randomize(lipsformer.convert(model)))
+    images = torch.randn(2, 3, 60, 60)
+    with torch.no_grad():
+        call_recorded(folded, torch.zeros_like(images))
+        assert torch.equal(folded(images), modules_alone(folded, images))
