@@ -187,7 +187,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         for name, child in parent.named_children():
             if child is not classifier and type(child) in (Linear, nn.Linear):
                 setattr(parent, name, FrozenLinear(cast(nn.Linear, child)))
-    folded.forward = RecordedForward(folded)
+    folded.forward = RecordedForward(folded).forward
     return folded.requires_grad_(False).eval()
 
 

@@ -1,6 +1,5 @@
 """The forward pass of a folded model as one list of calls."""
 
-import types
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -24,7 +23,7 @@ class RecordedForward:
         >>> import torch
         >>> from lipsformer.models.recorded import RecordedForward
         >>> model = torch.nn.Linear(3, 5).eval()
-        >>> model.forward = RecordedForward(model)
+        >>> model.forward = RecordedForward(model).forward
         >>> with torch.no_grad():
         ...     first, second = model(torch.ones(2, 3)), model(torch.ones(2, 3))
         >>> torch.equal(first, second)
@@ -35,7 +34,8 @@ class RecordedForward:
         """Start without recordings.
 
         Args:
-            model: The model, in evaluation mode; its attribute ``forward`` becomes this object.
+            model: The model, in evaluation mode; set its attribute ``forward`` to this object's
+                method.
         """
         self.model = model
         self._forget()
@@ -44,11 +44,6 @@ class RecordedForward:
         self.recordings: dict[Any, Callable[[Tensor], Any] | None] = {}
         self.seen: set[Any] = set()
         self.watched: _Watched | None = None
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The forward pass of the modules, whose signature this object takes over."""
-        return types.MethodType(type(self.model).forward, self.model)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the recordings, which can be neither copied nor saved."""
@@ -59,37 +54,45 @@ class RecordedForward:
         self.model = state["model"]
         self._forget()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the modules compute."""
-        single = len(args) == 1 and not kwargs and type(args[0]) is Tensor
-        if not single or not kernels.usable("recording", args[0], unless=_obstacle):
-            return self.__wrapped__(*args, **kwargs)
-        (x,) = args
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the modules compute.
+
+        Args:
+            x: The images. Calls with anything else, or with further arguments, are not recorded.
+            *args: Further arguments of the model.
+            **kwargs: Further arguments of the model.
+        """
+        single = type(x) is Tensor and not args and not kwargs
+        if not single or not kernels.usable("recording", x, unless=_obstacle):
+            return self._modules(x, *args, **kwargs)
         if self.watched is None or self.watched.has_changed():
             self._forget()
             self.watched = _Watched(self.model)
         if not self.watched.may_be_recorded():
-            return self.__wrapped__(x)
+            return self._modules(x)
         kind = (x.shape, x.stride(), x.dtype, kernels.product_dtype(x))
         if kind in self.recordings:
             recorded = self.recordings[kind]
-            return self.__wrapped__(x) if recorded is None else recorded(x)
+            return self._modules(x) if recorded is None else recorded(x)
         if kind in self.seen:
             self.recordings[kind], result = self._record(x)
             return result
         if len(self.seen) < MAX_RECORDINGS:
             self.seen.add(kind)
-        return self.__wrapped__(x)  # the first time, so that layers can prepare their weights
+        return self._modules(x)  # the first time, so that layers can prepare their weights
+
+    def _modules(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model).forward(self.model, *args, **kwargs)
 
     def _record(self, x: Tensor) -> tuple[Callable[[Tensor], Any] | None, Any]:
         """Return the recorded calls, or None if there can be none, and the result."""
         try:
             with kernels.Recorder(x) as recorder:
-                result = self.__wrapped__(x)
+                result = self._modules(x)
             return recorder.function(result), result
         except kernels.CannotRecordError as error:
             kernels.log("recording", str(error))
-            return None, self.__wrapped__(x)
+            return None, self._modules(x)
 
 
 class _Watched:
