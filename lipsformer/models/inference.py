@@ -76,11 +76,11 @@ class FrozenLinear(nn.Linear):
         return y if output_scale is None else y * output_scale
 
     def _linear(self, input: Tensor) -> Tensor:
-        tensors = [self.weight] if self.bias is None else [self.weight, self.bias]
-        counted = not any(tensor.is_inference() for tensor in tensors)
-        if counted and kernels.usable("packed_linear", input, self.weight) and input.numel() > 0:
+        if input.numel() > 0 and kernels.usable(
+            "packed_linear", input, self.weight, unless=self._obstacle
+        ):
             dtype = kernels.product_dtype(input)
-            state = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
+            state = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in self._tensors()))
             if self.packed is None or self.packed[0] != state:
                 bias = None if self.bias is None else self.bias.to(dtype)
                 self.packed = (state, kernels.pack_weight(self.weight.to(dtype)), bias)
@@ -88,6 +88,17 @@ class FrozenLinear(nn.Linear):
             return kernels.packed_linear(input.to(dtype), weight, bias, self.act_after)
         y = F.linear(input, self.weight, self.bias)
         return F.gelu(y) if self.act_after else y
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def _obstacle(self) -> str | None:
+        """Return why the packed copy of the weight may not be used, or None."""
+        if torch.jit.is_tracing():
+            return "torch.jit can keep no packed weight"
+        if any(tensor.is_inference() for tensor in self._tensors()):
+            return "a parameter was made in inference mode"
+        return None
 
     def extra_repr(self) -> str:
         """Show the sizes and whether GELU follows."""
@@ -148,10 +159,15 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     memory of the weights. The last CenterNorm is not folded, because ``forward_features`` returns
     its result, and neither are scales behind a GELU.
 
+    On the CPU without gradients, the second call with images of the same shape records the calls of
+    all operators, and later calls repeat that list without the modules (``RecordedForward``), which
+    gives the same bits. It saves most where images are few or small.
+
     The copy gives the same logits and features. Its parameters have other names and no gradients;
-    keep the model itself for training, checkpoints and Lipschitz bounds. Weights that are written
-    later are noticed, except through ``weight.data`` or ``weight.numpy()``, which PyTorch does not
-    count as writes.
+    keep the model itself for training, checkpoints and Lipschitz bounds. Weights, modules and hooks
+    that are written or replaced later are noticed, except weights that are written through
+    ``weight.data`` or ``weight.numpy()``, which PyTorch does not count as writes. Fold again after
+    a change of another attribute, such as ``value_scale``.
 
     Example:
         >>> import timm, torch

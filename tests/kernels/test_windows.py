@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -194,3 +196,37 @@ def test_second_derivatives_in_training_are_refused():
     out = attend_in_windows(qkv, [(2, 3)], [ScaledCosineAttention(1)])
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(out.square().sum(), qkv, create_graph=True)
+
+
+MEASURE = """
+import torch
+from pathlib import Path
+from lipsformer import kernels
+
+def peak() -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0]) << 10
+
+def attend(side, training):
+    qkv = torch.randn(1, side, side, 3, 1, 24 * 32, requires_grad=training)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is in use
+    before = peak()
+    with torch.set_grad_enabled(training):
+        out = kernels.cosine_windows(qkv, [(side, side)], torch.full((1, 24), 12.0), [1.0], [1e-5])
+    if training:
+        out.sum().backward()
+    return peak() - before
+
+torch.set_num_threads(2)
+attend(5, True)  # loads what a first call loads
+print(attend(32, False), attend(32, True))
+"""
+
+
+def test_wide_windows_keep_no_scores_of_all_heads():
+    """The scores of 24 heads of one image are 101 MB, those of a head in each of two threads 8."""
+    command = [sys.executable, "-c", MEASURE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    inference, training = map(int, done.stdout.split())
+    assert inference < 20e6  # 3 MB of them the output
+    assert training < 50e6  # 25 MB of them the output, its gradient and that of the tokens

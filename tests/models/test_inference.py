@@ -106,6 +106,19 @@ def test_in_inference_mode_the_fold_is_exact_and_notices_new_weights(made_there)
             assert not torch.allclose(changed, before, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of sizes, which are compared
+@pytest.mark.parametrize("form", ["nano", "swin_nano"])
+def test_one_graph_of_the_compiler_and_a_trace_hold_a_folded_model(form):
+    folded = lipsformer.optimize_for_inference(randomize(make(form)))
+    images, others = torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = folded(others)
+        compiled = torch.compile(folded, backend="eager", fullgraph=True, dynamic=False)
+        for other_form in (compiled, torch.jit.trace(folded, images)):
+            other_form(images)
+            torch.testing.assert_close(other_form(others), expected)
+
+
 @pytest.mark.parametrize("img_size", [56, 60])
 def test_windows_padded_behind_the_norm_stay_exact(img_size):
     """60 px are 15 tokens, three windows of 7 with padding: norm1 must stay there."""
