@@ -70,9 +70,17 @@ class FrozenLinear(nn.Linear):
         """Leave out the packed copy, which can be neither copied nor saved."""
         return {**super().__getstate__(), "packed": None}
 
-    def forward(self, input: Tensor, output_scale: Tensor | None = None) -> Tensor:
-        """Apply the layer; ``output_scale`` ([C_out]) multiplies the output."""
-        y = self._linear(input)
+    def forward(
+        self, input: Tensor, act_before: bool = False, output_scale: Tensor | None = None
+    ) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            input: [..., C_in].
+            act_before: Apply GELU to the input first.
+            output_scale: [C_out], multiplies the output.
+        """
+        y = self._linear(F.gelu(input) if act_before else input)
         return y if output_scale is None else y * output_scale
 
     def _linear(self, input: Tensor) -> Tensor:

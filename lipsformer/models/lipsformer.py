@@ -398,12 +398,10 @@ def fit_window(size: int, max_window: int) -> int:
 def _fold_block(block: Any) -> None:
     """Fold what is affine in a block.
 
-    Both convolution branches end in GELU, so their residual scales stay. Only conv1 has a linear
-    layer, whose GELU moves into it.
+    Both convolution branches end in GELU, so their residual scales stay. One pass computes GELU,
+    scale and sum.
     """
-    conv1, mlp = block.conv1.branch, block.mlp.branch
-    pointwise = FrozenLinear(conv1.pointwise, act_after=True)
-    block.conv1.branch = nn.Sequential(conv1.depthwise, nn.GELU(), pointwise)
+    mlp = block.mlp.branch
     block.attn = FoldedResidual(block.attn, block.attn.branch.proj, block.norm1)
     block.mlp = FoldedResidual(block.mlp, mlp.fc2, block.norm2)
     block.mlp.branch = nn.Sequential(FrozenLinear(mlp.fc1, act_after=True), FrozenLinear(mlp.fc2))
