@@ -4,8 +4,8 @@
 
 A ratio is that of a LipsFormer to timm's Swin of its size in the same run. The lowest one of all
 records counts, whatever the processor, those of earlier code too. The table names its record.
-Folded models were measured again on the EPYC when they began to record their calls (`infer_*.json`),
-and their earlier records there do not count.
+Folded models were measured again on the EPYC when they began to record their calls, and of their
+records there only those count (`infer_*.json`).
 """
 
 import json
