@@ -80,11 +80,16 @@ class Recorder(TorchDispatchMode):
 
         Raises:
             CannotRecordError: If it makes a number of a tensor that depends on the input, or writes
-                such a tensor to memory that the next call would find changed.
+                to a tensor that no recorded call makes. Nothing has been written then.
         """
         kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        if func._schema.is_mutable and any(
+            self._part(x) is None for x in _written(func, args, kwargs)
+        ):
+            raise CannotRecordError(f"{func} writes to a tensor that outlives the call")
         result = func(*args, **kwargs)
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        outputs = _tensors(result)
         self._alive.append((inputs, outputs))
         # Uninitialized memory is filled later, and a random number is another in every call.
         varies = "empty" in func._schema.name or torch.Tag.nondeterministic_seeded in func.tags
@@ -92,10 +97,7 @@ class Recorder(TorchDispatchMode):
             return result
         if not outputs:
             raise CannotRecordError(f"{func} makes a number of a tensor")
-        written = [tensor for tensor in outputs if any(tensor is own for own in inputs)]
-        if any(self._part(tensor) is None for tensor in written):
-            raise CannotRecordError(f"{func} writes to a tensor that outlives the call")
-        if not written and all(self._part(tensor) is not None for tensor in outputs):
+        if not func._schema.is_mutable and all(self._part(x) is not None for x in outputs):
             return result  # views
         uses: set[str] = set()
         given = [self._source(value, uses) for value in args]
@@ -196,6 +198,17 @@ class Recorder(TorchDispatchMode):
         name = f"c{len(self._names)}"
         self._names[name] = value
         return name
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes to."""
+    arguments = func._schema.arguments
+    given = {
+        argument.name: value for argument, value in zip(arguments, args, strict=False)
+    } | kwargs
+    return _tensors(
+        [given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+    )
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -219,7 +219,7 @@ class Odd(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        self.register_buffer("total", torch.zeros(5))
+        self.total = torch.zeros(5)  # no buffer, whose change would be noticed
 
     def forward(self, x: Tensor) -> Tensor:
         if self.what == "number":
@@ -243,27 +243,17 @@ def odd(what: str) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("what", ["number", "write"])
-def test_what_no_list_of_calls_repeats_is_left_to_the_modules(what):
+@pytest.mark.parametrize(
+    ("what", "recorded"), [("several", True), ("views", True), ("number", False), ("write", False)]
+)
+def test_what_a_list_of_calls_cannot_repeat_is_left_to_the_modules(what, recorded):
     module, reference = odd(what), Odd(what)
     with torch.no_grad():
         for seed in range(5):
             torch.manual_seed(seed)
             x = torch.randn(2, 5)
             assert torch.equal(module(x), reference(x))
-    assert set(recordings(module).values()) <= {None}
-
-
-@pytest.mark.parametrize("what", ["several", "views"])
-def test_several_results_and_writes_to_views_are_repeated(what):
-    module, reference = odd(what), Odd(what)
-    with torch.no_grad():
-        for seed in range(5):
-            torch.manual_seed(seed)
-            x = torch.randn(2, 5)
-            assert torch.equal(module(x), reference(x))
-    assert None not in recordings(module).values()
-    assert len(recordings(module)) == 1
+    assert [calls is not None for calls in recordings(module).values()] == [recorded]
 
 
 def test_random_numbers_are_drawn_again():
