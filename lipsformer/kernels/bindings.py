@@ -60,13 +60,13 @@ def _signatures() -> dict[str, tuple[Any, ...]]:
         signatures[f"depthwise_{name}"] = (value, F32, F32, value, *[INT] * 6)
         # x, grad, grad_weight, grad_bias, batch, height, width, channels, kernel
         signatures[f"depthwise_parameters_{name}"] = (value, value, F32, F32, *[INT] * 5)
-        # nu, eps, batch, height, width, heads, dim, h, w, in_stride, out_stride
-        geometry = (NUMBER, NUMBER, *[INT] * 9)
-        # q, k, v, out, bias, tau, lepe
-        signatures[f"cosine_windows_forward_{name}"] = (*[value] * 4, *[F32] * 3, *geometry)
-        # q, k, v, grad_out, bias, tau, lepe, grad_q, grad_k, grad_v, grad_bias, grad_tau, grad_lepe
-        gradients = (*[value] * 4, *[F32] * 3, *[value] * 3, *[F32] * 3)
-        signatures[f"cosine_windows_backward_{name}"] = (*gradients, *geometry)
+        # nu, eps, part, parts, batch, height, width, heads, dim, h, w
+        partition = (NUMBER, NUMBER, *[INT] * 9)
+        # qkv, out, bias, tau, lepe, shift
+        signatures[f"cosine_windows_forward_{name}"] = (value, value, *[F32] * 4, *partition)
+        # qkv, grad, bias, tau, lepe, shift, grad_qkv, grad_bias, grad_tau, grad_lepe, grad_shift
+        gradients = (value, value, *[F32] * 4, value, *[F32] * 4)
+        signatures[f"cosine_windows_backward_{name}"] = (*gradients, *partition)
     return signatures
 
 

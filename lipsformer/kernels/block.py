@@ -64,7 +64,7 @@ def block(
     nu: Sequence[float],
     eps: Sequence[float],
     bias: Tensor | None,
-    lepe: Tensor | None,
+    lepe: Sequence[Tensor],
 ) -> Tensor:
     """Apply a block of two convolution branches, attention and MLP.
 
@@ -78,11 +78,11 @@ def block(
         nu: One number per partition.
         eps: One number per partition.
         bias: [1, heads, h * w, h * w] or None.
-        lepe: [P, 10, C / P] or None.
+        lepe: The kernels and then the biases, in float32 and contiguous; empty without them.
     """
     options = list(zip(windows, nu, eps, strict=True))
     bias = None if bias is None else bias.contiguous()
-    return _Block.apply(x.contiguous(), kept, options, bias, tau, lepe, *tensors)
+    return _Block.apply(x.contiguous(), kept, options, bias, tau, *tensors, *lepe)
 
 
 class _Block(torch.autograd.Function):
@@ -99,10 +99,9 @@ class _Block(torch.autograd.Function):
         options: Options,
         bias: Tensor | None,
         tau: Tensor,
-        lepe: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
-        t = BlockTensors(*tensors)
+        t, lepe = _named(tensors)
         factor = x.shape[-1] / (x.shape[-1] - 1)
         in_1 = z1 = z2 = in_2 = z3 = in_3 = qkv = heads_out = in_4 = z4 = None
         pointwise = qkv_weight = fc1 = None
@@ -141,7 +140,7 @@ class _Block(torch.autograd.Function):
         ctx.save_for_backward(
             *(in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4),
             *(pointwise, qkv_weight, fc1, *saved_3, *saved_4, *norm_1, *norm_2),
-            *(bias, tau, lepe, *tensors),
+            *(bias, tau, *tensors),
         )
         return norm_2[0]
 
@@ -153,8 +152,8 @@ class _Block(torch.autograd.Function):
         pointwise, qkv_weight, fc1 = saved[10:13]
         saved_3, saved_4 = saved[13:15], saved[15:17]
         y_1, lost_1, x3, y_2, lost_2, x4 = saved[17:23]
-        bias, tau, lepe = saved[23:26]
-        t = BlockTensors(*saved[26:])
+        bias, tau = saved[23:25]
+        t, lepe = _named(saved[25:])
         kept, factor = ctx.kept, ctx.factor
 
         # from the end to the beginning; grad is the gradient on the stream
@@ -173,13 +172,14 @@ class _Block(torch.autograd.Function):
             grad, *norm_1 = center_affine_backward(
                 grad, y_1, t.gain_1, t.shift_1, lost_1, x3, factor
             )
-        to_qkv = attention = (None, None, None)
+        to_qkv = (None, None, None)
+        attention, to_lepe = (None, None), [None] * len(lepe)
         if _enters(kept[2]):
             own = _mask(grad, t.mask_3, kept[2])
             own, *to_proj = _scaled_backward(
                 own, heads_out, t.proj, t.proj_bias, False, t.scale_3, *saved_3
             )
-            own, *attention = windows_backward(own, qkv, bias, tau, lepe, ctx.options)
+            own, *attention, to_lepe = windows_backward(own, qkv, bias, tau, lepe, ctx.options)
             own, *to_qkv = linear_backward(
                 own.flatten(3), in_3, t.qkv, t.qkv_bias, False, None, qkv_weight
             )
@@ -202,7 +202,7 @@ class _Block(torch.autograd.Function):
             *(*to_depthwise_1, *to_pointwise[:2], to_scale_1, None),
             *(*to_depthwise_2, to_scale_2, None),
             *(*to_qkv[:2], *to_proj, None, *norm_1),
-            *(*to_fc1[:2], *to_fc2, None, *norm_2),
+            *(*to_fc1[:2], *to_fc2, None, *norm_2, *to_lepe),
         )
         # A parameter of a branch that no sample entered has the gradient zero.
         inputs = zip(saved[23:], gradients, ctx.needs_input_grad[3:], strict=True)
@@ -210,6 +210,12 @@ class _Block(torch.autograd.Function):
             *(grad, None, None),
             *(torch.zeros_like(x) if g is None and needed else g for x, g, needed in inputs),
         )
+
+
+def _named(tensors: Sequence[Tensor]) -> tuple[BlockTensors, Sequence[Tensor]]:
+    """Return the parameters of a block by name, and those of LePE, which stand behind them."""
+    count = len(BlockTensors._fields)
+    return BlockTensors(*tensors[:count]), tensors[count:]
 
 
 def _enters(kept: Tensor | None) -> bool:

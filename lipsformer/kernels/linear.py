@@ -232,10 +232,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return the sum over the tokens of grad x^T ([C_out, C_in])."""
     channels_out, channels_in = grad.shape[-1], x.shape[-1]
-    if _MKL or x.dtype == torch.bfloat16:  # where the convolution takes longer
+    few = x.numel() < channels_in**2  # the convolution then takes up to ten times as long
+    if _MKL or few or x.dtype == torch.bfloat16:
         return grad.reshape(-1, channels_out).T @ x.reshape(-1, channels_in)
-    if x.numel() < channels_in**2:  # with few tokens the convolution takes up to half again as long
-        return _product(grad.reshape(-1, channels_out).T, x.reshape(-1, channels_in).T)
     weight = grad.new_empty(channels_out, channels_in, 1, 1)
     _, grad_weight, _ = torch.ops.aten.convolution_backward(
         *(_as_map(grad), _as_map(x), weight, None),

@@ -18,7 +18,7 @@ from lipsformer.kernels.bindings import name_of, run
 from lipsformer.kernels.dispatch import refuse_second_derivatives, usable
 from lipsformer.kernels.linear import gelu_backward_
 
-# Up to this |bias / gain| the centered input can be computed from the output without much rounding.
+# Below this |bias / gain| the centered input can be computed from the output without much rounding.
 MAX_OFFSET = {torch.float32: 64.0, torch.bfloat16: 4.0}
 
 
@@ -68,7 +68,7 @@ def center_affine(
 
     A channel loses the centered input if that cannot be computed from the result.
     """
-    lost = (bias.abs() > MAX_OFFSET[x.dtype] * gain.abs()) | (gain == 0.0)
+    lost = bias.abs() >= MAX_OFFSET[x.dtype] * gain.abs()
     return center(x, gain * factor, bias), lost, x if lost.any() else None
 
 

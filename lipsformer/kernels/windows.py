@@ -21,7 +21,7 @@ def cosine_windows(
     nu: Sequence[float],
     eps: Sequence[float],
     bias: Tensor | None = None,
-    lepe: Tensor | None = None,
+    lepe: Sequence[Tensor] = (),
 ) -> Tensor:
     """Attend in windows without copies of queries, keys, values or scores.
 
@@ -36,16 +36,18 @@ def cosine_windows(
         nu: Length of the normalized values of each partition; 0 leaves the values as they are.
         eps: Smoothing constant of the normalization of each partition.
         bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
-        lepe: [P, 10, C], the nine taps and the bias of a depthwise 3x3 convolution of the values
-            that is added to the output; or None.
+        lepe: The kernels, [C, 1, 3, 3], of a depthwise convolution of each partition's values,
+            and then the biases, [C], of these convolutions, which are added to the output. Empty
+            without them.
 
     Returns:
         [B, H, W, P * C].
     """
     bias = None if bias is None else bias.float()
-    lepe = None if lepe is None else lepe.float()
     options = list(zip(windows, nu, eps, strict=True))
-    return _CosineWindows.apply(qkv, bias, tau.float(), lepe, options)
+    return _CosineWindows.apply(
+        *(qkv, bias, tau.float(), options, *(x.float().contiguous() for x in lepe))
+    )
 
 
 class _CosineWindows(torch.autograd.Function):
@@ -57,38 +59,33 @@ class _CosineWindows(torch.autograd.Function):
         qkv: Tensor,
         bias: Tensor | None,
         tau: Tensor,
-        lepe: Tensor | None,
         options: Options,
+        *lepe: Tensor,
     ) -> Tensor:
         qkv = qkv.contiguous()
         bias = None if bias is None else bias.contiguous()
-        ctx.save_for_backward(qkv, bias, tau, lepe)
+        ctx.save_for_backward(qkv, bias, tau, *lepe)
         ctx.options = options
         return windows_forward(qkv, bias, tau, lepe, options)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        qkv, bias, tau, lepe = ctx.saved_tensors
+        qkv, bias, tau, *lepe = ctx.saved_tensors
         grad = grad_outputs[0].to(qkv.dtype).contiguous()
-        return *windows_backward(grad, qkv, bias, tau, lepe, ctx.options), None
+        *grads, grad_lepe = windows_backward(grad, qkv, bias, tau, lepe, ctx.options)
+        return *grads, None, *grad_lepe
 
 
 def windows_forward(
-    qkv: Tensor, bias: Tensor | None, tau: Tensor, lepe: Tensor | None, options: Options
+    qkv: Tensor, bias: Tensor | None, tau: Tensor, lepe: Sequence[Tensor], options: Options
 ) -> Tensor:
     """Return the attention's output; the tensors are contiguous."""
     batch, height, width, _, parts, channels = qkv.shape
     out = qkv.new_empty(batch, height, width, parts * channels)
-    of_qkv, of_out = qkv.view(-1, channels), out.view(-1, channels)
-    for part, (window, nu, eps) in enumerate(options):
-        run(
-            f"cosine_windows_forward_{name_of(qkv.dtype)}",
-            *(of_qkv[i * parts + part] for i in range(3)),
-            of_out[part],
-            *(bias, tau[part], None if lepe is None else lepe[part]),
-            *_geometry(qkv, tau, window, nu, eps),
-        )
+    name = f"cosine_windows_forward_{name_of(qkv.dtype)}"
+    for part, option in enumerate(options):
+        run(name, qkv, out, bias, tau, *_own(lepe, part), *_partition(qkv, tau, part, option))
     return out
 
 
@@ -97,32 +94,32 @@ def windows_backward(
     qkv: Tensor,
     bias: Tensor | None,
     tau: Tensor,
-    lepe: Tensor | None,
+    lepe: Sequence[Tensor],
     options: Options,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor, list[Tensor]]:
     """Return the gradients of ``windows_forward`` with respect to its tensors."""
     grad_qkv, grad_tau = torch.empty_like(qkv), torch.zeros_like(tau)
     grad_bias = None if bias is None else torch.zeros_like(bias)
-    grad_lepe = None if lepe is None else torch.zeros_like(lepe)
-    parts, channels = qkv.shape[-2:]
-    of_qkv, of_grad_qkv, of_grad = (x.view(-1, channels) for x in (qkv, grad_qkv, grad))
-    for part, (window, nu, eps) in enumerate(options):
+    grad_lepe = [torch.zeros_like(x) for x in lepe]
+    name = f"cosine_windows_backward_{name_of(qkv.dtype)}"
+    for part, option in enumerate(options):
         run(
-            f"cosine_windows_backward_{name_of(qkv.dtype)}",
-            *(of_qkv[i * parts + part] for i in range(3)),
-            of_grad[part],
-            *(bias, tau[part], None if lepe is None else lepe[part]),
-            *(of_grad_qkv[i * parts + part] for i in range(3)),
-            *(grad_bias, grad_tau[part], None if grad_lepe is None else grad_lepe[part]),
-            *_geometry(qkv, tau, window, nu, eps),
+            *(name, qkv, grad, bias, tau, *_own(lepe, part)),
+            *(grad_qkv, grad_bias, grad_tau, *_own(grad_lepe, part)),
+            *_partition(qkv, tau, part, option),
         )
     return grad_qkv, grad_bias, grad_tau, grad_lepe
 
 
-def _geometry(
-    qkv: Tensor, tau: Tensor, window: tuple[int, int], nu: float, eps: float
+def _own(lepe: Sequence[Tensor], part: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the kernels and the bias of a partition's convolution, None for each without one."""
+    return (lepe[part], lepe[part + len(lepe) // 2]) if len(lepe) > 0 else (None, None)
+
+
+def _partition(
+    qkv: Tensor, tau: Tensor, part: int, option: tuple[tuple[int, int], float, float]
 ) -> tuple[float | int, ...]:
     batch, height, width, _, parts, channels = qkv.shape
+    window, nu, eps = option
     heads = tau.shape[1]
-    strides = (3 * parts * channels, parts * channels)
-    return nu, eps, batch, height, width, heads, channels // heads, *window, *strides
+    return nu, eps, part, parts, batch, height, width, heads, channels // heads, *window

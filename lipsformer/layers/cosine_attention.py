@@ -240,7 +240,7 @@ def attend_in_windows(
         unless=lambda: cpu_obstacle(windows, attentions, lepes),
     ):
         tau, nu, eps = tau_nu_eps(attentions)
-        return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, lepe_table(lepes))
+        return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, lepe_tensors(lepes))
     if kernels.usable(
         "cosine_windows.gpu",
         qkv,
@@ -394,9 +394,6 @@ def tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[flo
     return torch.stack(taus), nu, [attention.eps for attention in attentions]
 
 
-def lepe_table(lepes: Sequence[Any]) -> Tensor | None:
-    """Return the nine weights and the bias of every partition's convolution, [P, 10, C]."""
-    if len(lepes) == 0:
-        return None
-    rows = [torch.cat((lepe.weight.flatten(1).t(), lepe.bias.unsqueeze(0))) for lepe in lepes]
-    return torch.stack(rows)
+def lepe_tensors(lepes: Sequence[Any]) -> list[Tensor]:
+    """Return the kernels ([C, 1, 3, 3]) of all partitions, and then their biases ([C])."""
+    return [*(lepe.weight for lepe in lepes), *(lepe.bias for lepe in lepes)]

@@ -19,7 +19,7 @@ from lipsformer.layers.cosine_attention import (
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,
-    lepe_table,
+    lepe_tensors,
     tau_nu_eps,
 )
 
@@ -105,7 +105,7 @@ def cpu_block(block: Any, x: Tensor) -> Tensor:
     tau, nu, eps = tau_nu_eps(attentions)
     masks, kept = zip(*(residual.draw(x) for residual in residuals(block)), strict=True)
     tensors = _tensors(block, masks)
-    return kernels.block(x, tensors, kept, windows, tau, nu, eps, bias, lepe_table(lepes))
+    return kernels.block(x, tensors, kept, windows, tau, nu, eps, bias, lepe_tensors(lepes))
 
 
 def fused_block(block: Any, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def residuals(block: Any) -> tuple[Any, ...]:
 
 def _obstacle(block: Any, x: Tensor) -> str | None:
     """Return why the GPU's kernels would not compute what the modules of a block compute."""
-    obstacle = _module_obstacle(block, list(block.modules()))
+    obstacle = _module_obstacle(block, _modules(block))
     if obstacle is not None:
         return obstacle
     return gpu_obstacle(*block.attn.branch.arrangement(x.shape[1], x.shape[2]))
@@ -146,7 +146,7 @@ def _obstacle(block: Any, x: Tensor) -> str | None:
 
 def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
     """Return why the CPU's function would not compute what the modules of a block compute."""
-    modules = list(block.modules())
+    modules = _modules(block)
     obstacle = _module_obstacle(block, modules)
     if obstacle is not None:
         return obstacle
@@ -162,6 +162,14 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
                 return "a parameter is not float32 or not contiguous"
     windows, attentions, _, lepes = block.attn.branch.arrangement(x.shape[1], x.shape[2])
     return cpu_obstacle(windows, attentions, lepes)
+
+
+def _modules(block: Any) -> list[Any]:
+    """Return a block and all modules in it, many times faster than its method ``modules``."""
+    found = [block]
+    for module in found:
+        found.extend(child for child in module._modules.values() if child is not None)
+    return found
 
 
 def _module_obstacle(block: Any, modules: list[Any]) -> str | None:

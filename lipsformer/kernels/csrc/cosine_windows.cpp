@@ -25,15 +25,23 @@ void row_products(const float *a, const float *b, int64_t rows, int64_t columns,
 }
 
 struct Map {
-    int64_t batch, height, width, heads, dim;  // dim: channels per head
+    int64_t part, parts;                       // a partition of the heads, and how many there are
+    int64_t batch, height, width, heads, dim;  // heads of a partition, channels per head
     int64_t h, w;                              // window, in tokens
-    int64_t in_stride, out_stride;             // floats from one token to the next
+    int64_t out_stride = parts * heads * dim;  // floats from one token to the next
+    int64_t in_stride = 3 * out_stride;        // queries, keys and values lie side by side
     int64_t rows = (height + h - 1) / h, cols = (width + w - 1) / w;
     int64_t windows = batch * rows * cols;
     int64_t n = h * w, padded_n = round_up(n), padded_dim = round_up(dim);
     // A head's biases, scores and their gradients then have more than 256 KB each. The windows are
     // taken head by head, so that a thread adds up the gradients of the biases of few heads.
     bool wide = n > 256;
+
+    // The partition's first channel in a map.
+    template <typename T>
+    T *own(T *map) const {
+        return map + part * heads * dim;
+    }
 
     int64_t head(int64_t task) const { return wide ? task / windows : task % heads; }
 
@@ -265,33 +273,46 @@ struct Scratch {
     }
 };
 
-// q, k, v: first token's and head's channels in maps of tokens in_stride apart, heads side by side;
-// out likewise with out_stride. bias [heads][n][n] or null; tau [heads]; nu <= 0 leaves the values as
-// they are; lepe [10][heads * dim] (nine kernels, then the bias) or null.
+// LePE's parameters by head and then by tap, in rows of padded_dim; the tenth row is its bias.
+void arrange(const Map &map, const float *lepe, const float *shift, float *kernels) {
+    for (int64_t c = 0; c < map.heads * map.dim; ++c) {
+        float *column = kernels + c / map.dim * 10 * map.padded_dim + c % map.dim;
+        for (int64_t tap = 0; tap < 9; ++tap) column[tap * map.padded_dim] = lepe[c * 9 + tap];
+        column[9 * map.padded_dim] = shift[c];
+    }
+}
+
+// One partition of the heads in maps of all: qkv [tokens][3][parts][heads * dim], out
+// [tokens][parts][heads * dim], tau [parts][heads]. Its own are bias [heads][n][n] or null, lepe
+// [heads * dim][9] and shift [heads * dim] or null. nu <= 0 leaves the values as they are.
 template <typename T>
-void forward(const T *q, const T *k, const T *v, T *out, const float *bias, const float *tau,
-             const float *lepe, float nu, float eps, int64_t batch, int64_t height, int64_t width,
-             int64_t heads, int64_t dim, int64_t h, int64_t w, int64_t in_stride,
-             int64_t out_stride, int64_t threads) {
-    const Map map{batch, height, width, heads, dim, h, w, in_stride, out_stride};
+void forward(const T *qkv, T *out, const float *bias, const float *tau, const float *lepe,
+             const float *shift, float nu, float eps, int64_t part, int64_t parts, int64_t batch,
+             int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,
+             int64_t threads) {
+    const Map map{part, parts, batch, height, width, heads, dim, h, w};
+    const T *q = map.own(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
+    const float *factors = tau + part * heads;
+    T *own_out = map.own(out);
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
     const std::unique_ptr<float[]> padded = pad_bias(map, bias);
     const float *padded_bias = padded.get();
     parallel(threads, [=](const Team &team) {
         std::unique_ptr<int64_t[]> place(new int64_t[n]), place_next(new int64_t[n]);
-        Scratch scratch(n * (pn + 4 * pd) + pd * (pn + 10) + 2 * pn);
+        const int64_t lepe_floats = lepe ? heads * 10 * pd : 0;
+        Scratch scratch(n * (pn + 4 * pd) + pd * pn + 2 * pn + lepe_floats);
         float *queries = scratch.take(n * pd), *keys = scratch.take(n * pd);
         float *values = scratch.take(n * pd), *result = scratch.take(n * pd);
         float *keys_t = scratch.take(pd * pn), *attn = scratch.take(n * pn);
         float *inverse = scratch.take(n), *sums = scratch.take(n);
-        float *kernels = scratch.take(10 * pd);
+        float *all_kernels = scratch.take(lepe_floats);
+        if (lepe) arrange(map, lepe, shift, all_kernels);
         team.share(map.windows * heads, [&](int64_t task) {
             const int64_t head = map.head(task), channel = head * dim;
+            const float *kernels = all_kernels + head * 10 * pd;
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
             clear(result, n * pd);
             if (lepe) {
-                for (int64_t i = 0; i < 10; ++i)
-                    memcpy(kernels + i * pd, lepe + i * heads * dim + channel, dim * sizeof(float));
                 for (int64_t t = 0; t < n; ++t) memcpy(result + t * pd, kernels + 9 * pd, pd * 4);
                 for (int64_t tap = 0; tap < 9; ++tap)
                     for (int64_t c = 0; c < pd; c += LANES) {
@@ -302,7 +323,7 @@ void forward(const T *q, const T *k, const T *v, T *out, const float *bias, cons
                         });
                     }
             }
-            map.normalize(queries, tau[head], eps, inverse);
+            map.normalize(queries, factors[head], eps, inverse);
             map.normalize(keys, 1.0f, eps, inverse);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse);
             map.transpose(keys, keys_t);
@@ -315,19 +336,25 @@ void forward(const T *q, const T *k, const T *v, T *out, const float *bias, cons
                 for (int64_t i = t * pd; i < (t + 1) * pd; i += LANES)
                     store(result + i, load(result + i) + load(attended + i) * factor);
             }
-            map.scatter(result, place.get(), out_stride, out + channel);
+            map.scatter(result, place.get(), map.out_stride, own_out + channel);
         });
     });
 }
 
-// Gradients of the above; grad_bias, grad_tau and grad_lepe (null where there is none) are added to.
+// Gradients of the above; those of bias, tau, lepe and shift (null where there is none) are added to.
 template <typename T>
-void backward(const T *q, const T *k, const T *v, const T *grad_out, const float *bias,
-              const float *tau, const float *lepe, T *grad_q, T *grad_k, T *grad_v,
-              float *grad_bias, float *grad_tau, float *grad_lepe, float nu, float eps,
-              int64_t batch, int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h,
-              int64_t w, int64_t in_stride, int64_t out_stride, int64_t threads) {
-    const Map map{batch, height, width, heads, dim, h, w, in_stride, out_stride};
+void backward(const T *qkv, const T *grad_out, const float *bias, const float *tau,
+              const float *lepe, const float *shift, T *grad_qkv, float *grad_bias,
+              float *grad_tau, float *grad_lepe, float *grad_shift, float nu, float eps,
+              int64_t part, int64_t parts, int64_t batch, int64_t height, int64_t width,
+              int64_t heads, int64_t dim, int64_t h, int64_t w, int64_t threads) {
+    const Map map{part, parts, batch, height, width, heads, dim, h, w};
+    const T *q = map.own(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
+    T *grad_q = map.own(grad_qkv), *grad_k = grad_q + map.out_stride;
+    T *grad_v = grad_k + map.out_stride;
+    const T *own_grad_out = map.own(grad_out);
+    const float *factors = tau + part * heads;
+    float *grad_factors = grad_tau + part * heads;
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
     const std::unique_ptr<float[]> padded = pad_bias(map, bias);
     const float *padded_bias = padded.get();
@@ -339,8 +366,8 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
             map.wide ? (team.end(tasks) + map.windows - 1) / map.windows : heads;
         const int64_t bias_floats = grad_bias ? (last_head - first_head) * n * pn : 0;
         const int64_t lepe_floats = lepe ? heads * 10 * pd : 0;
-        Scratch scratch(n * (2 * pn + 8 * pd) + pd * (2 * pn + 10) + 4 * pn + round_up(heads) +
-                        bias_floats + lepe_floats);
+        Scratch scratch(n * (2 * pn + 8 * pd) + 2 * pd * pn + 4 * pn + round_up(heads) +
+                        bias_floats + 2 * lepe_floats);
         float *queries = scratch.take(n * pd), *keys = scratch.take(n * pd);
         float *values = scratch.take(n * pd), *raw = scratch.take(n * pd);
         float *grads = scratch.take(n * pd), *grad_queries = scratch.take(n * pd);
@@ -349,15 +376,18 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
         float *attn = scratch.take(n * pn), *grad_attn = scratch.take(n * pn);
         float *inverse_q = scratch.take(n), *inverse_k = scratch.take(n);
         float *inverse_v = scratch.take(n), *sums = scratch.take(n);
-        float *kernels = scratch.take(10 * pd);
+        float *all_kernels = scratch.take(lepe_floats);
+        if (lepe) arrange(map, lepe, shift, all_kernels);
         float *own_tau = scratch.take(heads), *own_bias = scratch.take(bias_floats);
         float *own_lepe = scratch.take(lepe_floats);
         team.share(tasks, [&](int64_t task) {
             const int64_t head = map.head(task), channel = head * dim;
+            const float *kernels = all_kernels + head * 10 * pd;
+            const float factor = factors[head];
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
-            map.gather(grad_out + channel, out_stride, place.get(), grads);
+            map.gather(own_grad_out + channel, map.out_stride, place.get(), grads);
             if (lepe) memcpy(raw, values, n * pd * sizeof(float));
-            map.normalize(queries, tau[head], eps, inverse_q);
+            map.normalize(queries, factor, eps, inverse_q);
             map.normalize(keys, 1.0f, eps, inverse_k);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse_v);
             map.transpose(keys, keys_t);
@@ -392,13 +422,11 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
             vec products = {};
             for (int64_t i = 0; i < n * pd; i += LANES)
                 products += load(grad_queries + i) * load(queries + i);
-            own_tau[head] += sum(products) / tau[head];
-            map.normalize_backward(grad_queries, queries, tau[head], inverse_q, sums);
+            own_tau[head] += sum(products) / factor;
+            map.normalize_backward(grad_queries, queries, factor, inverse_q, sums);
             map.normalize_backward(grad_keys, keys, 1.0f, inverse_k, sums);
             if (nu > 0.0f) map.normalize_backward(grad_values, values, nu, inverse_v, sums);
             if (lepe) {
-                for (int64_t i = 0; i < 9; ++i)
-                    memcpy(kernels + i * pd, lepe + i * heads * dim + channel, dim * sizeof(float));
                 float *total = own_lepe + head * 10 * pd;
                 for (int64_t tap = 0; tap < 9; ++tap)
                     for (int64_t c = 0; c < pd; c += LANES) {
@@ -417,9 +445,9 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
                         store(total + 9 * pd + c,
                               load(total + 9 * pd + c) + load(grads + t * pd + c));
             }
-            map.scatter(grad_queries, place.get(), in_stride, grad_q + channel);
-            map.scatter(grad_keys, place.get(), in_stride, grad_k + channel);
-            map.scatter(grad_values, place.get(), in_stride, grad_v + channel);
+            map.scatter(grad_queries, place.get(), map.in_stride, grad_q + channel);
+            map.scatter(grad_keys, place.get(), map.in_stride, grad_k + channel);
+            map.scatter(grad_values, place.get(), map.in_stride, grad_v + channel);
         });
         // thread after thread, so that the sums repeat
         team.in_turn([&] {
@@ -428,10 +456,14 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
                     grad_bias[head * n * n + i] +=
                         own_bias[((head - first_head) * n + i / n) * pn + i % n];
             for (int64_t head = 0; head < heads; ++head) {
-                grad_tau[head] += own_tau[head];
-                for (int64_t i = 0; lepe && i < 10 * dim; ++i)
-                    grad_lepe[i / dim * heads * dim + head * dim + i % dim] +=
-                        own_lepe[(head * 10 + i / dim) * pd + i % dim];
+                grad_factors[head] += own_tau[head];
+                for (int64_t i = 0; lepe && i < dim; ++i) {
+                    const int64_t channel = head * dim + i;
+                    const float *column = own_lepe + head * 10 * pd + i;
+                    for (int64_t tap = 0; tap < 9; ++tap)
+                        grad_lepe[channel * 9 + tap] += column[tap * pd];
+                    grad_shift[channel] += column[9 * pd];
+                }
             }
         });
     });
@@ -441,22 +473,22 @@ void backward(const T *q, const T *k, const T *v, const T *grad_out, const float
 
 #define EXPORT(name, T)                                                                            \
     extern "C" void cosine_windows_forward_##name(                                                 \
-        const T *q, const T *k, const T *v, T *out, const float *bias, const float *tau,           \
-        const float *lepe, float nu, float eps, int64_t batch, int64_t height, int64_t width,      \
-        int64_t heads, int64_t dim, int64_t h, int64_t w, int64_t in_stride, int64_t out_stride,   \
+        const T *qkv, T *out, const float *bias, const float *tau, const float *lepe,              \
+        const float *shift, float nu, float eps, int64_t part, int64_t parts, int64_t batch,       \
+        int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,           \
         int64_t threads) {                                                                         \
-        forward(q, k, v, out, bias, tau, lepe, nu, eps, batch, height, width, heads, dim, h, w,    \
-                in_stride, out_stride, threads);                                                   \
+        forward(qkv, out, bias, tau, lepe, shift, nu, eps, part, parts, batch, height, width,      \
+                heads, dim, h, w, threads);                                                        \
     }                                                                                              \
     extern "C" void cosine_windows_backward_##name(                                                \
-        const T *q, const T *k, const T *v, const T *grad_out, const float *bias,                  \
-        const float *tau, const float *lepe, T *grad_q, T *grad_k, T *grad_v, float *grad_bias,    \
-        float *grad_tau, float *grad_lepe, float nu, float eps, int64_t batch, int64_t height,     \
-        int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w, int64_t in_stride,        \
-        int64_t out_stride, int64_t threads) {                                                     \
-        backward(q, k, v, grad_out, bias, tau, lepe, grad_q, grad_k, grad_v, grad_bias, grad_tau,  \
-                 grad_lepe, nu, eps, batch, height, width, heads, dim, h, w, in_stride,            \
-                 out_stride, threads);                                                             \
+        const T *qkv, const T *grad_out, const float *bias, const float *tau, const float *lepe,   \
+        const float *shift, T *grad_qkv, float *grad_bias, float *grad_tau, float *grad_lepe,      \
+        float *grad_shift, float nu, float eps, int64_t part, int64_t parts, int64_t batch,        \
+        int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,           \
+        int64_t threads) {                                                                         \
+        backward(qkv, grad_out, bias, tau, lepe, shift, grad_qkv, grad_bias, grad_tau, grad_lepe,  \
+                 grad_shift, nu, eps, part, parts, batch, height, width, heads, dim, h, w,         \
+                 threads);                                                                         \
     }
 
 EXPORT(float32, float)
