@@ -104,7 +104,7 @@ def watched_kernels() -> Iterator[dict[str, Counter[str]]]:
         yield costs
 
 
-def measure(step: Callable[[], object], rates: dict[str, float], repeats: int) -> dict[str, Any]:
+def measure(step: Callable[[], object], repeats: int) -> dict[str, Any]:
     """Return the seconds of a step, and what each part of it takes, computes and moves."""
     with OperatorCounter() as counter:
         step()
@@ -120,9 +120,6 @@ def measure(step: Callable[[], object], rates: dict[str, float], repeats: int) -
     for name, own in parts.items():
         own["flops"] = counter.products if name == PRODUCTS else costs["flops"][name] / repeats
         own["bytes"] = costs["bytes"][name] / repeats
-        own["roof_seconds"] = max(
-            own["flops"] / rates["flops_per_s"], own["bytes"] / rates["bytes_per_s"]
-        )
     ordered = sorted(parts.items(), key=lambda item: -item[1]["seconds"])
     return {"step_seconds": seconds, "profiled_seconds": profiled, "parts": dict(ordered)}
 
@@ -149,14 +146,14 @@ def table(record: dict[str, Any]) -> str:
     for part, own in parts.items():
         cells = [part, f"{own['calls']:.0f}", f"{1e3 * own['seconds']:.0f}"]
         cells.append(f"{own['seconds'] / seconds:.0%}")
-        if own["roof_seconds"] > 0.0:
-            by_products = own["flops"] / rates["flops_per_s"] == own["roof_seconds"]
+        compute, memory = (own[x] / rates[f"{x}_per_s"] for x in ("flops", "bytes"))
+        if (roof := max(compute, memory)) > 0.0:
             cells += [
                 f"{own['flops'] / 1e9:.1f}",
                 f"{own['bytes'] / 1e6:.0f}" if own["bytes"] else "",
-                "FLOP/s" if by_products else "bandwidth",
-                f"{1e3 * own['roof_seconds']:.0f}",
-                f"{own['roof_seconds'] / own['seconds']:.0%}",
+                "FLOP/s" if compute == roof else "bandwidth",
+                f"{1e3 * roof:.0f}",
+                f"{roof / own['seconds']:.0%}",
             ]
         rows.append([*cells, *[""] * (len(COLUMNS) - len(cells))])
     rest = seconds - sum(own["seconds"] for own in parts.values())
@@ -179,13 +176,15 @@ def record_of(options: argparse.Namespace) -> dict[str, Any]:
             loss = model(images).float().square().mean()
         loss.backward()
 
-    rates = limits(device, options.precision)
+    before = limits(device, options.precision)
+    measured = measure(step, options.repeats)
+    after = limits(device, options.precision)
     kept = ("model", "precision", "batch_size", "img_size", "repeats")
     return {
         "machine": machine(device),
-        "limits": rates,
+        "limits": {name: max(before[name], after[name]) for name in before},
         "options": {name: getattr(options, name) for name in kept},
-        **measure(step, rates, options.repeats),
+        **measured,
     }
 
 

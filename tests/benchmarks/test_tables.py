@@ -16,6 +16,7 @@ from benchmarks import (
     graph_training,
     models,
     roofline,
+    step_parts,
     versions,
 )
 from tests.conftest import ROOT
@@ -48,6 +49,9 @@ PAGES = {
     "models_windows5_xeon.json": ("performance.md", models.table),
     "roofline_swin_tiny_xeon.json": ("performance.md", roofline.table),
     "roofline_tiny_xeon.json": ("performance.md", roofline.table),
+    "step_parts_nano_epyc.json": ("performance.md", step_parts.table),
+    "step_parts_swin_tiny_epyc.json": ("performance.md", step_parts.table),
+    "step_parts_tiny_batch1_epyc.json": ("performance.md", step_parts.table),
     "graph/layers_pubmed_wide_xeon.json": ("performance.md", graph_layers.table),
     "graph/epoch_seconds_xeon.json": ("performance.md", graph_epoch_seconds.table),
     "graph/training_arxiv_xeon.json": ("graph.md", graph_training.table),
