@@ -36,6 +36,7 @@ PAGES = {
     "models_avx2_xeon.json": ("performance.md", models.table),
     "models_bf16_xeon.json": ("performance.md", models.table),
     "models_batch1_epyc.json": ("performance.md", models.table),
+    "models_batch1_epyc_again.json": ("performance.md", models.table),
     "models_batch32_epyc.json": ("performance.md", models.table),
     "models_batch_epyc.json": ("performance.md", models.table),
     "models_bf16_epyc.json": ("performance.md", models.table),
@@ -58,6 +59,7 @@ PAGES = {
     "graph/layers_medium_xeon.json": ("performance.md", graph_layers.table),
     "graph/layers_molecules_transformer_xeon.json": ("performance.md", graph_layers.table),
     "graph/layers_molecules_xeon.json": ("performance.md", graph_layers.table),
+    "graph/layers_pubmed_float64_epyc.json": ("performance.md", graph_layers.table),
     "graph/layers_pubmed_xeon.json": ("performance.md", graph_layers.table),
     "versions_fallback_epyc.json": ("performance.md", versions.table),
 }
