@@ -40,6 +40,7 @@ from lipsformer.graph import (
     LipschitzTransformerConv,
     ScaledCosineConv,
     SortedEdges,
+    SparseGCNConv,
 )
 
 COLUMNS = (
@@ -79,6 +80,10 @@ LAYERS: dict[
     "GATConv, sorted edges": (GATConv, by_target),
     "TransformerConv": (TransformerConv, same),
     "GCNConv": (lambda features, channels, heads: GCNConv(features, channels * heads), same),
+    "SparseGCNConv": (
+        lambda features, channels, heads: SparseGCNConv(features, channels * heads),
+        prepared,
+    ),
     "LipschitzGATConv": (LipschitzGATConv, prepared),
     "LipschitzGATConv, new edges": (LipschitzGATConv, same),
     "LipschitzGATConv without norm": (partial(LipschitzGATConv, score_norm=None), prepared),

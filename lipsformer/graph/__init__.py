@@ -11,6 +11,7 @@ except ModuleNotFoundError:
 from lipsformer.graph.cosine_conv import ScaledCosineConv
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.gat_conv import LipschitzGATConv
+from lipsformer.graph.gcn_conv import SparseGCNConv
 from lipsformer.graph.models import (
     GCN,
     GCN2,
@@ -43,5 +44,6 @@ __all__ = [
     "ResidualGCN",
     "ScaledCosineConv",
     "SortedEdges",
+    "SparseGCNConv",
     "create_model",
 ]

@@ -52,6 +52,7 @@ from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.edge_attention.operator import changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
+from lipsformer.graph.gcn_conv import SparseGCNConv
 from lipsformer.graph.models import GCN2, ConvLayer, GraphNet
 from lipsformer.graph.models.initial_residual import InitialResidualLayer
 from lipsformer.graph.models.lips import AttentionBranch, LipsLayer
@@ -182,7 +183,7 @@ def _adjacency(edges: SortedEdges) -> tuple[float, float]:
     return adjacency_norm(edges.edge_index, edges.num_targets), rows.max().item()
 
 
-@bound_rule(GCNConv)
+@bound_rule(GCNConv, SparseGCNConv)
 def _gcn(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     norm, row_sum = _adjacency(_edges(module, domain))
     _check_messages(module, GCNConv)

@@ -7,7 +7,7 @@ import functools
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch._guards import detect_fake_mode
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 __all__ = [
+    "Adjacency",
     "EdgeCSR",
     "SortedEdges",
     "add_one_self_loop",
@@ -54,6 +55,7 @@ class SortedEdges:
         self.edge_index = edge_index
         self.num_sources = num_sources
         self.num_targets = num_sources if num_targets is None else num_targets
+        self._normalized: dict[torch.dtype, Adjacency] = {}
 
     @staticmethod
     def of(edge_index: "Tensor | SortedEdges", num_sources: int, num_targets: int) -> "SortedEdges":
@@ -85,6 +87,19 @@ class SortedEdges:
         num_loops = min(self.num_sources, self.num_targets)
         edge_index, _ = add_one_self_loop(self.edge_index, num_nodes=num_loops)
         return self._build(edge_index)
+
+    def normalized(self, dtype: torch.dtype) -> "Adjacency":
+        """Return the normalized adjacency of a graph convolution, and keep it for other layers.
+
+        An edge from j to i has the weight (d_i d_j)^(-1/2), where d_i is the number of edges that
+        end in i. Every node has exactly one self loop, as in PyG's `GCNConv`.
+        """
+        if dtype not in self._normalized:
+            csr = self.csr_with_self_loops
+            root = csr.ptr.diff().to(dtype).rsqrt()
+            weight = root.index_select(0, csr.row) * root.index_select(0, csr.col)
+            self._normalized[dtype] = Adjacency(csr.adjacency(weight), csr.transposed(weight))
+        return self._normalized[dtype]
 
     def _build(self, edge_index: Tensor) -> "EdgeCSR":
         source, target = edge_index
@@ -181,6 +196,13 @@ class EdgeCSR:
         size = (self.num_targets, self.num_sources)
         return torch.sparse_csr_tensor(self.ptr, self.col, values, size, check_invariants=False)
 
+    def transposed(self, values: Tensor) -> Tensor:
+        """Return the transpose of `adjacency(values)`, sparse and [S, T]."""
+        silence_beta_notice()
+        size = (self.num_sources, self.num_targets)
+        values = values.index_select(0, self.perm)
+        return torch.sparse_csr_tensor(self.ptr_t, self.row_t, values, size, check_invariants=False)
+
     def copies(self, count: int) -> "EdgeCSR":
         """Return `count` disjoint copies of the graph as one graph, and keep it for reuse.
 
@@ -228,6 +250,36 @@ class EdgeCSR:
             ptr[:-1].repeat_interleave(count) - new[:-1],
             copy.index_select(0, node),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Adjacency:
+    """A constant sparse matrix that multiplies node representations: `adjacency @ x`.
+
+    PyTorch's own backward pass of such a product transposes the matrix at every call.
+
+    Attributes:
+        matrix: [T, S] in CSR.
+        transpose: [S, T] in CSR.
+    """
+
+    matrix: Tensor
+    transpose: Tensor
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """Return the product with a dense [S, C], [T, C]; it has derivatives of every order."""
+        return cast(Tensor, _SparseProduct.apply(x, self))
+
+
+class _SparseProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, adjacency: Adjacency) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.adjacency = adjacency
+        return adjacency.matrix @ x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Adjacency(ctx.adjacency.transpose, ctx.adjacency.matrix) @ grad, None
 
 
 @functools.cache

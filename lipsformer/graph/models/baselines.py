@@ -1,9 +1,10 @@
 """Baselines: GCN and the gated graph network."""
 
 from torch import nn
-from torch_geometric.nn import GatedGraphConv, GCNConv
+from torch_geometric.nn import GatedGraphConv
 
 from lipsformer.graph.dropout import Dropout
+from lipsformer.graph.gcn_conv import SparseGCNConv
 from lipsformer.graph.models.stack import ConvLayer, GraphNet
 from lipsformer.graph.norm import NodeNorm, parse_norm
 
@@ -23,8 +24,6 @@ class GCN(GraphNet):
     Reference:
         Kipf and Welling 2017.
     """
-
-    takes_sorted_edges = False
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class GCN(GraphNet):
         layers = []
         for index in range(num_layers):
             last = index == num_layers - 1
-            conv = GCNConv(widths[index], widths[index + 1])
+            conv = SparseGCNConv(widths[index], widths[index + 1])
             activation = nn.Identity() if last else nn.ReLU()
             node = NodeNorm("none" if last else node_norm, widths[index + 1])
             layers.append(ConvLayer(conv, dropout, activation, node))

@@ -6,12 +6,12 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GCNConv
 from torch_geometric.utils import dropout_edge
 
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
 from lipsformer.graph.gat_conv import LipschitzGATConv
+from lipsformer.graph.gcn_conv import SparseGCNConv
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.graph.norm import NodeNorm, parse_norm
 
@@ -127,7 +127,7 @@ class ClassicGNN(GraphNet):
         layers = []
         for index in range(num_layers):
             channels = in_channels if index == 0 else width
-            module = GCNConv(channels, width)
+            module = SparseGCNConv(channels, width)
             if conv == "gat":
                 module = LipschitzGATConv(
                     channels, hidden_channels, heads, dropout=attn_dropout, score_norm=score_norm
@@ -136,7 +136,6 @@ class ClassicGNN(GraphNet):
             norm_layer = NodeNorm(node_norm, width)
             layers.append(ClassicLayer(module, linear, norm_layer, dropout, skip == "identity"))
         super().__init__(encoder, layers, nn.Linear(width, out_channels), grad_checkpointing)
-        self.takes_sorted_edges = conv == "gat"
         self.jumping_knowledge = jumping_knowledge
         self.edge_dropout = edge_dropout
 

@@ -1,17 +1,14 @@
 """Deep networks in which every layer sees the first representations again (GCNII)."""
 
 import math
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch_geometric.nn import GCN2Conv
-from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lipsformer.graph.dropout import Dropout
-from lipsformer.graph.edge_attention.csr import SortedEdges, silence_beta_notice
+from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.layers.spectral import SpectralScale
 
@@ -55,7 +52,6 @@ class GCN2(GraphNet):
         Chen et al. 2020 (GCNII). The bound is Theorem 34 of docs/lipschitz.md.
     """
 
-    takes_sorted_edges = False
     takes_first = True
 
     def __init__(
@@ -114,11 +110,5 @@ class GCN2(GraphNet):
 
     def _edges(self, edge_index: Tensor | SortedEdges, num_nodes: int) -> Tensor:
         """Return the normalized adjacency, which all layers share, as a sparse CSR matrix."""
-        silence_beta_notice()
-        edges = super()._edges(edge_index, num_nodes)
         dtype = next(self.parameters()).dtype
-        normalized: Any = gcn_norm(edges, None, num_nodes, dtype=dtype)
-        (source, target), weight = normalized
-        index, size = torch.stack([target, source]), (num_nodes, num_nodes)
-        adjacency = torch.sparse_coo_tensor(index, weight, size, check_invariants=False)
-        return adjacency.to_sparse_csr()
+        return SortedEdges.of(edge_index, num_nodes, num_nodes).normalized(dtype).matrix

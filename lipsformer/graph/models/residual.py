@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch_geometric.nn import GATConv, GCNConv
 
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.gat_conv import LipschitzGATConv
+from lipsformer.graph.gcn_conv import SparseGCNConv
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.graph.norm import parse_norm
 from lipsformer.layers.spectral import SpectralScale
@@ -31,7 +31,11 @@ class ResidualLayer(nn.Module):
     """Compute X + ReLU(A X W), where A is the normalized adjacency or the attention."""
 
     def __init__(
-        self, conv: GCNConv | GATConv, bound: float | None, residual: bool, dropout: float
+        self,
+        conv: SparseGCNConv | LipschitzGATConv,
+        bound: float | None,
+        residual: bool,
+        dropout: float,
     ) -> None:
         super().__init__()
         self.conv = conv
@@ -56,7 +60,7 @@ def _drop_scaled_weight(
 
 
 def _residual_layers(
-    convs: Sequence[GCNConv] | Sequence[LipschitzGATConv],
+    convs: Sequence[SparseGCNConv] | Sequence[LipschitzGATConv],
     weight_norm: str,
     bound: float | None,
     residual: bool,
@@ -100,8 +104,6 @@ class ResidualGCN(GraphNet):
         Park and Kim 2024.
     """
 
-    takes_sorted_edges = False
-
     def __init__(
         self,
         in_channels: int,
@@ -133,7 +135,7 @@ class ResidualGCN(GraphNet):
         Raises:
             ValueError: If `weight_norm` is unknown, or if `bound` is not positive or has no effect.
         """
-        convs = [GCNConv(hidden_channels, hidden_channels) for _ in range(num_layers)]
+        convs = [SparseGCNConv(hidden_channels, hidden_channels) for _ in range(num_layers)]
         layers = _residual_layers(convs, weight_norm, bound, residual, dropout)
         encoder = _dropout_linear(input_dropout, in_channels, hidden_channels)
         head = _dropout_linear(input_dropout, hidden_channels, out_channels)
