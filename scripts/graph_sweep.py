@@ -29,6 +29,7 @@ from lipsformer.graph.config import GraphConfig, GraphSweepConfig
 from lipsformer.graph.plots import plot_sweep
 from lipsformer.jsonl import append_jsonl, read_jsonl
 from scripts._graph_seed import load_batches, summarize, train_seed
+from scripts._workers import end_with_parent
 
 Cell = dict[str, str]
 
@@ -113,7 +114,8 @@ def _run_missing(
         if _key(settings, seed) not in results and (not only or cell["case"] in only)
     ]
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(config.num_workers, mp_context=spawn) as pool:
+    pool = ProcessPoolExecutor(config.num_workers, spawn, initializer=end_with_parent)
+    with pool:
         futures = {
             pool.submit(_train, base, settings, seed, folder / "runs"): (cell, settings)
             for cell, settings, seed in jobs

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import cache
@@ -15,6 +14,7 @@ from benchmarks.league.cell import ROOT, Cell, run_cell
 from benchmarks.league.images import Images, cache_images, load_images
 from benchmarks.league.plan import next_cell
 from benchmarks.league.results import append_result, read_results
+from scripts._workers import end_with_parent
 
 
 @cache
@@ -26,18 +26,6 @@ def work(cell: Cell, pictures: Path) -> dict[str, Any]:
     """Run a cell in a process of the pool, on one thread."""
     torch.set_num_threads(1)
     return run_cell(cell, _images(pictures))
-
-
-def end_with_parent() -> None:
-    """Make this process end when the one that started it ends, killed or not."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def run(

@@ -2,10 +2,7 @@
 
 import json
 import math
-import multiprocessing
-import os
-import signal
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import numpy as np
@@ -175,26 +172,6 @@ def test_the_command_continues(tmp_path, monkeypatch):
     assert command.main(options) == 0
     records = read_results(results)
     assert len(records) == 2 * 4 * 6 * 2 + 2 and len(given) == len(records) - 20
-
-
-def test_a_worker_ends_when_its_command_is_killed():
-    fork = multiprocessing.get_context("fork")
-    reader, writer = fork.Pipe(duplex=False)
-
-    def command_of_one_worker():
-        workers = ProcessPoolExecutor(1, mp_context=fork, initializer=pool.end_with_parent)
-        workers.submit(os.getpid).result()
-        writer.send("started")
-        signal.pause()
-
-    process = fork.Process(target=command_of_one_worker)
-    process.start()
-    writer.close()  # the command and its worker hold the others
-    assert reader.recv() == "started"
-    process.kill()
-    assert reader.poll(20), "the worker lives on"
-    with pytest.raises(EOFError):
-        reader.recv()
 
 
 @pytest.mark.slow
