@@ -34,7 +34,7 @@ wheel: .venv/.demo  ## build the wheel into dist/, with CPU kernels compiled for
 	rm -r lipsformer/kernels/prebuilt  # they would be taken before the sources, in the clone too
 
 GRAPH_STUDY := table_missing_features_cora table_missing_features_citeseer ablation_lipschitznorm \
-	ablation_cora ablation_citeseer depth_gat depth_residual depth_residual_plateau \
+	ablation_cora ablation_citeseer depth_gat depth_transformer depth_residual depth_residual_plateau \
 	table_residual_datasets search_gcn2 \
 	depth_gcn2 search_anchors table_anchors table_trees learned_constant
 

@@ -41,8 +41,6 @@ COLUMNS = (
     *("row", "settings", "last epoch, %", "seeds", "M parameters"),
     *("MMACs", "PFLOP", "images/s", "hours"),
 )
-# glibc keeps freed memory: a step of a nano model takes 8,000 page faults otherwise.
-KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +92,7 @@ def train(study: Study, name: str, row: str, seed: int, runs: Path) -> dict[str,
     command = [sys.executable, "train.py", "--config", study.config, *settings]
     started = time.time()
     with (folder.parent / f"{folder.name}.log").open("a") as log:
-        environment = {"GLIBC_TUNABLES": KEEP_MEMORY, **os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         code = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False
         ).returncode

@@ -27,8 +27,8 @@ STANDARD_WORDS = ImageNetInfo("imagenet-1k").label_descriptions()
 
 # name of the set -> (folder below the data root, layout of the folder)
 LAYOUTS = {
-    "val": ("imagenet/val", "<wnid>/<images>"),
-    "real": ("imagenet/val", "<wnid>/ILSVRC2012_val_<number>.JPEG"),
+    "val": ("imagenet-1k/val", "<wnid>/<images>"),
+    "real": ("imagenet-1k/val", "<wnid>/ILSVRC2012_val_<number>.JPEG"),
     "v2": ("imagenetv2-matched-frequency-format-val", "<0 to 999>/<images>"),
     "a": ("imagenet-a", "<wnid>/<images> of 200 classes"),
     "r": ("imagenet-r", "<wnid>/<images> of 200 classes"),

@@ -1,6 +1,6 @@
 """Unpack ImageNet-1K from its archives into train/ and val/ folders, and check the result.
 
-    python -m scripts.prepare_imagenet datasets/imagenet
+    python -m scripts.prepare_imagenet datasets/imagenet-1k
 
 The folder holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
 ILSVRC2012_devkit_t12.tar.gz. Their MD5 sums are verified. The devkit has the validation labels;

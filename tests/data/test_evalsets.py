@@ -145,7 +145,7 @@ def lay(images: Path, folder: Path, names: dict[str, str]) -> list[tuple[Path, s
 @pytest.mark.filterwarnings("ignore:.*classes have no images:UserWarning")
 def test_val_v2_and_sketch(tmp_path, images, model, wnids, evaluate, capsys):
     chosen = {
-        "val": ("imagenet/val", wnids[3:20], lambda wnid: wnid),
+        "val": ("imagenet-1k/val", wnids[3:20], lambda wnid: wnid),
         "v2": ("imagenetv2-matched-frequency-format-val", wnids[10:41], STANDARD.index),
         "sketch": ("imagenet-sketch", wnids[20:33], lambda wnid: wnid),
     }
