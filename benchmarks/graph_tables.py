@@ -80,12 +80,16 @@ def residual_depth_plateau() -> str:
 
 def residual_datasets() -> str:
     """Test accuracies of residual networks on other graphs, directed ones with their true norm."""
-    rows = []
+    runs: dict[tuple[str, ...], dict[str, list[Run]]] = defaultdict(dict)
     for (case, _), own in _runs("table_residual_datasets", _case).items():
         graph, network, layers, bound = case.split(", ")
-        rows.append((graph, network, bound, int(layers.split()[0]), len(own), *_test(own)))
-    header = ("graph", "network", "bound of the weights", "layers", "seeds")
-    return markdown((*header, "best validation epoch", "last epoch"), sorted(rows))
+        runs[graph, network, bound][layers] = own
+    depths = ("2 layers", "16 layers", "64 layers")
+    rows = (
+        (*row, *(" / ".join(_test(own[depth])) if depth in own else "" for depth in depths))
+        for row, own in sorted(runs.items())
+    )
+    return markdown(("graph", "network", "bound of the weights", *depths), rows)
 
 
 def _by_depth(runs: Runs) -> str:
