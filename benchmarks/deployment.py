@@ -36,7 +36,7 @@ from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
-from lipsformer.engine.run_folder import find_weights, load_model
+from lipsformer.engine.run_folder import find_weights, fingerprint, load_model
 from scripts._runtimes import FORMATS, Logits, autocast, fold, load, trace, write
 
 MODELS = (
@@ -147,7 +147,8 @@ def measure_accuracy(options: argparse.Namespace) -> dict[str, Any]:
     images = Normalize(config.data.mean, config.data.std)(pixels).contiguous()
     expected = model(images)
     rows = []
-    ways = contestants(model, images, options.exports / weights.folder.name, options)
+    exports = options.exports / fingerprint(weights.file)["sha256"][:12]
+    ways = contestants(model, images, exports, options)
     for (form, precision), logits in ways.items():
         found = torch.cat([logits(part.contiguous()) for part in images.split(32)])
         rows.append(

@@ -24,7 +24,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What was measured on."""
+    """Return the processor, the device and the versions of a measurement."""
     cpu = next(
         (
             line.split(":")[1].strip()
@@ -88,7 +88,7 @@ def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def peak_memory(step: Callable[[], None], device: torch.device) -> int:
-    """Most bytes that torch's allocator holds at once during a step beyond those before it."""
+    """Return by how many bytes torch's allocations grow at most during a step."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -78,8 +78,8 @@ def normalize_before(model: Model, make: Callable[[int], nn.Module]) -> None:
     """Move the norms of the blocks from behind the sums to the start of all four branches.
 
     This is the pre-norm arrangement of today's transformers. The norms of the patches, of merging
-    and before the classifier stay where they are. A norm is a hook of its branch, so the residual
-    may still leave the branch's last step to itself.
+    and before the classifier stay where they are. A hook of each branch
+    applies its new norm.
 
     Args:
         model: Changed in place.

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure  # not pyplot, which looks for a display
 from benchmarks.league.bodies import BODIES
 from benchmarks.league.plan import DEPTHS, WARMUPS, deep, first_grid, rates
 from benchmarks.league.results import select
-from benchmarks.league.table import TITLES, _multiples, _warmup, finished_rows
+from benchmarks.league.table import TITLES, all_multiples, finished_rows, warmup_title
 
 Record = dict[str, Any]
 Cells = list[list[list[Record]]]  # rows, columns, seeds
@@ -39,12 +39,12 @@ def plot_rates(records: Sequence[Record], data: str, title: str, path: Path) -> 
     for warmup in WARMUPS:
         rows = finished_rows(records, data, warmup)
         if rows:
-            panels[_warmup(warmup)] = [
+            panels[warmup_title(warmup)] = [
                 [select(rows.get((body, optimizer), []), lr=lr) for lr in rates(optimizer)]
                 for body, optimizer in order
             ]
     names = [body if optimizer == "adamw" else f"{body} · {optimizer}" for body, optimizer in order]
-    columns = [f"{k:g}×" for k in _multiples()]
+    columns = [f"{k:g}×" for k in all_multiples()]
     about = f"{title}: accuracy on held-out images, %. Grey: a loss near that of guessing."
     return heatmap(panels, names, columns, "learning rate, times the usual one", about, path)
 
@@ -141,7 +141,7 @@ def plot_signals(records: Sequence[Record], path: Path) -> Path:
             style["ls"] = "-" if record["stable"] else ":"
             for ax, name, choose in zip(pair, ("entropy", "sec"), (min, max), strict=True):
                 points = [(s["update"], choose(s[name])) for s in record["signals"] if s[name]]
-                label = f"{_multiples()[place]:g}× usual rate" if index == 0 else None
+                label = f"{all_multiples()[place]:g}× usual rate" if index == 0 else None
                 x, y = zip(*points, strict=True)
                 ax.plot([1 + value for value in x], y, label=label, **style)
                 if record["final_loss"] is None:

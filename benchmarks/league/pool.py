@@ -1,7 +1,6 @@
 """Run the missing cells of the league in processes of one thread."""
 
 import multiprocessing
-import os
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import cache
@@ -10,10 +9,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.league.cell import ROOT, Cell, run_cell
+from benchmarks.league.cell import Cell, run_cell
 from benchmarks.league.images import Images, cache_images, load_images
 from benchmarks.league.plan import next_cell
 from benchmarks.league.results import append_result, read_results
+from data.root import data_root
 from scripts._workers import end_with_parent
 
 
@@ -40,7 +40,7 @@ def run(
         data: Data sets to run.
         only: Names of bodies to run; empty for all.
     """
-    root = Path(os.environ.get("LIPSFORMER_DATA", ROOT / "datasets"))
+    root = data_root(None)
     pictures = {name: cache_images(name, root, runs) for name in data}
     records = read_results(results)
     running: dict[Future[dict[str, Any]], Cell] = {}

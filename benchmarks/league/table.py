@@ -81,7 +81,7 @@ def summary_table(records: Sequence[Record], data: str, warmup: float) -> str:
 
 def accuracy_table(records: Sequence[Record], data: str, warmup: float) -> str:
     """Return the accuracy of every cell, a star where a seed was not stable."""
-    header = ("body", "optimizer", *(f"{k:g} x usual" for k in _multiples()))
+    header = ("body", "optimizer", *(f"{k:g} x usual" for k in all_multiples()))
     rows = (
         (body, optimizer, *(accuracy(select(own, lr=lr)) for lr in rates(optimizer)))
         for (body, optimizer), own in finished_rows(records, data, warmup).items()
@@ -134,7 +134,7 @@ def page(records: Sequence[Record]) -> str:
         for warmup in WARMUPS:
             if finished_rows(records, data, warmup):
                 parts += [
-                    f"### {TITLES[data]}, {_warmup(warmup)}",
+                    f"### {TITLES[data]}, {warmup_title(warmup)}",
                     summary_table(records, data, warmup),
                     "Accuracy on held-out training images in percent; a star marks cells with a "
                     "seed that was not stable.",
@@ -152,10 +152,10 @@ def page(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
-def _multiples() -> list[float]:
+def all_multiples() -> list[float]:
     usual = OPTIMIZERS["adamw"].usual_lr
     return [float(f"{lr / usual:.3g}") for lr in rates("adamw")]
 
 
-def _warmup(share: float) -> str:
+def warmup_title(share: float) -> str:
     return f"warmup {100 * share:g} % of the updates" if share else "no warmup"

@@ -1,5 +1,6 @@
 """Measure what happens inside a deep graph network: sizes, similarity and gradients by layer."""
 
+import functools
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import degree, scatter
 
 from lipsformer._renamed import renamed
-from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
+from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.models.stack import GraphNet
@@ -162,7 +163,11 @@ def attention_column_sum(csr: EdgeCSR, largest_score: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gat_attention_bound(
-    conv: LipschitzGATConv, edge_index: Tensor, num_nodes: int, *, reachable: bool = False
+    conv: LipschitzGATConv,
+    edge_index: Tensor | SortedEdges,
+    num_nodes: int,
+    *,
+    reachable: bool = False,
 ) -> Tensor:
     r"""Return proved Lipschitz constants, in Frobenius norm, of a `LipschitzGATConv`'s heads, [H].
 
@@ -178,14 +183,14 @@ def gat_attention_bound(
 
     Args:
         conv: The layer; c is its `constant()`.
-        edge_index: [2, E]; the layer's own self loops are added if it adds them.
+        edge_index: [2, E] or a `SortedEdges`; the layer's own self loops are added if it adds them.
         num_nodes: Number of nodes.
         reachable: If c learns, use `min_att_norm` in its place, which bounds the heads of this
             layer after any training.
     """
     if conv.score_norm is None or conv.released_code:
         return torch.full((conv.heads,), math.inf, dtype=torch.float64)
-    edges = SortedEdges(edge_index, num_nodes)
+    edges = SortedEdges.of(edge_index, num_nodes, num_nodes)
     csr = edges.csr_with_self_loops if conv.add_self_loops else edges.csr
     learns = conv.min_att_norm is not None
     c = conv.min_att_norm if reachable and learns else conv.constant(torch.float64)
@@ -218,8 +223,10 @@ def layer_profile(
     was_training = model.training
     model.eval()
     model.zero_grad(set_to_none=True)
-    logits, states = model.forward_intermediates(x, edge_index)
-    edge_index = plain_edges(edge_index)
+    sorted_edges = SortedEdges.of(edge_index, len(x), len(x))
+    edge_index = sorted_edges.edge_index
+    logits, states = model.forward_intermediates(x, sorted_edges)
+    states = [state.to_dense() if state.layout is torch.sparse_csr else state for state in states]
     parameters = list(model.parameters())
     tracked = [state for state in states if state.requires_grad]
     loss = F.cross_entropy(logits[mask], y[mask])
@@ -238,17 +245,18 @@ def layer_profile(
         "dirichlet_energy": [dirichlet_energy(state, edge_index).item() for state in states],
         "gradient_norm": [_norm(layer, by_parameter) for layer in model.layers],
     }
+    norm_of_graph = functools.cache(adjacency_norm)
     with torch.no_grad():
         for layer, state in zip(model.layers, states[:-1], strict=True):
             conv = getattr(layer, "conv", None)
             if isinstance(layer, ResidualLayer) and isinstance(conv, GCNConv):
                 sigma = torch.linalg.matrix_norm(conv.lin.weight.double(), 2).item()
-                bound = sigma * adjacency_norm(edge_index, len(x)) + float(layer.residual)
+                bound = sigma * norm_of_graph(edge_index, len(x)) + float(layer.residual)
                 profile.setdefault("layer_bound", []).append(bound)
             if isinstance(conv, LipschitzGATConv):
-                _, (edges, attn) = conv(state, edge_index, return_attention_weights=True)
+                _, (edges, attn) = conv(state, sorted_edges, return_attention_weights=True)
                 entropy, spread = attention_statistics(attn, edges[1], len(x))
-                bound = gat_attention_bound(conv, edge_index, len(x)).max().item()
+                bound = gat_attention_bound(conv, sorted_edges, len(x)).max().item()
                 for key, value in (
                     ("attention_entropy", entropy),
                     ("score_spread", spread),

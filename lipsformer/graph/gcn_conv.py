@@ -1,14 +1,16 @@
-"""Graph convolution as a product with the normalized adjacency, which is stored sparsely."""
+"""Graph convolutions that multiply by the normalized adjacency instead of sending messages."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GCN2Conv, GCNConv
 from torch_geometric.typing import OptTensor
 
 from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
 from lipsformer.graph.edge_attention.operator import why_messages
 
-__all__ = ["SparseGCNConv"]
+__all__ = ["SparseGCN2Conv", "SparseGCNConv"]
 
 
 class SparseGCNConv(GCNConv):
@@ -36,8 +38,6 @@ class SparseGCNConv(GCNConv):
         Kipf and Welling 2017.
     """
 
-    dropout = 0.0  # `why_messages` asks every layer
-
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor, edge_index: Tensor | SortedEdges, edge_weight: OptTensor = None
     ) -> Tensor:
@@ -49,19 +49,65 @@ class SparseGCNConv(GCNConv):
             edge_weight: Weight of each edge, [E]; None for 1.
         """
         edges = plain_edges(edge_index)
-        if edge_weight is not None or not self._multiplies(x, edges):
+        if edge_weight is not None or self.improved or not _multiplies(self, GCNConv, x, edges):
             return super().forward(x, edges, edge_weight)
         adjacency = SortedEdges.of(edge_index, len(x), len(x)).normalized(x.dtype)
         out = adjacency @ self.lin(x)
         return out if self.bias is None else out + self.bias
 
-    def _multiplies(self, x: Tensor, edges: Tensor) -> bool:
-        """Return whether the product gives what the messages would."""
-        return (
-            isinstance(x, Tensor)  # PyG refuses a pair of inputs in a sentence
-            and x.device.type == "cpu"
-            and x.dtype in (torch.float32, torch.float64)
-            and not torch.is_autocast_enabled("cpu")
-            and (self.normalize and self.add_self_loops and not self.improved and not self.cached)
-            and why_messages(self, GCNConv, edges, x, x) is None
-        )
+
+class SparseGCN2Conv(GCN2Conv):
+    r"""Compute PyG's `GCN2Conv` without a message per edge, as `SparseGCNConv` does for `GCNConv`.
+
+    .. math:: X' = \left((1 - \alpha) \hat A X + \alpha X^{(0)}\right)
+        \left((1 - \beta) I + \beta W\right)
+
+    Shape:
+        x, x_0: [V, F]. edge_index: [2, E], a `SortedEdges`, or another form that PyG takes. Output:
+        [V, F].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.gcn_conv import SparseGCN2Conv
+        >>> conv, x = SparseGCN2Conv(16, alpha=0.1, theta=0.5, layer=1), torch.randn(3, 16)
+        >>> conv(x, x, torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([3, 16])
+
+    Reference:
+        Chen et al. 2020 (GCNII).
+    """
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        x: Tensor,
+        x_0: Tensor,
+        edge_index: Tensor | SortedEdges,
+        edge_weight: OptTensor = None,
+    ) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x: Node representations, [V, F].
+            x_0: The first representations, [V, F].
+            edge_index: The edges; see Shape.
+            edge_weight: Weight of each edge, [E]; None for 1.
+        """
+        edges = plain_edges(edge_index)
+        plain = edge_weight is None and self.weight2 is None
+        if not plain or not _multiplies(self, GCN2Conv, x, edges):
+            return super().forward(x, x_0, edges, edge_weight)
+        adjacency = SortedEdges.of(edge_index, len(x), len(x)).normalized(x.dtype)
+        mixed = (1 - self.alpha) * (adjacency @ x) + self.alpha * x_0
+        return torch.addmm(mixed, mixed, self.weight1, beta=1 - self.beta, alpha=self.beta)
+
+
+def _multiplies(conv: Any, kind: type[GCNConv] | type[GCN2Conv], x: Tensor, edges: Tensor) -> bool:
+    """Return whether a product with the adjacency gives what the messages of a layer would."""
+    return (
+        isinstance(x, Tensor)  # PyG refuses a pair of inputs in a sentence
+        and x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.float64)
+        and not torch.is_autocast_enabled("cpu")
+        and (conv.normalize and conv.add_self_loops and not conv.cached)
+        and why_messages(conv, kind, edges, x, x) is None
+    )

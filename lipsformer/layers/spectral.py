@@ -155,20 +155,6 @@ def conv_symbols(
         yield symbols.movedim((1, 2), (3, 4))
 
 
-def depthwise_sigma(weight: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return the exact 2-norm of a zero padded depthwise convolution, one value per channel.
-
-    Args:
-        weight: [C, 1, k, k], k odd; stride 1 and padding k // 2.
-        size: (H, W) of the map.
-
-    Returns:
-        [C], in float32, or float64 for a float64 weight.
-    """
-    operator = depthwise_operator(weight, size)
-    return torch.linalg.eigvalsh(operator @ operator.mT)[:, -1].clamp_min(0.0).sqrt()
-
-
 def depthwise_operator(weight: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the dense matrices of a zero padded depthwise convolution, for small maps only.
 

@@ -109,6 +109,17 @@ def test_a_constant_that_learns_never_exceeds_its_proved_bound(graph):
     assert worst > at_the_start  # so a bound that forgets theta would have failed
 
 
+def test_layer_profile_reads_sparse_features(graph):
+    x, edge_index = graph
+    x = x * (x > 0)
+    torch.manual_seed(1)
+    model = create_model("classic", 5, 4, 3, 3, skip="linear").double()
+    arguments = edge_index, torch.randint(3, (NODES,)), torch.arange(NODES) < 4
+    sparse = layer_profile(model, x.to_sparse_csr(), *arguments)
+    for key, values in layer_profile(model, x, *arguments).items():
+        assert sparse[key] == pytest.approx(values), key
+
+
 def test_layer_profile_gradients_equal_autograd(graph):
     x, edge_index = graph
     torch.manual_seed(1)

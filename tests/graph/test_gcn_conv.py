@@ -1,11 +1,12 @@
-"""`SparseGCNConv` computes PyG's `GCNConv`, whichever way it takes."""
+"""`SparseGCNConv` and `SparseGCN2Conv` compute PyG's layers, whichever way they take."""
 
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GCN2Conv, GCNConv
 
 from lipsformer.graph import SortedEdges, SparseGCNConv
+from lipsformer.graph.gcn_conv import SparseGCN2Conv
 
 NODES, CHANNELS, OUT = 13, 5, 3
 # directed, with a node of two self loops, one of one, a double edge and a node without edges
@@ -23,15 +24,23 @@ def layers(**kwargs):
     return layer, peer
 
 
+def gcnii_layers(**kwargs):
+    torch.manual_seed(0)
+    settings = {"alpha": 0.3, "theta": 1.1, "layer": 2, **kwargs}
+    peer, layer = (kind(CHANNELS, **settings).double() for kind in (GCN2Conv, SparseGCN2Conv))
+    layer.load_state_dict(peer.state_dict())
+    return layer, peer
+
+
 def features():
     generator = torch.Generator().manual_seed(1)
     return torch.randn(NODES, CHANNELS, dtype=torch.float64, generator=generator)
 
 
-def derivatives(layer, edges, *args):
+def derivatives(layer, edges, *args, first=None):
     """Return the output, and the gradients of a fixed function of it."""
     x = features().requires_grad_()
-    out = layer(x, edges, *args)
+    out = layer(x, edges, *args) if first is None else layer(x, first, edges)
     upstream = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
     inputs = [x, *layer.parameters()]
     return [out, *torch.autograd.grad((out.square() * upstream).sum(), inputs)]
@@ -110,3 +119,31 @@ def test_an_index_out_of_range_and_a_pair_of_inputs_are_refused():
         layer(features(), torch.tensor([[0, 13], [1, 2]]))
     with pytest.raises(ValueError, match="received a tuple"):
         layer((features(), features()), EDGES)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"shared_weights": False}, {"cached": True}, {"add_self_loops": False}],
+    ids=str,
+)
+def test_gcnii_has_the_values_and_gradients_of_pyg(kwargs, shared):
+    layer, peer = gcnii_layers(**kwargs)
+    first = features().flip(0)
+
+    def results(conv, edges):
+        return derivatives(conv, edges, first=first)
+
+    edges = SortedEdges(EDGES, NODES) if shared else EDGES
+    for ours, theirs in zip(results(layer, edges), results(peer, EDGES), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_gcnii_under_autocast_and_in_bf16_is_left_to_pyg():
+    layer, peer = gcnii_layers()
+    for dtype, autocast in ((torch.float32, True), (torch.bfloat16, False)):
+        x = features().to(dtype)
+        with torch.autocast("cpu", enabled=autocast):
+            ours, theirs = (conv.to(dtype)(x, x.flip(0), EDGES) for conv in (layer, peer))
+        assert ours.dtype is theirs.dtype
+        assert torch.equal(ours, theirs)

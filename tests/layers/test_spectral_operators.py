@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipsformer.layers.spectral import conv_sigma_bound, depthwise_sigma
+from lipsformer.layers.spectral import conv_sigma_bound, depthwise_operator
 
 
 def dense_operator(weight: Tensor, size, stride=1, padding=0, groups=1) -> Tensor:
@@ -64,8 +64,8 @@ def test_grid_correction_covers_a_peak_between_the_grid_points():
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 7), (5, 3)])
-def test_depthwise_sigma_is_that_of_the_dense_operator(size):
+def test_depthwise_operator_has_the_singular_values_of_the_dense_operator(size):
     weight = torch.randn(3, 1, 7, 7, dtype=torch.float64)
-    for channel, sigma in zip(weight, depthwise_sigma(weight, size), strict=True):
-        exact = torch.linalg.svdvals(dense_operator(channel[None], size, padding=3))[0]
-        torch.testing.assert_close(sigma, exact)
+    for channel, operator in zip(weight, depthwise_operator(weight, size), strict=True):
+        exact = torch.linalg.svdvals(dense_operator(channel[None], size, padding=3))
+        torch.testing.assert_close(torch.linalg.svdvals(operator), exact)

@@ -52,7 +52,7 @@ from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.edge_attention.operator import changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
-from lipsformer.graph.gcn_conv import SparseGCNConv
+from lipsformer.graph.gcn_conv import SparseGCN2Conv, SparseGCNConv
 from lipsformer.graph.models import GCN2, ConvLayer, GraphNet
 from lipsformer.graph.models.initial_residual import InitialResidualLayer
 from lipsformer.graph.models.lips import AttentionBranch, LipsLayer
@@ -372,13 +372,15 @@ def _initial_residual(layer: Any, channels: int | None) -> tuple[Tensor, float]:
     """Return (1 - beta) I + beta W and alpha of a layer."""
     unchanged(layer, InitialResidualLayer)
     unchanged(layer.dropout, Dropout, *PASSIVE)
-    unchanged(layer.conv, GCN2Conv)
-    _check_messages(layer.conv, GCN2Conv)
-    weight, alpha, beta = layer.conv.weight1.detach().double(), layer.conv.alpha, layer.conv.beta
-    if layer.conv.normalize or layer.conv.weight2 is not None or not 0.0 <= alpha <= 1.0:
-        raise _refuse(layer.conv, "use normalize=False, one weight, and alpha in [0, 1]")
+    conv = layer.conv
+    unchanged(conv, SparseGCN2Conv)
+    _check_messages(conv, GCN2Conv)
+    weight, alpha, beta = conv.weight1.detach().double(), conv.alpha, conv.beta
+    usual = conv.normalize and conv.add_self_loops and not conv.cached
+    if not usual or conv.weight2 is not None or not 0.0 <= alpha <= 1.0:
+        raise _refuse(conv, "use the default normalization, one weight, and alpha in [0, 1]")
     if weight.shape != (channels, channels):
-        raise _refuse(layer.conv, f"its weight has the shape {tuple(weight.shape)}")
+        raise _refuse(conv, f"its weight has the shape {tuple(weight.shape)}")
     return (1.0 - beta) * torch.eye(len(weight)).to(weight) + beta * weight, alpha
 
 

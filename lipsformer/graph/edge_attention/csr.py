@@ -234,11 +234,11 @@ class EdgeCSR:
 
     @staticmethod
     def _spread(ptr: Tensor, count: int) -> tuple[Tensor, ...]:
-        """Return what the edges of `count` copies of every node, node by node, are.
+        """Return where the edges of `count` copies of a graph are, copies sorted by node.
 
         Returns:
-            The new `ptr`, the node of each edge, by which number the edges of a node come before
-            those of the original, and the copy of each edge.
+            The `ptr` of the copies. For each edge of the copies: its node, what to add to its
+            position to get the edge of the original graph, and the number of its copy.
         """
         degree = ptr.diff().repeat_interleave(count)
         new = F.pad(degree.cumsum(0, dtype=torch.int32), (1, 0))

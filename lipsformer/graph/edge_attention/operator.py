@@ -127,7 +127,7 @@ def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
     reason = changed_messages(conv, kind)
     if reason is not None:
         return reason
-    if conv.dropout >= 1:
+    if getattr(conv, "dropout", 0.0) >= 1:
         return "every attention weight is dropped"
     if getattr(conv, "released_code", False):
         return "released_code computes the maxima per edge"

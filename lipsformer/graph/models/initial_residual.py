@@ -5,10 +5,10 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch_geometric.nn import GCN2Conv
 
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.gcn_conv import SparseGCN2Conv
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.layers.spectral import SpectralScale
 
@@ -18,16 +18,16 @@ __all__ = ["GCN2"]
 class InitialResidualLayer(nn.Module):
     """Compute ReLU(((1 - alpha) A X + alpha X_0) ((1 - beta) I + beta W)).
 
-    A is the normalized adjacency as a sparse CSR matrix, and X_0 are the first representations.
+    A is the normalized adjacency, and X_0 are the first representations.
     """
 
-    def __init__(self, conv: GCN2Conv, dropout: float) -> None:
+    def __init__(self, conv: SparseGCN2Conv, dropout: float) -> None:
         super().__init__()
         self.conv = conv
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, first: Tensor, adjacency: Tensor) -> Tensor:
-        return F.relu(self.conv(self.dropout(x), first, adjacency))
+    def forward(self, x: Tensor, first: Tensor, edges: Tensor | SortedEdges) -> Tensor:
+        return F.relu(self.conv(self.dropout(x), first, edges))
 
 
 class GCN2(GraphNet):
@@ -92,7 +92,7 @@ class GCN2(GraphNet):
             raise ValueError(f"theta={theta} must be in (0, e - 1]")
         layers = []
         for index in range(num_layers):
-            conv = GCN2Conv(hidden_channels, alpha, theta, layer=index + 1, normalize=False)
+            conv = SparseGCN2Conv(hidden_channels, alpha, theta, layer=index + 1)
             if weight_norm == "spectral":
                 scale = SpectralScale(1.0, only_shrink=True)
                 parametrize.register_parametrization(conv, "weight1", scale)
@@ -107,8 +107,3 @@ class GCN2(GraphNet):
     def takes_sparse_features(self) -> bool:
         """Whether the features may be a sparse CSR matrix: dropout and a linear map read them."""
         return True
-
-    def _edges(self, edge_index: Tensor | SortedEdges, num_nodes: int) -> Tensor:
-        """Return the normalized adjacency, which all layers share, as a sparse CSR matrix."""
-        dtype = next(self.parameters()).dtype
-        return SortedEdges.of(edge_index, num_nodes, num_nodes).normalized(dtype).matrix
