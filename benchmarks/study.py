@@ -6,11 +6,17 @@
 A study is a base config and named rows of `key=value` settings. Every (row, seed) is one run of
 `train.py` in its own folder below `--runs`. The queue can be stopped at any moment: the same
 command continues interrupted runs exactly and skips finished ones, which are lines of the study's
-JSONL file. `--table` prints the table of the finished runs and lists what was not run.
+JSONL file. A run that diverged is finished too, because it would diverge again. `--table` prints
+the table of the finished runs and lists what was not run. A message names every finished run that
+had other settings than the study has now.
+
+Exit codes: 0 no run failed; 1 a run crashed; 2 a mistake in what was given, or in a run's settings
+or data; 75 a signal stopped the queue, after the runs had been saved.
 """
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,23 +26,27 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import IO, Any
 
-import timm
 import torch
+import yaml
 
-import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.machine import machine
 from benchmarks.records import markdown
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
-from lipsformer.analysis.cost import part_costs
+from lipsformer.analysis.cost import count_parameters, part_costs
 from lipsformer.config import Config
-from lipsformer.engine.exits import EXIT_STOPPED, EXIT_USER_ERROR
-from lipsformer.engine.run_folder import RunFolder
+from lipsformer.engine.build import build_model
+from lipsformer.engine.exits import EXIT_STOPPED, EXIT_USER_ERROR, FINAL
+from lipsformer.engine.resume import config_identity
+from lipsformer.engine.run_folder import RunFolder, read_state
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
 ROOT = Path(__file__).parents[1]
+LOGS = "logs"  # in the folder of a run: one file for each start
+STOPPED = (EXIT_STOPPED, -signal.SIGINT, -signal.SIGTERM)  # the last two before train.py listens
 COLUMNS = (
     *("row", "settings", "last epoch, %", "seeds", "M parameters"),
     *("MMACs", "PFLOP", "images/s", "hours"),
@@ -80,60 +90,89 @@ class Study:
         """Return the `key=value` settings of a run."""
         return [*self.overrides, *self.rows[row].split(), f"train.seed={seed}"]
 
+    def run_config(self, row: str, seed: int) -> Config:
+        """Return the config of a run, without its folder."""
+        return read_config(Config, ROOT / self.config, self.settings(row, seed))
 
-def train(study: Study, name: str, row: str, seed: int, runs: Path) -> dict[str, Any] | None:
-    """Train one run to its end in a process of its own; None if it was stopped or could not start.
 
-    The last attempt may still save when the queue is started again; its lock refuses the new one.
+class Processes:
+    """Run processes from several threads, and pass SIGTERM and Ctrl-C on to them as SIGTERM.
+
+    On SIGTERM train.py saves its run and ends, so no training outlives a queue that is stopped.
     """
-    folder = runs / name / f"{row}-seed{seed}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    settings = [*study.settings(row, seed), f"run.output_dir={folder}", "run.report=false"]
-    command = [sys.executable, "train.py", "--config", study.config, *settings]
-    started = time.time()
-    with (folder.parent / f"{folder.name}.log").open("a") as log:
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "Processes":
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._stop) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self, command: Sequence[str], log: IO[str]) -> int:
+        """Run a command to its end; return its exit code."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        code = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False
-        ).returncode
-    if code in (EXIT_STOPPED, EXIT_USER_ERROR, -2, -9, -15):
-        return None
-    return record(study, row, seed, folder, code, time.time() - started)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        self._started.append(process)
+        if self.stopped:  # the signal may have come just before the process was in the list
+            process.terminate()
+        return process.wait()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        for process in self._started:
+            process.terminate()
 
 
-def record(
-    study: Study, row: str, seed: int, folder: Path, code: int, seconds: float
-) -> dict[str, Any]:
+def train(
+    study: Study, row: str, seed: int, folder: Path, processes: Processes
+) -> tuple[int, Path]:
+    """Train one run to its end in a process of its own; return the exit code and the log.
+
+    The log is named after the time of the start, and its time of change is the end, for `record`.
+    If the queue is killed, that is the last line of the training, which may go on without it. The
+    lock of the run then refuses a new start.
+    """
+    settings = [*study.settings(row, seed), f"run.output_dir={folder}", "run.report=false"]
+    path = folder / LOGS / f"{time.time():.2f}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as log:
+        command = [sys.executable, "train.py", "--config", study.config, *settings]
+        code = processes.run(command, log)
+    path.touch()
+    return code, path
+
+
+def record(study: Study, row: str, seed: int, folder: Path, code: int) -> dict[str, Any]:
     """Return the line of a finished run, with everything that a table of the study needs."""
-    config = read_config(Config, ROOT / study.config, study.settings(row, seed))
-    lines = RunFolder(folder).metrics()
+    config, run = study.run_config(row, seed), RunFolder(folder)
+    lines, starts = run.metrics(), run.environment()
     trained = [line for line in lines if line["kind"] == "train" and "images_per_s" in line]
     evaluations = [
         {key: line[key] for key in ("kind", "epoch", "update", "top1", "loss", "images")}
         for line in lines
         if line["kind"] in ("raw", "ema")
     ]
-    model = timm.create_model(
-        config.model.name, num_classes=10, img_size=config.data.img_size, **config.model.kwargs
-    )
-    image = torch.zeros(1, 3, config.data.img_size, config.data.img_size)
-    macs = sum(part.macs for part in part_costs(model, image))
-    starts = RunFolder(folder).environment()
     images = (lines[-1]["update"] if lines else 0) * config.train.global_batch_size
+    logs = (folder / LOGS).iterdir()
     return {
         "row": row,
         "seed": seed,
         "exit_code": code,
         "settings": study.settings(row, seed),
         "config": dump_config(config),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "gmacs": macs / 1e9,
-        "pflop": 6 * macs * images / 1e15,  # forward, twice that backward; 2 FLOP a MAC
+        # A run that diverged may have no checkpoint, which tells the number of classes.
+        **(costs(config, run, images) if code == 0 else {}),
         "images": images,
         "images_per_s": statistics.median(line["images_per_s"] for line in trained)
         if trained
         else None,
-        "wall_seconds": round(seconds, 1),
+        "wall_seconds": round(sum(log.stat().st_mtime - float(log.stem) for log in logs), 1),
         "starts": len(starts),
         "commit": starts[-1]["git_commit"],
         "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
@@ -141,25 +180,78 @@ def record(
     }
 
 
-def run(study: Study, name: str, runs: Path, workers: int, only: Sequence[str]) -> None:
-    """Train what is missing, `workers` runs at a time, and append a line for each that ends."""
+def costs(config: Config, run: RunFolder, images: int) -> dict[str, float]:
+    """Return what the model of a run costs, for one image and for all images of the training."""
+    model = build_model(config, read_state(run.weights("last").folder)["classes"])
+    image = torch.zeros(1, 3, config.data.img_size, config.data.img_size)
+    macs = sum(part.macs for part in part_costs(model, image))
+    return {
+        "parameters": count_parameters(model),
+        "gmacs": macs / 1e9,
+        "pflop": 6 * macs * images / 1e15,  # forward, twice that backward; 2 FLOP a MAC
+    }
+
+
+def run(study: Study, name: str, runs: Path, workers: int, only: Sequence[str]) -> int:
+    """Train what is missing, `workers` runs at a time, and append a line for each that finishes.
+
+    Returns:
+        The exit code of the command.
+    """
     done = {(line["row"], line["seed"]) for line in read_jsonl(ROOT / study.results)}
     missing = [r for r in study.runs() if r not in done and (not only or r[0] in only)]
     path, lock = ROOT / study.results, threading.Lock()
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    def work(job: tuple[str, int]) -> None:
-        line = train(study, name, *job, runs)
-        if line is None:
-            log = runs / name / f"{job[0]}-seed{job[1]}.log"
-            print(f"{job[0]} seed {job[1]} has not ended ({log}); repeat the command", flush=True)
-            return
+    def work(job: tuple[str, int]) -> int:
+        if processes.stopped:
+            return 0
+        title, folder = f"{job[0]} seed {job[1]}", runs / name / f"{job[0]}-seed{job[1]}"
+        code, log = train(study, *job, folder, processes)
+        if code in STOPPED:
+            print(f"{title} has not ended ({log}); repeat the command", flush=True)
+            return 0
+        if code not in (0, *FINAL):
+            last = log.read_text().strip().rpartition("\n")[2]
+            print(f"{title} failed with exit code {code}, and {log} ends with: {last}", flush=True)
+            return EXIT_USER_ERROR if code == EXIT_USER_ERROR else 1
+        line = record(study, *job, folder, code)
         with lock:
             append_jsonl(path, line)
-        print(f"{job[0]} seed {job[1]}: {outcome(line)}", flush=True)
+        print(f"{title}: {outcome(line)}", flush=True)
+        return 0
 
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, missing))
+    with Processes() as processes, ThreadPoolExecutor(workers) as pool:
+        failed = max(pool.map(work, missing), default=0)
+    return failed or (EXIT_STOPPED if processes.stopped else 0)
+
+
+def stale(study: Study) -> list[str]:
+    """Return a sentence for every finished run that had other settings than the study has now.
+
+    Settings that leave the training as it is do not count, nor do those that are newer than the
+    line of the run.
+    """
+    sentences = []
+    for line in read_jsonl(ROOT / study.results):
+        row, seed = line["row"], line["seed"]
+        if (row, seed) not in study.runs():
+            continue
+        config = study.run_config(row, seed)
+        then, now = yaml.safe_load(line["config"]), yaml.safe_load(dump_config(config))
+        # data.in_memory only says whether images are decoded once or again and again
+        keys = [key.split(".") for key in config_identity(config) if key != "data.in_memory"]
+        changed = [
+            f"{section}.{key}={then[section][key]!r}, and is now {now[section][key]!r}"
+            for section, key in keys
+            if key in then.get(section, {}) and then[section][key] != now[section][key]
+        ]
+        if changed:
+            sentences.append(
+                f"{row} seed {seed} was trained with {', '.join(changed)}: to train it again, "
+                f"remove its line from {study.results} and the folder of the run"
+            )
+    return sentences
 
 
 def outcome(line: dict[str, Any]) -> str:
@@ -254,24 +346,26 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 2 is a mistake in what was given."""
+    """Run the command; return the exit code."""
     options = make_parser().parse_args(argv)
     try:
         study = read_config(Study, options.study)
         for row, seed in study.runs():  # every config is read before the first run starts
-            read_config(Config, ROOT / study.config, study.settings(row, seed))
+            study.run_config(row, seed)
         unknown = sorted(set(options.only) - set(study.rows))
         require(not unknown, "--only", unknown, f"must name rows: {', '.join(study.rows)}")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
+    for sentence in stale(study):
+        print(sentence, file=sys.stderr)
     if options.plot is not None:
         plot(study, options.plot)
     if options.table:
         print(table(study))
-    if not options.table and options.plot is None:
-        run(study, options.study.stem, options.runs.resolve(), options.workers, options.only)
-    return 0
+    if options.table or options.plot is not None:
+        return 0
+    return run(study, options.study.stem, options.runs.resolve(), options.workers, options.only)
 
 
 if __name__ == "__main__":
