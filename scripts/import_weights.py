@@ -14,6 +14,7 @@ dictionary, which the conversion ignores.
 
 import argparse
 import pickle
+import re
 import sys
 import zipfile
 from collections import Counter, OrderedDict
@@ -33,6 +34,9 @@ from lipsformer.models._timm import unwrap
 from scripts._new_folder import new_folder
 
 StateDict = dict[str, Tensor]
+
+SWIN_BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.")
+CSWIN_BLOCK = re.compile(r"stage(\d+)\.(\d+)\.")
 
 
 class CheckpointError(ValueError):
@@ -80,15 +84,22 @@ def swin_arguments(weights: StateDict) -> dict[str, Any]:
 
     Args:
         weights: Weights under their released names.
+
+    Raises:
+        CheckpointError: If a tensor that tells an argument is missing or not of the right shape.
     """
+    depths = _depths(weights, SWIN_BLOCK)
+    for name in weights:
+        if name.endswith(".relative_position_bias_table"):
+            _tensor(weights, name, ndim=2)  # loading interpolates the tables, whatever their shapes
     tables = [
-        weights[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"]
-        for stage in range(len(_depths(weights, "layers.", ".blocks.")))
+        _tensor(weights, f"layers.{stage}.blocks.0.attn.relative_position_bias_table", ndim=2)
+        for stage in range(len(depths))
     ]
     window = (round(tables[0].shape[0] ** 0.5) + 1) // 2
     return {
-        **_common_arguments(weights, weights["patch_embed.proj.weight"], "layers.0.blocks.0"),
-        "depths": _depths(weights, "layers.", ".blocks."),
+        **_common_arguments(weights, "patch_embed.proj.weight", "layers.0.blocks.0"),
+        "depths": depths,
         "num_heads": tuple(table.shape[1] for table in tables),
         "window_size": window,
     }
@@ -109,11 +120,12 @@ def cswin_arguments(
 
     Raises:
         CheckpointError: If the numbers are not given and no registered model has these dimensions,
-            or if they do not fit the number of stages.
+            if they do not fit the number of stages, or if a tensor that tells an argument is
+            missing or not of the right shape.
     """
-    depths = _depths(weights, "stage", ".")
+    depths = _depths(weights, CSWIN_BLOCK)
     args = {
-        **_common_arguments(weights, weights["stage1_conv_embed.0.weight"], "stage1.0"),
+        **_common_arguments(weights, "stage1_conv_embed.0.weight", "stage1.0"),
         "depths": depths,
     }
     striped = [f"stage{i + 1}.0.attns.1.get_v.weight" in weights for i in range(len(depths))]
@@ -143,20 +155,32 @@ def cswin_arguments(
     return args
 
 
-def _common_arguments(weights: StateDict, stem: Tensor, first_block: str) -> dict[str, Any]:
+def _common_arguments(weights: StateDict, stem_name: str, first_block: str) -> dict[str, Any]:
+    stem = _tensor(weights, stem_name, ndim=4)
     return {
         "in_chans": stem.shape[1],
         "patch_size": stem.shape[2],
         "embed_dim": stem.shape[0],
-        "num_classes": weights["head.weight"].shape[0],
-        "mlp_ratio": weights[f"{first_block}.mlp.fc1.weight"].shape[0] / stem.shape[0],
+        "num_classes": _tensor(weights, "head.weight", ndim=2).shape[0],
+        "mlp_ratio": _tensor(weights, f"{first_block}.mlp.fc1.weight", ndim=2).shape[0]
+        / stem.shape[0],
     }
 
 
-def _depths(weights: StateDict, before: str, between: str) -> tuple[int, ...]:
+def _tensor(weights: StateDict, name: str, ndim: int) -> Tensor:
+    """Return a tensor that tells an argument of the model, or raise a `CheckpointError`."""
+    if name not in weights:
+        raise CheckpointError(f"the checkpoint is incomplete: it contains no {name}")
+    if weights[name].ndim != ndim:
+        shape = list(weights[name].shape)
+        raise CheckpointError(f"{name} has the shape {shape}, but must have {ndim} dimensions")
+    return weights[name]
+
+
+def _depths(weights: StateDict, block: re.Pattern[str]) -> tuple[int, ...]:
     """Count the blocks of every stage by names such as "layers.0.blocks.3.nin.bias"."""
-    names = [name for name in weights if name.endswith(".nin.bias")]
-    stages = Counter(int(name.removeprefix(before).split(between)[0]) for name in names)
+    blocks = {match.groups() for name in weights if (match := block.match(name))}
+    stages = Counter(int(stage) for stage, _ in blocks)
     return tuple(stages[stage] for stage in sorted(stages))
 
 
@@ -194,14 +218,15 @@ def build_model(
     num_classes = args.pop("num_classes")
     exact = _create(fallback, num_classes, args, device="meta")
     registered = None
+    extra = {} if args["in_chans"] == 3 else {"in_chans": args["in_chans"]}
     for name in timm.list_models(module=module.__name__.rpartition(".")[2]):
-        extra = {} if args["in_chans"] == 3 else {"in_chans": args["in_chans"]}
         if _same_architecture(_create(name, num_classes, extra, device="meta"), exact):
             registered, args = name, extra
     model = _create(registered or fallback, num_classes, args)
     try:
         model.load_state_dict(module.checkpoint_filter_fn(weights, model))
-    except RuntimeError as error:
+    # interpolating a table of biases gives an AttributeError if the model lacks its block
+    except (AttributeError, RuntimeError) as error:
         raise CheckpointError(f"the weights do not fit: {error}") from None
     return model, registered
 

@@ -43,7 +43,11 @@ from scripts._json_output import add_json_option, check_json_target, say, write_
 
 
 def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tensor:
-    """Return normalized validation images of a data set; random images without settings."""
+    """Return normalized validation images of a data set; random images without settings.
+
+    Raises:
+        ConfigError: If the data set has fewer images.
+    """
     known: Any = model.pretrained_cfg
     channels, height, width = known["input_size"]
     if not settings:
@@ -53,7 +57,11 @@ def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tenso
         return (pixels - mean) / std
     data = data_config(known, settings, origin="--data")
     images = build_eval_dataset(data, classes=None)
-    step = max(1, len(images) // number)
+    if number > len(images):
+        raise ConfigError(
+            f"--images={number} is more than the {len(images)} validation images of --data"
+        )
+    step = len(images) // number
     picked, _ = collate([images[i] for i in range(0, step * number, step)])
     return Normalize(data.mean, data.std)(picked)
 
@@ -64,9 +72,9 @@ def measure(
     """Return a record with the total of the model and a row per module."""
     model.eval()
     known: Any = model.pretrained_cfg
+    x = load_images(model, settings, images)
     domain = image_domain(known["input_size"][1:], known["mean"], known["std"])
     parts = dict(flatten_bound(lipschitz_bound(model, domain)))
-    x = load_images(model, settings, images)
     estimates = estimate_submodules(model, parts, x, num_iters=iters)
     if ascent > 0:
         raised, _ = adversarial_lipschitz(model, x, steps=ascent)

@@ -96,5 +96,6 @@ class ConvStem(nn.Module):
 
 @register_fold(PatchEmbed)
 def _fold_patch_embed(embed: Any) -> None:
-    fold_norm_behind(embed.proj, embed.norm)
-    embed.norm = nn.Identity()
+    if isinstance(embed.norm, CenterNorm):  # the contractive model has none
+        fold_norm_behind(embed.proj, embed.norm)
+        embed.norm = nn.Identity()

@@ -185,15 +185,20 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         torch.Size([1, 1000])
 
     Args:
-        model: A LipsFormer (CSwin, Swin, ViT), also with ``features_only``, or a model made by
-            ``convert``, in evaluation mode.
+        model: A LipsFormer (CSwin, Swin, ViT, contractive), also with ``features_only``, or a
+            model made by ``convert``, in evaluation mode.
 
     Raises:
         ValueError: If the model is in training mode.
-        TypeError: If nothing in the model can be folded.
+        TypeError: If nothing in the model can be folded, or the model is folded already.
     """
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
+    if any(isinstance(module, FrozenLinear) for module in model.modules()):
+        raise TypeError(
+            f"this {type(model).__name__} is folded already: use it as it is, or pass the model "
+            "from which it was made"
+        )
     folded = copy.deepcopy(model)
     if not any(
         isinstance(module, (CenterNorm, ScaledCosineAttention)) for module in folded.modules()

@@ -129,4 +129,4 @@ def _rename(name: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 def _without_kernel_axes(name: str, tensor: Tensor) -> Tensor:
     """Turn the weight [out, in, 1, 1] of a released 1x1 convolution into that of a linear layer."""
-    return tensor.flatten(1) if name.endswith(".pointwise.weight") else tensor
+    return tensor.reshape(tensor.shape[:2]) if name.endswith(".pointwise.weight") else tensor

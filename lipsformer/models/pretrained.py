@@ -14,10 +14,12 @@ from torch import nn
 Model = TypeVar("Model", bound=nn.Module)
 
 CHECKOUT = Path(__file__).parents[2] / "weights"
-# The keys of a `pretrained_cfg_overlay` that say where weights are, and the arguments that timm
-# lets differ from those of the weights.
+# The keys of a `pretrained_cfg_overlay` that say where weights are, the arguments that timm lets
+# differ from those of the weights, and those that leave the function of the network as it is.
 SOURCES = ("file", "url", "state_dict", "hf_hub_id")
 ADAPTED = ("num_classes", "in_chans", "img_size", "window_size", "global_pool")
+FEATURES = ("features_only", "out_indices", "feature_cls")
+NEUTRAL = (*FEATURES, "weight_init", "cache_dir", "device", "dtype")
 
 
 def register_with_weights(entry: Callable[..., Model]) -> Callable[..., Model]:
@@ -56,7 +58,7 @@ def register_with_weights(entry: Callable[..., Model]) -> Callable[..., Model]:
             cfgs = {"pretrained_cfg": pretrained_cfg, "pretrained_cfg_overlay": overlay}
             return entry(pretrained, **cfgs, **kwargs)
         folder = find_folder(entry.__name__, tag)
-        check_arguments(folder, entry.__name__, kwargs)
+        check_arguments(folder, entry, kwargs)
         source = {"model_name": f"local-dir:{folder}", "pretrained_cfg_overlay": overlay}
         return cast("Model", timm.create_model(**source, pretrained=True, **kwargs))
 
@@ -95,25 +97,64 @@ def find_folder(name: str, tag: str | None) -> Path:
     return found[0]
 
 
-def check_arguments(folder: Path, name: str, kwargs: dict[str, Any]) -> None:
+def check_arguments(folder: Path, entry: Callable[..., nn.Module], kwargs: dict[str, Any]) -> None:
     """Refuse a folder with another model, and arguments that contradict those of its model.
+
+    An argument that the folder does not store had its default in training. Only the entry function
+    knows the default, so a model with the argument is compared with a model without it.
 
     Args:
         folder: Folder of timm's format.
-        name: Registered name of the model that is wanted.
+        entry: Entry function of the model that is wanted.
         kwargs: Arguments of the caller.
 
     Raises:
         RuntimeError: If the model is another one, or an argument differs that timm does not adapt.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config, name = json.loads((folder / "config.json").read_text()), entry.__name__
     if config["architecture"] != name:
         raise RuntimeError(f"{folder} holds a {config['architecture']}, not a {name}: rename it")
-    for key, known in config.get("model_args", {}).items():
-        value = kwargs.get(key, known)
+    trained = config.get("model_args", {})
+    fixed = {
+        key: value
+        for key, value in kwargs.items()
+        if key not in ADAPTED + NEUTRAL and not key.endswith("_rate")
+    }
+    for key, value in fixed.items():
         value = list(value) if isinstance(value, tuple) else value
-        if value != known and key not in ADAPTED and not key.endswith("_rate"):
-            raise RuntimeError(
-                f"{key}={value!r} contradicts the weights in {folder}, whose model has "
-                f"{key}={known!r}: leave {key} out, or use pretrained=False"
-            )
+        if value != trained.get(key, value):
+            raise _contradiction(folder, {key: value}, f"{key}={trained[key]!r}")
+    others = {key: value for key, value in fixed.items() if key not in trained}
+    if others:
+        known = describe(entry(device="meta", **trained))
+        wanted = describe(entry(device="meta", **trained, **others))
+        for place in {**known, **wanted}:
+            has, would_have = known.get(place), wanted.get(place)
+            if has != would_have:
+                held = f"{place}={has!r} and not {would_have!r}"
+                raise _contradiction(folder, others, held)
+
+
+def _contradiction(folder: Path, given: dict[str, Any], held: str) -> RuntimeError:
+    values = ", ".join(f"{key}={value!r}" for key, value in given.items())
+    verb = "contradicts" if len(given) == 1 else "contradict"
+    return RuntimeError(
+        f"{values} {verb} the weights in {folder}, whose model has {held}: leave "
+        f"{', '.join(given)} out, or use pretrained=False"
+    )
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """Return what decides the function of a model besides its weights, by place in the model.
+
+    These are the classes of the modules, their plain attributes, which include the initial values
+    of parameters and buffers, and the shapes of the tensors.
+    """
+    places: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        places[path] = type(module).__name__
+        for name, value in vars(module).items():
+            if isinstance(value, (bool, int, float, str)):
+                places[f"{path}.{name}".lstrip(".")] = value
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {**places, **shapes}

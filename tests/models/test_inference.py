@@ -75,6 +75,39 @@ def test_the_fold_is_exact(form):
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
+SMALL = {
+    "lipsformer_swin": {**SWIN, "img_size": 28},
+    "lipsformer_cswin": {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 4), "img_size": 28},
+    "lipsformer_contractive": {"dims": (8, 24, 40), "depths": (1, 2, 1), "head_dim": 5},
+    "lipsformer_vit": VIT,
+    "converted": {**VIT, "original": "deit_tiny_patch16_224"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "small"),
+    [(name, small) for file, small in SMALL.items() for name in timm.list_models(module=file)],
+)
+def test_every_registered_model_is_folded_exactly(name, small):
+    model = randomize(timm.create_model(name, **small, **HEADS)).double()
+    side = small.get("img_size", 32)
+    images = torch.randn(2, 3, side, side, dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(images)
+        actual = lipsformer.optimize_for_inference(model)(images)
+    assert expected.std() > 1e-3 * expected.abs().max()
+    assert (actual - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+def test_the_walk_over_the_registered_models_is_complete():
+    files = {
+        timm.models.model_entrypoint(name).__module__.removeprefix("lipsformer.models.")
+        for name in timm.list_models()
+        if timm.models.model_entrypoint(name).__module__.startswith("lipsformer.")
+    }
+    assert files == set(SMALL)
+
+
 @pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano", "lipsformer_vit_tiny"])
 def test_every_map_of_a_features_only_model_stays_exact(name):
     options = {**VIT, "out_indices": (0, 1)} if "vit" in name else {}
@@ -141,6 +174,14 @@ def test_no_norm_and_no_gradient_is_left_but_for_the_last(form, norms):
 def test_training_mode_is_refused():
     with pytest.raises(ValueError, match=r"training mode: call model.eval\(\) first"):
         lipsformer.optimize_for_inference(make("nano").train())
+
+
+@pytest.mark.parametrize("form", ["nano", "swin_nano", "vit", "timm_swin"])
+def test_a_folded_model_is_not_folded_again(form):
+    folded = lipsformer.optimize_for_inference(make(form).eval())
+    name = type(folded).__name__
+    with pytest.raises(TypeError, match=f"^this {name} is folded already: use it as it is, or "):
+        lipsformer.optimize_for_inference(folded)
 
 
 def test_a_model_without_lipschitz_layers_is_refused():

@@ -94,12 +94,70 @@ def test_other_folders_are_chosen_by_their_tag(tmp_path, monkeypatch):
     [
         ({"stem": "patch"}, "stem='patch' contradicts the weights .* stem='conv': leave stem out"),
         ({"residual_scale": 1.0}, "residual_scale=1.0 contradicts .* residual_scale=0.5: leave"),
-        ({"embed_dim": 48}, "size mismatch for patch_embed.proj.weight"),
+        ({"embed_dim": 48}, "embed_dim=48 contradicts .* embed_dim=32 and not 48: leave embed_dim"),
+        (
+            {"logit_scale": 20.0},
+            "^logit_scale=20.0 contradicts the weights in .*cifar10, whose model has .*logit_scale="
+            "10.0 and not 20.0: leave logit_scale out, or use pretrained=False$",
+        ),
+        ({"value_scale": 2.0}, "value_scale=2.0 contradicts .*init_value_scale=1.0 and not 2.0: "),
+        ({"attn": "lipschitznorm"}, "attn='lipschitznorm' contradicts .* has attn='cosine' and"),
+        ({"official_compat": True}, "official_compat=True contradicts .* official_compat=False"),
+        ({"learn_logit_scale": True}, "learn_logit_scale=True contradicts .*log_logit_scale=None"),
+        ({"mlp_ratio": 3.0}, "mlp_ratio=3.0 contradicts .*fc1.out_features=128 and not 96: "),
+        ({"depths": (1, 2, 4, 1), "mlp_ratio": 3.0}, "mlp_ratio=3.0 contradict .*=128 and not 96"),
     ],
 )
 def test_arguments_that_contradict_the_weights_are_named(arguments, message):
     with pytest.raises(RuntimeError, match=message):
         timm.create_model(NAME, pretrained=True, **arguments)
+
+
+def test_arguments_equal_to_those_of_the_training_are_accepted(weights):
+    """The defaults of the entry function and of the class, and what an initialization draws."""
+    shape = {"depths": [1, 2, 4, 1], "embed_dim": 32, "num_heads": (2, 4, 8, 16), "patch_size": 2}
+    rest = {"logit_scale": 10, "value_scale": 1.0, "stem": "conv", "weight_init": "unit_norm"}
+    state = timm.create_model(NAME, pretrained=True, **shape, **rest).state_dict()
+    assert all(torch.equal(state[key], tensor) for key, tensor in weights.items())
+
+
+TINY = {"embed_dim": 12, "num_classes": 5}
+STAGES = {**TINY, "depths": [1, 1], "num_heads": [2, 6]}
+CONTRACTIVE = {"dims": (64, 64, 64), "depths": (1, 1, 1), "num_classes": 5}
+VIT = {**TINY, "img_size": 32, "depth": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "argument", "held"),
+    [
+        (NAME, STAGES, {"logit_scale": 20.0}, "init_logit_scale=10.0 and not 20.0"),
+        ("lipsformer_nano", STAGES, {"split_sizes": (1, 1)}, "split_size=2 and not 1"),
+        ("lipsformer_contractive_nano", CONTRACTIVE, {"eps": 3.0}, "eps=16.0 and not 3.0"),
+        ("lipsformer_vit_tiny", VIT, {"num_heads": 6}, "num_heads=3 and not 6"),
+        (
+            "converted_to_lipsformer",
+            {**VIT, "original": "vit_tiny_patch16_224"},
+            {"num_heads": 6},
+            "num_heads=3 and not 6",
+        ),
+    ],
+)
+def test_a_contradiction_that_fits_every_tensor_is_refused(
+    name, stored, argument, held, tmp_path, monkeypatch
+):
+    """The same weights give other logits with the argument, and no tensor tells of it."""
+    monkeypatch.setenv("LIPSFORMER_WEIGHTS", str(tmp_path))
+    torch.manual_seed(0)
+    model = timm.create_model(name, **stored).eval()
+    save_for_hf(model, str(tmp_path / f"{name}.small"), safe_serialization=True)
+    images = torch.randn(2, 3, 32, 32)
+    other = timm.create_model(name, **stored, **argument).eval()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert (other(images) - model(images)).abs().max() > 1e-6
+    assert torch.equal(timm.create_model(name, pretrained=True).eval()(images), model(images))
+    with pytest.raises(RuntimeError, match=f"{next(iter(argument))}=.* contradicts .*{held}"):
+        timm.create_model(name, pretrained=True, **argument)
 
 
 @pytest.mark.data

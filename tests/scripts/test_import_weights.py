@@ -100,10 +100,16 @@ def to_official(model):
 
 
 @pytest.mark.parametrize(
-    "name", ["lipsformer_swin_nano", pytest.param("lipsformer_swin_tiny", marks=pytest.mark.slow)]
+    ("name", "in_chans"),
+    [
+        ("lipsformer_swin_nano", 2),
+        ("lipsformer_swin_nano", 3),
+        pytest.param("lipsformer_swin_tiny", 2, marks=pytest.mark.slow),
+    ],
 )
-def test_registered_architectures_are_recognised(tmp_path, name):
-    model = timm.create_model(name, official_compat=True, num_classes=11, in_chans=2).eval()
+def test_registered_architectures_are_recognised(tmp_path, name, in_chans):
+    args = {"official_compat": True, "num_classes": 11, "in_chans": in_chans}
+    model = timm.create_model(name, **args).eval()
     out = tmp_path / "out"
     message = import_weights(released(to_official(model), tmp_path / "released.pth"), out)
     assert f"it is {name}" in message
@@ -112,20 +118,18 @@ def test_registered_architectures_are_recognised(tmp_path, name):
     assert config["num_classes"] == 11
     assert config["model_args"]["official_compat"] is True
     loaded = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
-    images = torch.randn(1, 2, 64, 96)
+    images = torch.randn(1, in_chans, 64, 96)
     with torch.no_grad():
         torch.testing.assert_close(loaded(images), model(images), rtol=0, atol=0)
     # and by the registered name, from the file
     again = timm.create_model(
         name,
-        official_compat=True,
-        num_classes=11,
-        in_chans=2,
+        **args,
         pretrained=True,
         pretrained_cfg_overlay={
             "file": str(out / "model.safetensors"),
             "num_classes": 11,
-            "input_size": (2, 224, 224),
+            "input_size": (in_chans, 224, 224),
         },
     )
     for key, tensor in model.state_dict().items():
@@ -197,6 +201,75 @@ def test_the_released_file_is_what_pytorch_itself_refuses(tmp_path):
     assert read_checkpoint(path).keys() == {"head.weight"}
     with pytest.raises(pickle.UnpicklingError, match=r"yacs.config.CfgNode"):
         torch.load(path, weights_only=True)  # reading left no permission behind
+
+
+SWIN_KEY = "layers.0.blocks.0.dwconv_layers.0.weight"
+CSWIN_KEY = "stage1_conv_embed.0.weight"
+TABLE = "layers.2.blocks.0.attn.relative_position_bias_table"
+
+
+@pytest.mark.parametrize(
+    ("weights", "missing"),
+    [
+        ({SWIN_KEY: torch.ones(7, 1, 3, 3)}, "layers.0.blocks.0.attn.relative_position_bias_table"),
+        ({CSWIN_KEY: torch.ones(7, 3, 2, 2)}, "head.weight"),
+        ({CSWIN_KEY: torch.ones(7, 3, 2, 2), "head.weight": torch.ones(5, 11)}, "stage1.0.mlp.fc1"),
+    ],
+)
+def test_a_nearly_empty_checkpoint_is_one_sentence(tmp_path, capsys, weights, missing):
+    torch.save(weights, tmp_path / "weights.pth")
+    assert main([str(tmp_path / "weights.pth"), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: the checkpoint is incomplete: it contains no {missing}")
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.pth"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("patch_embed.proj.weight", "incomplete: it contains no patch_embed.proj.weight"),
+        ("head.weight", "incomplete: it contains no head.weight"),
+        ("layers.0.blocks.0.mlp.fc1.weight", "contains no layers.0.blocks.0.mlp.fc1.weight"),
+        (TABLE, f"incomplete: it contains no {TABLE}"),
+        ("layers.3.blocks.0.nin.bias", "not fit: .*stages.3.blocks.0.conv1.branch.pointwise.bias"),
+        ("layers.2.blocks.1.", "the weights do not fit: "),
+        ("layers.2.", "incomplete: it contains no layers.2.blocks.0.attn"),
+        ("layers.3.", "the weights do not fit: "),
+    ],
+)
+def test_an_incomplete_checkpoint_is_refused(missing, message):
+    """What is missing is a tensor, a block or a stage, in the middle or at the end."""
+    weights = to_official(timm.create_model("lipsformer_swin_nano", official_compat=True))
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith(missing)}
+    assert len(kept) < len(weights)
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        build_model(kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "ndim"),
+    [
+        ("patch_embed.proj.weight", (7, 11), 4),
+        (TABLE, (49,), 2),
+        (TABLE.replace("blocks.0", "blocks.1"), (49,), 2),
+    ],
+)
+def test_a_tensor_with_other_dimensions_is_named(name, shape, ndim):
+    weights = to_official(timm.create_model("lipsformer_swin_nano", official_compat=True))
+    weights[name] = torch.ones(shape)
+    expected = f"{name} has the shape {list(shape)}, but must have {ndim} dimensions"
+    with pytest.raises(CheckpointError) as caught:
+        build_model(weights)
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("name", ["layers.1.blocks.1.nin.weight", "norm.bias"])
+def test_a_tensor_of_another_shape_is_refused(name):
+    weights = to_official(timm.create_model("lipsformer_swin_nano", official_compat=True))
+    weights[name] = torch.ones(7)
+    with pytest.raises(CheckpointError, match="the weights do not fit: "):
+        build_model(weights)
 
 
 @pytest.mark.data

@@ -67,10 +67,24 @@ def test_images_are_prepared_as_the_model_says():
         (["lipsformer_nano", "--images", "0"], "--images"),
         (["lipsformer_nano", "--data", "source=folder", "root=/nowhere"], "/nowhere"),
         (["lipsformer_nano", "--data", "surce=digits"], "surce"),
+        (
+            ["lipsformer_nano", "--data", "source=digits", "--images", "361"],
+            "--images=361 is more than the 360 validation images of --data",
+        ),
     ],
 )
-def test_mistakes_end_in_one_line(argv, message, capsys):
-    assert main(argv) == 2
+def test_mistakes_end_in_one_line(argv, message, capsys, tmp_path):
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png")]
+    assert main([*argv, *files]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_validation_images_can_be_measured():
+    model = timm.create_model("lipsformer_swin_nano")
+    found = load_images(model, ["source=digits"], 360)
+    first = load_images(model, ["source=digits"], 1)
+    assert len(found) == len(found.unique(dim=0)) == 360
+    assert torch.equal(found[:1], first)
