@@ -23,25 +23,30 @@ from data.errors import DataError
 from data.generated_graphs import generated_arxiv
 from data.root import data_root
 
-# data set -> (folder that holds its raw files below the root, how PyG or OGB reads it)
-_SOURCES: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "cora": ("Cora/raw", lambda root: Planetoid(str(root), "Cora")[0]),
-    "citeseer": ("CiteSeer/raw", lambda root: Planetoid(str(root), "CiteSeer")[0]),
-    "pubmed": ("PubMed/raw", lambda root: Planetoid(str(root), "PubMed")[0]),
+# data set -> (what of it must be there below the root, how PyG or OGB reads it). `of` maps a class
+# of theirs to the class that is used: `_without_download`, or the class itself.
+_SOURCES: dict[str, tuple[str, Callable[[Path, Callable[[Any], Any]], Any]]] = {
+    "cora": ("Cora/raw", lambda root, of: of(Planetoid)(str(root), "Cora")[0]),
+    "citeseer": ("CiteSeer/raw", lambda root, of: of(Planetoid)(str(root), "CiteSeer")[0]),
+    "pubmed": ("PubMed/raw", lambda root, of: of(Planetoid)(str(root), "PubMed")[0]),
     "pubmed-partial": (
         "PubMed-partial/PubMed/raw",
-        lambda root: Planetoid(str(root / "PubMed-partial"), "PubMed")[0],
+        lambda root, of: of(Planetoid)(str(root / "PubMed-partial"), "PubMed")[0],
     ),
     "chameleon": (
         "chameleon/geom_gcn/raw",
-        lambda root: WikipediaNetwork(str(root), "chameleon")[0],
+        lambda root, of: of(WikipediaNetwork)(str(root), "chameleon")[0],
     ),
-    "squirrel": ("squirrel/geom_gcn/raw", lambda root: WikipediaNetwork(str(root), "squirrel")[0]),
-    "texas": ("texas/raw", lambda root: WebKB(str(root), "texas")[0]),
-    "cornell": ("cornell/raw", lambda root: WebKB(str(root), "cornell")[0]),
-    "wisconsin": ("wisconsin/raw", lambda root: WebKB(str(root), "wisconsin")[0]),
-    "actor": ("actor/raw", lambda root: Actor(str(root / "actor"))[0]),
-    "ogbn-arxiv": ("ogbn_arxiv", lambda root: _arxiv(root)),
+    "squirrel": (
+        "squirrel/geom_gcn/raw",
+        lambda root, of: of(WikipediaNetwork)(str(root), "squirrel")[0],
+    ),
+    "texas": ("texas/raw", lambda root, of: of(WebKB)(str(root), "texas")[0]),
+    "cornell": ("cornell/raw", lambda root, of: of(WebKB)(str(root), "cornell")[0]),
+    "wisconsin": ("wisconsin/raw", lambda root, of: of(WebKB)(str(root), "wisconsin")[0]),
+    "actor": ("actor/raw", lambda root, of: of(Actor)(str(root / "actor"))[0]),
+    # OGB asks on the terminal whether to delete and update a folder without this file.
+    "ogbn-arxiv": ("ogbn_arxiv/RELEASE_v1.txt", lambda root, of: _arxiv(root, of)),
 }
 
 _GENERATED: dict[str, Callable[[], Data]] = {"generated-arxiv": generated_arxiv}
@@ -78,8 +83,8 @@ def load_graph(
         download: Whether to download a graph that is missing.
 
     Raises:
-        DataError: If the name or the split is unknown, the graph is missing, or the features are
-            not finite.
+        DataError: If the name or the split is unknown, the graph is missing, incomplete or cannot
+            be downloaded, a package is missing, or the features are not finite.
     """
     data: Any = _GENERATED[name]() if name in _GENERATED else _read(name, Path(root), download)
     _check(data, name)
@@ -105,12 +110,35 @@ def _read(name: str, root: Path, download: bool) -> Any:
     if name not in _SOURCES:
         names = ", ".join(["trees", *_SOURCES, *_GENERATED])
         raise DataError(f"data.name={name!r} is not known; choose {names}")
-    folder, read = _SOURCES[name]
-    if not download and not (root / folder).is_dir():
+    place, read = _SOURCES[name]
+    if not download and not (root / place).exists():
         raise DataError(
-            f"{name} is not in {root / folder}; set data.download=true or change data.root"
+            f"{name} is not in {root / place}; set data.download=true or change data.root"
         )
-    return read(root)
+    try:
+        return read(root, (lambda kind: kind) if download else _without_download)
+    except ImportError as error:
+        raise DataError(f"{name} cannot be read: {error}; pip install '.[graph]'") from error
+    except Exception as error:  # of PyG or OGB, of the network, or of a damaged file
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        if download:
+            raise DataError(
+                f"data.download=true: {name} cannot be fetched into {root}: {reason}; copy the "
+                "files of PyG or OGB there"
+            ) from error
+        raise DataError(
+            f"{name} in {root / place} is incomplete or damaged: {reason}; set data.download=true "
+            "to fetch what is missing, or change data.root"
+        ) from error
+
+
+def _without_download(kind: Any) -> Any:
+    """Return a data set class of PyG or OGB that raises an error where `kind` would download."""
+
+    def download(self: Any) -> None:
+        raise FileNotFoundError("some of its raw files are missing")
+
+    return type(kind.__name__, (kind,), {"download": download})
 
 
 def missing_nodes(train_mask: Tensor, rate: float, seed: int) -> Tensor:
@@ -238,12 +266,12 @@ def _check(data: Any, name: str) -> None:
         raise DataError(f"{name}: an edge names a node outside 0 ... {len(data.x) - 1}")
 
 
-def _arxiv(root: Path) -> Any:
+def _arxiv(root: Path, of: Callable[[Any], Any]) -> Any:
     from ogb.nodeproppred import PygNodePropPredDataset  # slow to import, and only needed here
 
     # OGB 1.3.6 reads its own file with torch.load, which knows no class of PyG by default.
     with torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]):
-        dataset: Any = PygNodePropPredDataset("ogbn-arxiv", str(root))
+        dataset: Any = of(PygNodePropPredDataset)("ogbn-arxiv", str(root))
     data = dataset[0]
     data.y = data.y.flatten()
     for key, part in (("train", "train"), ("val", "valid"), ("test", "test")):

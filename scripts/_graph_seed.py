@@ -1,7 +1,8 @@
-"""One seed of a graph run: its batches, its training, and the summary over seeds."""
+"""One seed of a graph run: its checks, batches and training, and the summary over seeds."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +16,11 @@ from tqdm import tqdm
 from data.clusters import ClusterBatches, metis_clusters
 from data.errors import DataError
 from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
-from lipsformer._configfile import require
+from lipsformer._configfile import ConfigError, require
+from lipsformer.engine.lock import FolderLock
 from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphDataConfig
+from lipsformer.graph.models.stack import GraphNet
 from lipsformer.graph.ranks import on_first_rank, rank_and_count
 from lipsformer.graph.training import fit
 
@@ -114,6 +117,58 @@ def _only_seed_nodes(batch: Data) -> Data:
     return batch
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other commands out of a folder; all processes of a run call this together.
+
+    Raises:
+        ConfigError: If another command is writing into the folder.
+    """
+    lock = FolderLock(folder)
+    on_first_rank(lock.acquire)
+    try:
+        yield
+    finally:
+        lock.release()  # does nothing in a process that is not the owner
+
+
+def require_device(name: str) -> None:
+    """Raise a `ConfigError` if this machine lacks the device that a config names."""
+    known = ["cpu"]
+    if count := torch.accelerator.device_count():
+        accelerator = str(torch.accelerator.current_accelerator())
+        known += [accelerator, *(f"{accelerator}:{index}" for index in range(count))]
+    require(name in known, "run.device", name, f"this machine has {', '.join(known)}")
+
+
+def require_model(config: GraphConfig, batches: Batches) -> None:
+    """Raise a `ConfigError` if the model of a config cannot be built.
+
+    The model is built on the meta device, where tensors have no memory.
+    """
+    model = config.model
+    try:
+        with torch.device("meta"):
+            build_model(config, batches)
+    except Exception as error:  # wrong arguments raise whatever the class and torch raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        kwargs = f" with model.kwargs={model.kwargs}" if model.kwargs else ""
+        raise ConfigError(f"model.name={model.name!r}{kwargs} cannot be built: {reason}") from error
+
+
+def build_model(config: GraphConfig, batches: Batches) -> GraphNet:
+    """Build the model of a config for its batches."""
+    model = config.model
+    return create_model(
+        model.name,
+        batches.num_features,
+        model.hidden_channels,
+        batches.num_classes,
+        model.num_layers,
+        **model.kwargs,
+    )
+
+
 def train_seed(
     config: GraphConfig,
     batches: Batches,
@@ -133,35 +188,33 @@ def train_seed(
         device: Device of this process; None for the config's.
         progress: Whether to show the progress on the terminal.
     """
-
-    def build_model() -> torch.nn.Module:
-        model = config.model
-        return create_model(
-            model.name,
-            batches.num_features,
-            model.hidden_channels,
-            batches.num_classes,
-            model.num_layers,
-            **model.kwargs,
-        )
-
-    writer = None
-    if config.run.tensorboard and folder is not None and rank_and_count()[0] == 0:
+    tensorboard = config.run.tensorboard and folder is not None and rank_and_count()[0] == 0
+    if tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # an optional dependency
-
-        writer = SummaryWriter(str(folder / f"tensorboard-seed{seed}"))
-    with tqdm(total=config.train.epochs, desc=f"seed {seed}", disable=not progress) as bar:
+    writer = None
+    with (
+        tqdm(total=config.train.epochs, desc=f"seed {seed}", disable=not progress) as bar,
+        ExitStack() as stack,
+    ):
 
         def on_epoch(record: dict[str, Any]) -> None:
+            nonlocal writer
             bar.update(record["epoch"] + 1 - bar.n)
             bar.set_postfix(loss=f"{record['loss']:.3f}", val=f"{record['val_acc']:.3f}")
-            if writer is not None:
-                for name, value in record.items():
-                    if isinstance(value, float):
-                        writer.add_scalar(name, value, record["epoch"])
+            if not tensorboard:
+                return
+            if writer is None:  # only the first record tells from which epoch the run continues
+                writer = stack.enter_context(
+                    SummaryWriter(
+                        str(folder / f"tensorboard-seed{seed}"), purge_step=record["epoch"]
+                    )
+                )
+            for name, value in record.items():
+                if isinstance(value, float):
+                    writer.add_scalar(name, value, record["epoch"])
 
-        result = fit(
-            build_model,  # pyright: ignore[reportArgumentType]
+        return fit(
+            lambda: build_model(config, batches),
             batches.train,
             batches.evaluation,
             config.train,
@@ -171,9 +224,6 @@ def train_seed(
             checkpoint_every=config.run.checkpoint_every,
             on_epoch=on_epoch,
         )
-    if writer is not None:
-        writer.close()
-    return result
 
 
 def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:

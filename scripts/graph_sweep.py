@@ -4,20 +4,25 @@
 
     python -m scripts.graph_sweep --config configs/graph/sweep_depth.yaml --table
 
-Every finished run adds one line to `results.jsonl`, or to the config's `results`. The same command
-runs only what is missing in that file, and continues interrupted runs from their last checkpoints.
-`--only` trains the named cases, and `--table` none: it prints the table and what was not run. The
-table has every seed that was run, also those that the config no longer names.
+Every finished run adds one line to `results.jsonl`, or to the config's `results`. Cells of the grid
+that have the same settings share one run. Ctrl-C ends the command at once, and so does a run that
+fails. The same command runs only what is missing in that file, and continues interrupted runs from
+their last checkpoints. It refuses a line of the file whose config has changed since. `--only`
+trains the named cases, and `--table` none: it prints the table and what was not run. The table has
+every seed that was run, also those that the config no longer names.
 """
 
 import hashlib
 import itertools
 import json
 import multiprocessing
+import signal
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -25,13 +30,42 @@ from tqdm import tqdm
 from data.errors import DataError
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
-from lipsformer.graph.config import GraphConfig, GraphSweepConfig
+from lipsformer.graph.config import GraphConfig, GraphDataConfig, GraphSweepConfig
 from lipsformer.graph.plots import plot_sweep
 from lipsformer.jsonl import append_jsonl, read_jsonl
-from scripts._graph_seed import load_batches, summarize, train_seed
+from scripts._graph_seed import (
+    Batches,
+    load_batches,
+    locked,
+    require_device,
+    require_model,
+    summarize,
+    train_seed,
+)
 from scripts._workers import end_with_parent
 
 Cell = dict[str, str]
+Result = dict[str, Any]
+
+
+class Point(NamedTuple):
+    """A cell of the grid.
+
+    Attributes:
+        cell: Its names.
+        overrides: Its settings, which identify its lines in the file of results.
+        config: The resolved config of its runs.
+        config_hash: Hash of that config, and name of the folder in which its runs train.
+    """
+
+    cell: Cell
+    overrides: list[str]
+    config: GraphConfig
+    config_hash: str
+
+
+# The runs to train, by hash of the config and seed, with the cells that share each of them.
+Jobs = dict[tuple[str, int], list[Point]]
 
 _SHOWN = ("test_acc", "last_test_acc", "highest_train_acc")
 
@@ -51,14 +85,6 @@ def cells(config: GraphSweepConfig) -> list[tuple[Cell, list[str]]]:
     return result
 
 
-def _train(path: Path, overrides: list[str], seed: int, runs: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    config = read_config(GraphConfig, path, overrides)
-    folder = runs / hashlib.sha256(dump_config(config).encode()).hexdigest()[:12]
-    folder.mkdir(parents=True, exist_ok=True)
-    return train_seed(config, load_batches(config), seed, folder)
-
-
 def sweep(
     path: Path, overrides: list[str], progress: bool, only: list[str], train: bool = True
 ) -> str:
@@ -66,65 +92,165 @@ def sweep(
     config = read_config(GraphSweepConfig, path, overrides)
     unknown = sorted(set(only) - set(config.cases))
     require(not unknown, "--only", unknown, f"must name cases: {', '.join(config.cases)}")
+    points = _points(config, path.parent / config.config)
     folder = Path(config.output_dir)
     log = folder / "results.jsonl" if config.results is None else Path(config.results)
-    results = {_key(line["overrides"], line["seed"]): line for line in read_jsonl(log)}
-    if train:
-        _run_missing(config, path.parent / config.config, log, results, only, progress)
-    rows, missing = [], []
-    for cell, settings in cells(config):
-        runs = [line for line in results.values() if line["overrides"] == settings]
-        if runs:
-            rows.append({"cell": cell, **summarize(runs)})
-        absent = [str(seed) for seed in config.seeds if _key(settings, seed) not in results]
-        if absent:
-            missing.append(f"- {', '.join(cell.values())}: seeds {', '.join(absent)}\n")
-    text = (table(rows) if rows else "") + ("\nNot run:\n\n" + "".join(missing) if missing else "")
-    if train:
-        (folder / "summary.json").write_text(json.dumps(rows, indent=2) + "\n")
-        (folder / "table.md").write_text(text)
-        if config.x is not None:
-            plot_sweep(rows, config.x, folder / "plot.png", log_x=config.log_x)
+    with locked(folder) if train else nullcontext():
+        results = {_key(line["overrides"], line["seed"]): line for line in read_jsonl(log)}
+        _refuse_changed_configs(points, results.values(), log)
+        if train:
+            _run_missing(config, points, log, results, only, progress)
+        rows, missing = [], []
+        for point in points:
+            runs = [line for line in results.values() if line["overrides"] == point.overrides]
+            if runs:
+                rows.append({"cell": point.cell, **summarize(runs)})
+            absent = [
+                str(seed) for seed in config.seeds if _key(point.overrides, seed) not in results
+            ]
+            if absent:
+                missing.append(f"- {', '.join(point.cell.values())}: seeds {', '.join(absent)}\n")
+        text = table(rows) if rows else ""
+        if missing:
+            text += "\nNot run:\n\n" + "".join(missing)
+        if train:
+            (folder / "summary.json").write_text(json.dumps(rows, indent=2) + "\n")
+            (folder / "table.md").write_text(text)
+            if config.x is not None:
+                plot_sweep(rows, config.x, folder / "plot.png", log_x=config.log_x)
     return text
+
+
+def _points(config: GraphSweepConfig, base: Path) -> list[Point]:
+    points = []
+    for cell, overrides in cells(config):
+        with _named(cell):
+            resolved = read_config(GraphConfig, base, overrides)
+        digest = hashlib.sha256(dump_config(resolved).encode()).hexdigest()[:12]
+        points.append(Point(cell, overrides, resolved, digest))
+    return points
+
+
+@contextmanager
+def _named(cell: Cell) -> Iterator[None]:
+    """Name a cell in the user's mistakes, which are all ValueErrors."""
+    try:
+        yield
+    except ValueError as error:
+        names = ", ".join(f"{key}={value}" for key, value in cell.items())
+        raise ConfigError(f"{names}: {error}") from error
+
+
+def _refuse_changed_configs(points: list[Point], lines: Iterable[Result], log: Path) -> None:
+    """Raise a `ConfigError` if a line is the result of another config than its cell has now."""
+    for point, line in itertools.product(points, lines):
+        # lines of earlier versions have no hash
+        if line["overrides"] == point.overrides and line.get("config_hash") not in (
+            None,
+            point.config_hash,
+        ):
+            with _named(point.cell):
+                raise ConfigError(
+                    f"{log} has a result of seed {line['seed']} that was trained with another "
+                    "config; delete that line to train it again, or restore the config"
+                )
 
 
 def _run_missing(
     config: GraphSweepConfig,
-    base: Path,
+    points: list[Point],
     log: Path,
-    results: dict[str, dict[str, Any]],
+    results: dict[str, Result],
     only: list[str],
     progress: bool,
 ) -> None:
     """Train every run that `results` lacks, and add its line to `results` and to the file `log`."""
+    jobs: Jobs = {}
+    for seed, point in itertools.product(config.seeds, points):
+        if _key(point.overrides, seed) not in results and (not only or point.cell["case"] in only):
+            jobs.setdefault((point.config_hash, seed), []).append(point)
+    _check({shared[0].config_hash: shared[0] for shared in jobs.values()}.values())
     folder = Path(config.output_dir)
-    grid = cells(config)
-    # mistakes show before the first training, and no two processes prepare the same graph
-    configs = [read_config(GraphConfig, base, settings) for _, settings in grid]
-    for item in {repr(item.data): item for item in configs}.values():
-        load_batches(item)
-
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.yaml").write_text(dump_config(config))
     log.parent.mkdir(parents=True, exist_ok=True)
-    jobs = [
-        (cell, settings, seed)
-        for seed in config.seeds
-        for cell, settings in grid
-        if _key(settings, seed) not in results and (not only or cell["case"] in only)
-    ]
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(config.num_workers, spawn, initializer=end_with_parent)
-    with pool:
-        futures = {
-            pool.submit(_train, base, settings, seed, folder / "runs"): (cell, settings)
-            for cell, settings, seed in jobs
-        }
-        for future in tqdm(as_completed(futures), total=len(futures), disable=not progress):
-            cell, settings = futures[future]
-            line = {"cell": cell, "overrides": settings, **future.result()}
-            results[_key(settings, line["seed"])] = line
+
+    def finish(points: list[Point], result: Result) -> None:
+        for cell, overrides, _, config_hash in points:
+            line = {"cell": cell, "overrides": overrides, "config_hash": config_hash, **result}
+            results[_key(overrides, line["seed"])] = line
             append_jsonl(log, line)
+
+    _train_all(jobs, folder / "runs", config.num_workers, finish, progress)
+
+
+def _check(points: Iterable[Point]) -> None:
+    """Raise a `ConfigError` for a mistake that would end a training at its start.
+
+    Every graph is read here once, so that no two processes download or prepare it.
+    """
+    loaded: dict[GraphDataConfig, Batches] = {}
+    for point in points:
+        config = point.config
+        with _named(point.cell):
+            require_device(config.run.device)
+            if config.data not in loaded:
+                loaded[config.data] = load_batches(config)
+            require_model(config, loaded[config.data])
+
+
+def _train_all(
+    jobs: Jobs,
+    runs: Path,
+    num_workers: int,
+    finish: Callable[[list[Point], Result], None],
+    progress: bool,
+) -> None:
+    """Train the jobs in processes, and hand each result to `finish` as soon as it is known.
+
+    If a job fails, or Ctrl-C is pressed, the other processes are ended.
+    """
+    waiting = iter(jobs.items())
+    running: dict[Future[Result], list[Point]] = {}
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        ProcessPoolExecutor(num_workers, spawn, initializer=_start_worker) as pool,
+        tqdm(total=len(jobs), disable=not progress) as bar,
+    ):
+        try:
+            while True:
+                free = num_workers - len(running)
+                for (config_hash, seed), points in itertools.islice(waiting, free):
+                    job = pool.submit(_train, points[0].config, seed, runs / config_hash)
+                    running[job] = points
+                if not running:
+                    return
+                for job in wait(running, return_when=FIRST_COMPLETED).done:
+                    with _named(running[job][0].cell):
+                        result = job.result()
+                    finish(running[job], result)
+                    del running[job]
+                    bar.update()
+        except BaseException:
+            # The pool waits for running jobs, which may take hours. They continue from their
+            # checkpoints at the next start.
+            for process in multiprocessing.active_children():
+                process.terminate()
+            for job, points in running.items():
+                if job.done() and job.exception() is None:
+                    finish(points, job.result())
+            raise
+
+
+def _start_worker() -> None:
+    # Ctrl-C reaches all processes of a terminal, and the command ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
+
+
+def _train(config: GraphConfig, seed: int, folder: Path) -> Result:
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    return train_seed(config, load_batches(config), seed, folder)
 
 
 def _key(settings: list[str], seed: int) -> str:

@@ -5,7 +5,8 @@
 
 The output folder gets `results.jsonl` with one line per finished seed, `seed<n>.jsonl` with one
 line per epoch, and `summary.json` with mean and standard deviation. The same command continues an
-interrupted run. Several processes train together on the clusters of a large graph.
+interrupted run; a second one in the same folder is refused while the first one runs. Several
+processes train together on the clusters of a large graph.
 """
 
 import argparse
@@ -25,13 +26,21 @@ from lipsformer.graph.config import GraphConfig
 from lipsformer.graph.plots import plot_training
 from lipsformer.graph.ranks import on_first_rank, rank_and_count
 from lipsformer.jsonl import append_jsonl, read_jsonl
-from scripts._graph_seed import load_batches, summarize, train_seed
+from scripts._graph_seed import (
+    load_batches,
+    locked,
+    require_device,
+    require_model,
+    summarize,
+    train_seed,
+)
 
 
 def run(config: GraphConfig, device: str, progress: bool) -> dict[str, Any]:
     """Train the seeds that are missing in the output folder, and return the summary of all.
 
-    Only process 0 writes to the folder.
+    Only process 0 writes to the folder, which must exist and be locked. Nothing is written before
+    the data are loaded and the model is known to be possible.
 
     Args:
         config: The config of the run.
@@ -40,9 +49,13 @@ def run(config: GraphConfig, device: str, progress: bool) -> dict[str, Any]:
     """
     folder = Path(config.run.output_dir)
     log = folder / "results.jsonl"
-    done = {result["seed"]: result for result in on_first_rank(lambda: _start(config))}
+    done = {result["seed"]: result for result in on_first_rank(lambda: _finished(config))}
     missing = [seed for seed in config.train.seeds if seed not in done]
-    batches = load_batches(config) if missing else None
+    batches = None
+    if missing:
+        batches = load_batches(config)
+        require_model(config, batches)
+    on_first_rank(lambda: (folder / "config.yaml").write_text(dump_config(config)))
     for seed in missing:
         assert batches is not None
         done[seed] = train_seed(config, batches, seed, folder, device=device, progress=progress)
@@ -58,16 +71,18 @@ def run(config: GraphConfig, device: str, progress: bool) -> dict[str, Any]:
     return summary
 
 
-def _start(config: GraphConfig) -> list[dict[str, Any]]:
-    """Write the config to the output folder, and return the results that the folder holds."""
+def _finished(config: GraphConfig) -> list[dict[str, Any]]:
+    """Return the results that the output folder holds.
+
+    Raises:
+        ConfigError: If they belong to another config.
+    """
     folder = Path(config.run.output_dir)
     stored = folder / "config.yaml"
     if stored.exists() and _identity(read_config(GraphConfig, stored)) != _identity(config):
         raise ConfigError(
             f"{folder} holds a run of another config; choose another run.output_dir, or delete it"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    stored.write_text(dump_config(config))
     return list(read_jsonl(folder / "results.jsonl"))
 
 
@@ -111,7 +126,9 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
     """Run the command and return its exit code; 2 means that the config or the data are wrong."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
     config = read_config(GraphConfig, args.config, args.overrides)
-    with joined_processes(config.run.device) as device:
+    require_device(config.run.device)
+    folder = Path(config.run.output_dir)
+    with joined_processes(config.run.device) as device, locked(folder):
         first = rank_and_count()[0] == 0
         summary = run(config, device, progress=sys.stderr.isatty() and first)
     if first:

@@ -89,6 +89,8 @@ def plot_layers(
 def plot_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> None:
     """Plot the gradient norms of all layers over training, with one line per layer.
 
+    No file is written if no record has a `profile`, as in a run that diverged in its first epoch.
+
     Args:
         records: Records of `fit`; those without a `profile` are skipped.
         path: PNG file to write.
@@ -97,6 +99,8 @@ def plot_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: st
     keys = ["training_gradient_norm", "gradient_norm"]
     names = ["in training, with dropout", "in evaluation"]
     records = [record for record in records if "profile" in record]
+    if not records:
+        return
     epochs = [record["epoch"] for record in records]
     num_layers = len(records[0]["profile"][keys[0]])
     colors = colormaps["viridis"]

@@ -176,9 +176,15 @@ class _Training:
         self.best = _Best()
         self.record: dict[str, Any] = {}  # of the last epoch with a finite loss
         self.epoch = 0
+        self.seconds = 0.0  # until the last checkpoint, over all processes that continued the run
         self.diverged = False
         self.rank, self.num_ranks = rank_and_count()
         self.parallel = DistributedDataParallel(model) if self.num_ranks > 1 else model
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the model draws its random numbers from a CUDA generator."""
+        return torch.device(self.device).type == "cuda"
 
     @property
     def finished(self) -> bool:
@@ -240,6 +246,9 @@ class _Training:
         All processes call it, and the first one writes.
         """
         rng = torch.stack(gather_from_ranks(torch.get_rng_state()))
+        cuda_rng = None
+        if self.on_cuda:
+            cuda_rng = torch.stack(gather_from_ranks(torch.cuda.get_rng_state(self.device)))
         if self.rank > 0:
             return
         state = {
@@ -247,22 +256,24 @@ class _Training:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "rng": rng,
+            "cuda_rng": cuda_rng,
             "best": asdict(self.best),
             "record": self.record,
             "epoch": self.epoch,
+            "seconds": self.seconds,
         }
         partial = path.with_suffix(".tmp")
         torch.save(state, partial)
         os.replace(partial, path)
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint that `save` wrote.
+        """Continue from a checkpoint that `save` wrote, in this version or an earlier one.
 
         Raises:
             ValueError: If another number of processes wrote it.
         """
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        rng = state["rng"].cpu().view(-1, len(torch.get_rng_state()))
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        rng = state["rng"].view(-1, len(torch.get_rng_state()))
         if len(rng) != self.num_ranks:
             raise ValueError(
                 f"{path} was written by {len(rng)} processes, not {self.num_ranks}: continue with "
@@ -273,8 +284,12 @@ class _Training:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(rng[self.rank].clone())  # a view is read at the wrong place
+        cuda_rng = state.get("cuda_rng")  # earlier versions did not save it
+        if self.on_cuda and cuda_rng is not None:
+            torch.cuda.set_rng_state(cuda_rng[self.rank].clone(), self.device)
         self.best = _Best(**state["best"])
         self.record, self.epoch = state["record"], state["epoch"]
+        self.seconds = state.get("seconds", 0.0)  # earlier versions did not save them
 
     def result(self) -> dict[str, Any]:
         """Return the outcome; see `fit`."""
@@ -326,7 +341,8 @@ def fit(
     Returns:
         The best epoch with its validation and test accuracy, the test accuracy of the last epoch,
         the highest training accuracy of any epoch, whether the loss stopped being finite (which
-        ends the run), and the seconds taken.
+        ends the run), and the seconds taken. The seconds of a continued run include those until the
+        checkpoint.
 
     Raises:
         ValueError: If another number of processes wrote the checkpoint.
@@ -340,6 +356,7 @@ def fit(
     log = None if folder is None else folder / f"seed{seed}.jsonl"
     if checkpoint is not None and checkpoint.exists():
         training.load(checkpoint)
+        start -= training.seconds
     first = training.rank == 0
     if log is not None and first:
         _drop_records(log, training.epoch)
@@ -355,6 +372,7 @@ def fit(
         if log is not None and first:
             append_jsonl(log, training.record)
         if checkpoint is not None and training.epoch % checkpoint_every == 0:
+            training.seconds = time.perf_counter() - start
             training.save(checkpoint)
     if checkpoint is not None and first:
         checkpoint.unlink(missing_ok=True)

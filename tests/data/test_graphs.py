@@ -1,9 +1,12 @@
 import gzip
 import math
+import sys
+from urllib.error import URLError
 
 import pytest
 import torch
 from torch_geometric.data import Batch
+from torch_geometric.datasets import Planetoid
 
 from data import graphs
 from data.errors import DataError
@@ -65,7 +68,7 @@ def test_absent_unknown_and_broken_graphs_raise_one_clear_error(tmp_path, monkey
     with pytest.raises(DataError, match=r"data.name='coro' is not known; choose trees, cora"):
         load_graph("coro", tmp_path)
 
-    def broken(root):
+    def broken(root, of):
         graph = TreeNeighborsMatch(2, 10)[0]
         graph.x[1, 0] = math.nan
         return graph
@@ -73,6 +76,46 @@ def test_absent_unknown_and_broken_graphs_raise_one_clear_error(tmp_path, monkey
     monkeypatch.setitem(graphs._SOURCES, "broken", ("", broken))
     with pytest.raises(DataError, match="broken: the features of 1 nodes are not finite, first 1"):
         load_graph("broken", tmp_path)
+
+
+def test_nothing_is_downloaded_unless_that_is_allowed(tmp_path, monkeypatch):
+    def download(self):
+        downloads.append(self.raw_dir)
+        raise URLError("no route to host")
+
+    downloads = []
+    monkeypatch.setattr(Planetoid, "download", download)
+    raw = tmp_path / "Cora" / "raw"
+    raw.mkdir(parents=True)
+    (raw / "ind.cora.x").touch()
+    with pytest.raises(DataError, match=r"Cora/raw is incomplete .*; set data.download=true"):
+        load_graph("cora", tmp_path)
+    assert not downloads
+    with pytest.raises(DataError, match=r"data.download=true: cora cannot be .* no route to host"):
+        load_graph("cora", tmp_path, download=True)
+    assert downloads == [str(raw)]
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    raw = tmp_path / "Cora" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index"):
+        (raw / f"ind.cora.{part}").touch()
+    with pytest.raises(DataError, match=r"cora in .*Cora/raw is incomplete or damaged: "):
+        load_graph("cora", tmp_path)
+
+
+def test_ogb_never_asks_on_the_terminal_whether_to_download(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    (tmp_path / "ogbn_arxiv" / "raw").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"ogbn-arxiv is not in .*; set data.download=true"):
+        load_graph("ogbn-arxiv", tmp_path)
+
+
+def test_without_ogb_its_graph_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ogb.nodeproppred", None)
+    with pytest.raises(DataError, match=r"ogbn-arxiv cannot be read: .*ogb.*; pip install"):
+        load_graph("ogbn-arxiv", tmp_path, download=True)
 
 
 @pytest.mark.data

@@ -1,14 +1,20 @@
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 from torch_geometric.data import Data
 
+from data.errors import DataError
 from lipsformer._configfile import ConfigError, read_config
+from lipsformer.engine.lock import FolderLock
 from lipsformer.graph import create_model
+from lipsformer.graph import training as training_module
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig, GraphTrainConfig
 from lipsformer.graph.training import _Training, evaluate, fit
 from scripts import _graph_seed, graph_sweep, train_graph
@@ -120,6 +126,72 @@ def test_resumed_run_equals_the_uninterrupted_one(graph, tmp_path, plateau_patie
     assert [path.name for path in (tmp_path / "cut").iterdir()] == [log]
 
 
+def test_the_seconds_of_a_continued_run_are_those_of_all_its_processes(
+    graph, tmp_path, monkeypatch
+):
+    """Every epoch takes ten seconds of a clock that starts anew in the second process."""
+    clock = [1e6]
+    monkeypatch.setattr(training_module.time, "perf_counter", lambda: clock[0])
+
+    def ten_seconds_later(record):
+        clock[0] += 10
+        if record["epoch"] == stop_at:
+            raise KeyboardInterrupt
+
+    def train():
+        fit(
+            build,
+            [graph],
+            [graph],
+            SETTINGS,
+            0,
+            folder=tmp_path,
+            checkpoint_every=5,
+            on_epoch=ten_seconds_later,
+        )
+
+    stop_at = 8
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    checkpoint = torch.load(tmp_path / "seed0.pt")
+    assert checkpoint["epoch"] == 5 and checkpoint["seconds"] == 50
+    stop_at, clock[0] = 11, 3.0
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    checkpoint = torch.load(tmp_path / "seed0.pt")
+    assert checkpoint["epoch"] == 10 and checkpoint["seconds"] == 100
+
+    stop_at, clock[0] = None, 7.0
+    settings = {"folder": tmp_path, "checkpoint_every": 5, "on_epoch": ten_seconds_later}
+    assert fit(build, [graph], [graph], SETTINGS, 0, **settings)["seconds"] == 120
+
+    del checkpoint["seconds"]  # as earlier versions wrote it
+    torch.save(checkpoint, tmp_path / "seed0.pt")
+    assert fit(build, [graph], [graph], SETTINGS, 0, **settings)["seconds"] == 20
+
+
+def test_a_checkpoint_holds_the_state_of_the_cuda_generator(tmp_path, monkeypatch):
+    generators = {"cuda:1": torch.arange(16, dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device].clone())
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: generators.update({device: state})
+    )
+    path = tmp_path / "seed0.pt"
+    _Training(build(), SETTINGS, "cuda:1").save(path)
+    generators["cuda:1"] = torch.zeros(16, dtype=torch.uint8)
+    _Training(build(), SETTINGS, "cpu").load(path)
+    assert not generators["cuda:1"].any()
+    _Training(build(), SETTINGS, "cuda:1").load(path)
+    assert generators["cuda:1"].tolist() == list(range(16))
+
+    old = torch.load(path)
+    del old["cuda_rng"]  # as earlier versions wrote it
+    torch.save(old, path)
+    generators["cuda:1"] = torch.ones(16, dtype=torch.uint8)
+    _Training(build(), SETTINGS, "cuda:1").load(path)
+    assert generators["cuda:1"].all()
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_reported(graph):
     huge = graph.clone()
     huge.x = huge.x * 1e38
@@ -175,6 +247,99 @@ def test_profiles_hold_the_gradients_of_the_epoch_and_are_plotted(graph, tmp_pat
     # the encoder and the head have the rest of the gradient
     assert 0 < math.hypot(*layers) < records[2]["gradient_norm"]
     assert (tmp_path / "out" / "gradients-seed0.png").stat().st_size > 0
+
+
+def test_a_run_that_diverges_in_its_first_epoch_has_a_summary_but_no_profile(
+    graph, tmp_path, monkeypatch
+):
+    graph = graph.clone()
+    graph.x = graph.x * 1e38
+    path = write_config(tmp_path, graph, monkeypatch, profile_every=1)
+    assert train_graph.main(["--config", str(path)]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["diverged"] == summary["seeds"] == 1
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
+def test_tensorboard_shows_every_epoch_of_a_continued_run_once(graph, tmp_path, monkeypatch):
+    path = write_config(tmp_path, graph, monkeypatch)
+    command = ["--config", str(path), "run.tensorboard=true", "run.checkpoint_every=2"]
+    curves = str(tmp_path / "out" / "tensorboard-seed0")
+
+    def steps():
+        return [event.step for event in EventAccumulator(curves).Reload().Scalars("loss")]
+
+    def run_epoch(self, *batches, original=_Training.run_epoch):
+        if self.epoch == 3:
+            raise KeyboardInterrupt
+        original(self, *batches)
+
+    def close(self, original=SummaryWriter.close):
+        closed.append(self.log_dir)
+        original(self)
+
+    closed = []
+    with monkeypatch.context() as patch:
+        patch.setattr(_Training, "run_epoch", run_epoch)
+        patch.setattr(SummaryWriter, "close", close)
+        with pytest.raises(KeyboardInterrupt):
+            train_graph.main(command)
+    assert closed == [curves] and steps() == [0, 1, 2]
+    assert train_graph.main(command) == 0
+    assert steps() == [0, 1, 2, 3]
+
+
+def test_train_graph_does_not_write_into_the_folder_of_another_run(
+    graph, tmp_path, monkeypatch, capsys
+):
+    command = ["--config", str(write_config(tmp_path, graph, monkeypatch))]
+    lock = FolderLock(tmp_path / "out")
+    lock.acquire()
+    before = [path.name for path in (tmp_path / "out").iterdir()]
+    assert train_graph.main(command) == 2
+    assert f"{tmp_path / 'out'} is in use by process {os.getpid()} " in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == before
+    lock.release()
+    assert train_graph.main(command) == 0
+    assert not (tmp_path / "out" / "lock.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "known"),
+    [
+        ("cuda", 0, "cpu"),
+        ("gpu", 0, "cpu"),
+        ("meta", 0, "cpu"),
+        ("cuda:2", 2, "cpu, cuda, cuda:0, cuda:1"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(
+    graph, tmp_path, monkeypatch, capsys, device, count, known
+):
+    path = write_config(tmp_path, graph, monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert train_graph.main(["--config", str(path), f"run.device={device}"]) == 2
+    expected = f"error: run.device={device!r} is not possible: this machine has {known}\n"
+    assert capsys.readouterr().err == expected
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", ["model", "data"])
+def test_a_corrected_command_may_use_the_folder_that_the_wrong_one_named(
+    graph, tmp_path, monkeypatch, capsys, wrong
+):
+    path = write_config(tmp_path, graph, monkeypatch)
+    with monkeypatch.context() as patch:
+        if wrong == "data":
+
+            def missing(*args, **kwargs):
+                raise DataError("cora is not there")
+
+            patch.setattr(_graph_seed, "load_graph", missing)
+        assert train_graph.main(["--config", str(path), f"{wrong}.name=nope"]) == 2
+    assert not (tmp_path / "out").exists()
+    assert train_graph.main(["--config", str(path)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -274,6 +439,7 @@ def test_a_sweep_continues_an_interrupted_run(tmp_path, monkeypatch):
         "run": {"output_dir": "unused", "checkpoint_every": 1},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(content))
+    config = read_config(GraphConfig, tmp_path / "run.yaml")
 
     def train(folder, stop_at):
         epochs = []
@@ -286,7 +452,7 @@ def test_a_sweep_continues_an_interrupted_run(tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(_Training, "run_epoch", run_epoch)
-            return graph_sweep._train(tmp_path / "run.yaml", [], 0, tmp_path / folder), epochs
+            return graph_sweep._train(config, 0, tmp_path / folder), epochs
 
     whole, _ = train("whole", stop_at=None)
     with pytest.raises(KeyboardInterrupt):
