@@ -93,7 +93,7 @@ def test_other_folders_are_chosen_by_their_tag(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         ({"stem": "patch"}, "stem='patch' contradicts the weights .* stem='conv': leave stem out"),
-        ({"residual_scale": 1.0}, "residual_scale=1.0 contradicts .* residual_scale=0.5: leave"),
+        ({"residual_scale": 0.5}, "residual_scale=0.5 contradicts .* residual_scale=1.0: leave"),
         ({"embed_dim": 48}, "embed_dim=48 contradicts .* embed_dim=32 and not 48: leave embed_dim"),
         (
             {"logit_scale": 20.0},
@@ -170,4 +170,4 @@ def test_accuracy_on_every_twentieth_test_image(datasets):
     labels = torch.tensor([names.index(file.parent.name) for file in files])
     images = torch.stack([transform(Image.open(file)) for file in files])
     right = int((model(images).argmax(1) == labels).sum())
-    assert (len(files), right) == (500, pytest.approx(390, abs=2))
+    assert (len(files), right) == (500, pytest.approx(431, abs=2))
