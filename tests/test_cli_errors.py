@@ -164,7 +164,7 @@ def test_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     (output / "config.yaml").write_text(config.read_text())
     error = refused(capsys, "--config", str(config), "optim.lr=3e-3")
     assert "optim.lr 0.01 -> 0.003" in error
-    assert "choose another output_dir" in error
+    assert "name another run.output_dir" in error
     error = refused(capsys, "--config", str(config), "run.resume=none")
     assert "already holds a run" in error
     assert [path.name for path in output.iterdir()] == ["config.yaml"]
