@@ -41,6 +41,7 @@ PARTS = {
     "kernel gelu_residual": "residual with GELU",
     "kernel residual": "residual",
     "kernel center": "normalisation",
+    "kernel elu": "ELU",
     "kernel gelu": "GELU before a linear layer",
     "kernel": "sums of rows, scaled weights",
     "aten::gelu": "GELU before a linear layer",

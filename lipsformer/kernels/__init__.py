@@ -15,6 +15,7 @@ from lipsformer.kernels.attention import normalize_rows, recomputed_attention
 from lipsformer.kernels.block import BlockTensors, block
 from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
 from lipsformer.kernels.dispatch import active_transform, log, usable
+from lipsformer.kernels.elu import elu
 from lipsformer.kernels.gpu_arguments import WindowArguments
 from lipsformer.kernels.gpu_block import gpu_block
 from lipsformer.kernels.gpu_windows import (
@@ -52,6 +53,7 @@ __all__ = [
     "centered_affine",
     "cosine_windows",
     "depthwise_conv",
+    "elu",
     "fork",
     "fused_linear",
     "gelu_residual",

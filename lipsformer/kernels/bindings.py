@@ -34,6 +34,8 @@ def _signatures() -> dict[str, tuple[Any, ...]]:
     signatures: dict[str, tuple[Any, ...]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         name, value = name_of(dtype), _TensorOf(dtype)
+        # x, y, size
+        signatures[f"elu_{name}"] = (value, value, INT)
         # z, grad, activated, size
         signatures[f"gelu_gradient_{name}"] = (value, value, value, INT)
         # x, z, scale, scale_stride, index, y, samples, kept, tokens, channels

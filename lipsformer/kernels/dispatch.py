@@ -60,6 +60,7 @@ _POINTWISE = Needs(("csrc",), _FLOAT32_BFLOAT16, contiguous=True)
 _POINTWISE_MIXED = _POINTWISE._replace(mixed=True)  # parameters are float32
 NEEDS = {
     # asked by the layers
+    "elu": _POINTWISE,
     "block": Needs(("csrc",), _FLOAT32_BFLOAT16, mixed=True, min_dims=4),
     "center_norm": Needs((), _FLOAT32_BFLOAT16, mixed=True),
     # These two do not call oneDNN. They ask for it because it excludes autocast, which would cast

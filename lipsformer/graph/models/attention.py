@@ -3,6 +3,7 @@
 from torch import nn
 
 from lipsformer.graph.dropout import Dropout
+from lipsformer.graph.elu import ELU
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.stack import ConvLayer, GraphNet
 from lipsformer.graph.norm import NodeNorm, parse_norm
@@ -97,7 +98,7 @@ class DeepGAT(GraphNet):
                 scale_individually=scale_individually,
                 released_code=released_code,
             )
-            activation = nn.Identity() if last else nn.ELU()
+            activation = nn.Identity() if last else ELU()
             node = NodeNorm("none" if last else node_norm, width)
             layers.append(ConvLayer(conv, dropout, activation, node))
         encoder = nn.Linear(in_channels, channels) if linear_ends else nn.Identity()
@@ -170,7 +171,7 @@ class DeepGraphTransformer(GraphNet):
                     released_code=released_code,
                 ),
                 dropout,
-                nn.ELU(),
+                ELU(),
                 NodeNorm(node_norm, width),
                 norm_first=True,
             )

@@ -4,8 +4,6 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 1 << 12;  // numbers of a map that is taken as one long row
-
 // activated = GELU(z), grad *= GELU'(z).
 template <class Value>
 void gelu_gradient(const Value *z, Value *grad, Value *activated, int64_t n, int64_t threads) {

@@ -11,6 +11,7 @@
 #include "vec.h"
 
 constexpr int64_t ALONE = 1 << 15;  // floats up to which one thread is faster
+constexpr int64_t BLOCK = 1 << 12;  // numbers of a map that is taken as one long row
 constexpr int64_t PART = 64;        // least rows of a part
 constexpr int64_t PARTS = 64;
 

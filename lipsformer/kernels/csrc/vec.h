@@ -89,10 +89,10 @@ static inline void transpose_4x4(const float *x, int64_t x_row, float *y, int64_
     }
 }
 
-// e^x, relative error 2e-7; 0 below -87.7, infinity only beyond float's range, NaN stays NaN.
-// It is 0 rather than a number near the smallest one: products with such a number are denormal, and
-// processors compute with those far more slowly.
-static inline vec exp(vec x) {
+// e^x = scale * (1 + the result), where scale is a power of 2. Below -87.7 scale is 0 rather than a
+// number near the smallest one: products with such a number are denormal, and processors compute
+// with those far more slowly. Above 88, x counts as 88. NaN stays NaN.
+static inline vec exp_parts(vec x, vec &scale) {
     x = x < -88.0f ? splat(-88.0f) : x;  // where the exponent becomes that of 0
     x = x > 88.0f ? splat(88.0f) : x;
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -104,9 +104,23 @@ static inline vec exp(vec x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    ivec scale = (__builtin_convertvector(n, ivec) + 127) << 23;
-    return p * reinterpret_cast<vec &>(scale);
+    const ivec bits = (__builtin_convertvector(n, ivec) + 127) << 23;
+    scale = reinterpret_cast<const vec &>(bits);
+    return p * (r * r) + r;
+}
+
+// e^x, relative error 2e-7; infinity only beyond float's range.
+static inline vec exp(vec x) {
+    vec scale;
+    const vec p = exp_parts(x, scale);
+    return (p + 1.0f) * scale;
+}
+
+// e^x - 1 for x <= 0, relative error 2e-7 also near 0.
+static inline vec expm1(vec x) {
+    vec scale;
+    const vec p = exp_parts(x, scale);
+    return p * scale + (scale - 1.0f);
 }
 
 // The normal distribution's value and density at x (Abramowitz and Stegun 7.1.26, 1e-7).

@@ -1,0 +1,26 @@
+// ELU: x where it is positive, and e^x - 1 elsewhere.
+#include "rows.h"
+
+namespace {
+
+template <class Value>
+void elu(const Value *x, Value *y, int64_t n, int64_t threads) {
+    if (n < ALONE) threads = 1;
+    parallel_for(threads, (n + BLOCK - 1) / BLOCK, [=](int64_t block) {
+        const int64_t start = block * BLOCK;
+        each(std::min(BLOCK, n - start), [=](int64_t i, auto lanes) {
+            const vec own = lanes.load(x + start + i);
+            lanes.store(y + start + i, own > 0.0f ? own : expm1(own));
+        });
+    });
+}
+
+}  // namespace
+
+extern "C" void elu_float32(const float *x, float *y, int64_t n, int64_t threads) {
+    elu(x, y, n, threads);
+}
+
+extern "C" void elu_bfloat16(const bf16 *x, bf16 *y, int64_t n, int64_t threads) {
+    elu(x, y, n, threads);
+}
