@@ -34,9 +34,9 @@ wheel: .venv/.demo  ## build the wheel into dist/, with CPU kernels compiled for
 	rm -r lipsformer/kernels/prebuilt  # they would be taken before the sources, in the clone too
 
 GRAPH_STUDY := table_missing_features_cora table_missing_features_citeseer ablation_lipschitznorm \
-	ablation_cora ablation_citeseer depth_gat depth_transformer depth_residual depth_residual_plateau \
-	table_residual_datasets search_gcn2 \
-	depth_gcn2 search_anchors table_anchors table_trees learned_constant
+	ablation_cora ablation_citeseer depth_gat depth_gat_choices depth_transformer depth_residual \
+	depth_residual_plateau table_residual_datasets search_gcn2 depth_gcn2 search_anchors \
+	table_anchors table_trees learned_constant
 
 graph-study: .venv/.dev  ## train what is missing of the graph tables, and continue what was stopped
 	for name in $(GRAPH_STUDY); do $(PY) -m scripts.graph_sweep --config configs/graph/$$name.yaml || exit 1; done

@@ -50,7 +50,16 @@ def gcn2_depth() -> str:
 
 def gat_depth() -> str:
     """Test accuracies of a GAT by depth and norm, at the best validation and at the last epoch."""
-    runs = _runs("depth_gat", lambda cell: (cell["model.num_layers"], cell["case"]))
+    return _by_depth_and_norm("depth_gat")
+
+
+def transformer_depth() -> str:
+    """Test accuracies of a Graph Transformer by depth and norm, as in `gat_depth`."""
+    return _by_depth_and_norm("depth_transformer")
+
+
+def _by_depth_and_norm(sweep: str) -> str:
+    runs = _runs(sweep, lambda cell: (cell["model.num_layers"], cell["case"]))
     norms = list(dict.fromkeys(norm for _, norm in runs))
     header = ("layers", *norms)
     layers = sorted(_firsts(runs), key=int)
@@ -61,6 +70,13 @@ def gat_depth() -> str:
         for key in ("test_acc", "last_test_acc")
     )
     return f"At the best validation epoch:\n\n{best}\n\nAt the last epoch:\n\n{last}"
+
+
+def gat_depth_choices() -> str:
+    """Test accuracies of deep GATs without dropout of the attention weights."""
+    runs = _runs("depth_gat_choices", _case)
+    rows = ((*case.split(", "), len(own), *_test(own)) for (case, _), own in runs.items())
+    return markdown(("layers", "norm", "lr", "seeds", "best validation epoch", "last epoch"), rows)
 
 
 def residual_depth() -> str:
@@ -205,7 +221,7 @@ TABLES = {
     for table in (
         *(gcn2_search, gcn2_depth, gat_depth, residual_depth, residual_depth_plateau, trees),
         *(residual_datasets, learned_constant, ablations, ablation_lipschitznorm, epoch_choice),
-        anchors,
+        *(anchors, transformer_depth),
     )
 }
 
