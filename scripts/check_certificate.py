@@ -35,6 +35,11 @@ ARGUMENTS = (
 # The digest of the sentences that say what is claimed, and what the file, a set and a share hold.
 SAYS = "646e9b0b23271d996a4d15253e04975138343a81f851c58a1d994a969d0a6aa5"
 FILE = "format says weights model preprocessing domain layers dtype logit_rounding sets"
+PARTS = {
+    "weights": "file sha256",
+    "model": "architecture model_args",
+    "preprocessing": "source img_size crop_pct interpolation exact_eval mean std sha256",
+}
 SET = {"premises", "premises_sha256", "own_pixel_factors", "real", "executed", "shares"}
 SHARE = {"distance", "real", "executed"}
 ROW, PREMISES = "name class proof log10", "outputs sizes size_of labels logits norms levels"
@@ -356,6 +361,8 @@ def differences(
 def check(claims: dict[str, Any], path: Path) -> str:
     require(claims["format"] == "lipsformer certificate 2", "the format is unknown")
     require(digest(claims["says"]) == SAYS and set(claims) == set(FILE.split()), "other claims")
+    for part, keys in PARTS.items():
+        require(set(claims[part]) == set(keys.split()), f"{part}: there are other claims")
     files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
     hashes = {hashlib.sha256(file.read_bytes()).hexdigest(): file for file in files}
     require(claims["weights"]["sha256"] in hashes, f"{path} holds no weights with this SHA-256")
@@ -395,11 +402,17 @@ def check(claims: dict[str, Any], path: Path) -> str:
         require(content["premises_sha256"] == digest(given), f"{name}: other premises")
         for size, factor in zip(given["sizes"], content["own_pixel_factors"], strict=True):
             require(factor >= own_factor(size, data), f"{name}: {factor} for {size} is too small")
+        images = [given[key] for key in ("labels", "levels", "size_of", "logits")]
+        lengths = {len(values) for values in (*images, content["real"], content["executed"])}
+        require(len(lengths) == 1, f"{name}: lists of images of several lengths {lengths}")
+        for key, known in (("levels", range(1, 17)), ("size_of", range(len(given["sizes"])))):
+            inside = all(type(value) is int and value in known for value in given[key])
+            require(inside, f"{name}: {key} must be integers in {known}")
         logits, chosen = np.array(given["logits"]), [every[i] for i in given["outputs"] or every]
         require(np.isfinite(logits).all(), f"{name}: the logits are not finite")
         require(len(set(chosen)) == logits.shape[1], f"{name}: not one logit for every output")
         best, every = logits.argmax(1), np.arange(len(logits))
-        levels, level = np.unique(np.array(given["levels"], dtype=int), return_inverse=True)
+        levels, level = np.unique(given["levels"], return_inverse=True)
         parts, balls = UP * levels / 16.0, np.zeros(len(levels))
         np.maximum.at(balls, level, np.array(content["executed"]) * UP / min(data["std"]))
         allowance = {"real": 2.0**-28 * differences(model, x, apart, {}, chosen)[0, best]}

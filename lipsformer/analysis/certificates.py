@@ -152,13 +152,21 @@ def executed_errors(bound: Bound, num_logits: int, dtype: torch.dtype = torch.fl
 
     Returns:
         The allowances of differences of logits, [K, K].
+
+    Raises:
+        ValueError: If the program has another data type, of which no error is proved.
     """
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype={dtype}: errors are proved for torch.float32 and torch.float64")
     program = FLOAT64_SHARE if dtype == torch.float64 else 1.0
     return difference_errors(bound, num_logits) * ((program + FLOAT64_SHARE) * OUTWARD)
 
 
 def watch_norms(model: nn.Module) -> dict[str, list[Tensor]]:
     """Let a model collect the norms of the inputs of its layers, except for those in branches.
+
+    Layers inside an attention are left out too: the rule of the attention reads them itself, and
+    their inputs may be windows instead of images.
 
     Args:
         model: A copy of the model in float64.
@@ -169,7 +177,8 @@ def watch_norms(model: nn.Module) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     for name, module in model.named_modules():
         layer = isinstance(module, (nn.Linear, Linear, nn.Conv2d, ContractiveResidual))
-        if name == "" or (layer and "branch" not in name.split(".")):
+        path = name.split(".")
+        if name == "" or (layer and "branch" not in path and "attn" not in path[:-1]):
             norms = found.setdefault(name, [])
             module.register_forward_pre_hook(
                 lambda _, inputs, norms=norms: norms.append(norm_bound(inputs[0].flatten(1), 1))

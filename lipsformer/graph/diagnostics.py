@@ -13,6 +13,7 @@ from torch_geometric.utils import degree, scatter
 
 from lipsformer._renamed import renamed
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
+from lipsformer.graph.edge_attention.operator import changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.models.stack import GraphNet
@@ -179,7 +180,9 @@ def gat_attention_bound(
         S = \max_j \sum_{i: j \in N(i)} \frac{1}{1 + (|N(i)| - 1) e^{-2/c}}
 
     A slope of LeakyReLU above 1 multiplies 1/c. The proof is in docs/lipschitz.md. The constants
-    are infinite without LipschitzNorm.
+    are infinite without LipschitzNorm, and for layers that the proof does not cover: with separate
+    maps of sources and targets, another direction or aggregation of the messages, or overridden
+    messages.
 
     Args:
         conv: The layer; c is its `constant()`.
@@ -188,7 +191,8 @@ def gat_attention_bound(
         reachable: If c learns, use `min_att_norm` in its place, which bounds the heads of this
             layer after any training.
     """
-    if conv.score_norm is None or conv.released_code:
+    other = changed_messages(conv, LipschitzGATConv) is not None or conv.lin is None
+    if conv.score_norm is None or conv.released_code or other:
         return torch.full((conv.heads,), math.inf, dtype=torch.float64)
     edges = SortedEdges.of(edge_index, num_nodes, num_nodes)
     csr = edges.csr_with_self_loops if conv.add_self_loops else edges.csr

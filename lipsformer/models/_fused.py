@@ -23,12 +23,20 @@ from lipsformer.layers.cosine_attention import (
     tau_nu_eps,
 )
 
-# The classes that the kernels compute. Those of the blocks, the branches and the attentions are
-# recognized by their files, which import this one.
-_CLASSES = (
-    *(WeightedResidual, CenterNorm, DepthwiseConv2d, Linear, ScaledCosineAttention),
-    *(nn.Identity, nn.Dropout, nn.ModuleList),
-)
+# The classes that the kernels compute, by their place in a block. Those of the branches are
+# recognized by their names and files, which import this one.
+_PLACES = {
+    **dict.fromkeys(("conv1", "conv2", "attn", "mlp"), (WeightedResidual,)),
+    **dict.fromkeys(("pointwise", "qkv", "proj", "fc1", "fc2"), (Linear,)),
+    **dict.fromkeys(("drop", "proj_drop"), (nn.Dropout,)),
+    "depthwise": (DepthwiseConv2d,),
+    "norm1": (CenterNorm, nn.Identity),
+    "norm2": (CenterNorm,),
+    "attention": (ScaledCosineAttention, nn.ModuleList),
+    "lepe": (nn.ModuleList,),
+    **dict.fromkeys(("0", "1"), (ScaledCosineAttention, DepthwiseConv2d)),  # of the two stripes
+}
+_BRANCHES = ("ConvBranch", "ConvBranch", "Mlp")  # beside the attention's, which may differ
 _FILES = tuple(f"lipsformer.models.lipsformer{body}" for body in ("", "_cswin", "_swin"))
 
 
@@ -152,7 +160,7 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
         return obstacle
     if kernels.product_dtype(x) != x.dtype:
         return "autocast changes the type of the input"
-    for module in modules:
+    for _, module in modules:
         for parameter in module._parameters.values():  # many times faster than parameters()
             if parameter is None:
                 continue
@@ -164,29 +172,36 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
     return cpu_obstacle(windows, attentions, lepes)
 
 
-def _modules(block: Any) -> list[Any]:
-    """Return a block and all modules in it, many times faster than its method ``modules``."""
-    found, left = [], [block]
+def _modules(block: Any) -> list[tuple[str, Any]]:
+    """Return a block and all modules in it with their places in their parents.
+
+    This is many times faster than the method ``named_modules``.
+    """
+    found, left = [], [("", block)]
     while left:
         found.append(left.pop())
-        left += [child for child in found[-1]._modules.values() if child is not None]
+        children = found[-1][1]._modules.items()
+        left += [(name, child) for name, child in children if child is not None]
     return found
 
 
-def _module_obstacle(block: Any, modules: list[Any]) -> str | None:
+def _module_obstacle(block: Any, modules: list[tuple[str, Any]]) -> str | None:
     """Return why no single call would compute what a block and the modules in it compute."""
     if not all(type(residual) is WeightedResidual for residual in residuals(block)):
         return "a residual is folded or replaced"
-    attn = block.attn.branch
+    conv1, conv2, attn, mlp = (residual.branch for residual in residuals(block))
+    names = tuple(type(branch).__name__ for branch in (conv1, conv2, mlp))
+    if names != _BRANCHES or conv1.pointwise is None or conv2.pointwise is not None:
+        return "a branch is replaced"
     if not hasattr(attn, "arrangement"):
         return f"the attention is {type(attn).__name__}"
     if getattr(attn, "attn_factor", 1.0) != 1.0:
         return "the attention's output has a factor"
-    for module in modules:
+    for place, module in modules:
         if isinstance(module, nn.Dropout) and module.p > 0.0:
             return "there is dropout"
-        kind = type(module)
-        known = kind in _CLASSES or kind.__module__ in _FILES
+        kind, own = type(module), place in ("", "branch")
+        known = kind.__module__ in _FILES if own else kind in _PLACES.get(place, ())
         if not known or module.__dict__.get("forward") is not None:
             return f"a module is {kind.__name__}"
         if module is not block and (

@@ -12,6 +12,7 @@ import torch
 from flint import arb, ctx
 from torch import Tensor, nn
 
+import lipsformer
 from data import Normalize
 from lipsformer.analysis.bounds import Domain, image_domain, lipschitz_bound
 from lipsformer.analysis.bounds.contractive import divisor
@@ -173,6 +174,44 @@ def test_errors_around_images_are_smaller_and_hold_in_their_balls(model):
         error = errors_of(model, image)
         for i, j in itertools.permutations(range(5), 2):
             assert abs(error[i] - error[j]) < arb(allowed[i, j].item())
+
+
+SMALL = {"img_size": 32, "embed_dim": 16, "num_classes": 5}
+CONVERTED = {
+    "swin_tiny_patch4_window7_224": {
+        **{"patch_size": 2, "window_size": 4, "depths": (2, 2), "num_heads": (2, 4)}
+    },
+    "vit_tiny_patch16_224": {"patch_size": 8, "depth": 2, "num_heads": 2},
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_converted_models_have_errors_around_images_too(name):
+    torch.manual_seed(0)
+    model = lipsformer.convert(timm.create_model(name, **SMALL, **CONVERTED[name])).eval()
+    bound = lipschitz_bound(model, image_domain((32, 32), MEAN, STD))
+    exact = copy.deepcopy(model).double()
+    norms, radii = watch_norms(exact), torch.full((3,), 0.01, dtype=torch.float64)
+    pixels = 255.0 * torch.linspace(0.1, 1.0, 3)[:, None, None, None] * torch.rand(3, 3, 32, 32)
+    with torch.no_grad():
+        precise = exact(Normalize(MEAN, STD, torch.float64)(pixels.double()))
+        computed = model(Normalize(MEAN, STD)(pixels)).double()
+    assert all(len(calls[0]) == 3 for calls in norms.values())
+    _, levels, bounds = local_bounds(model, bound, norms, radii)
+    everywhere = difference_errors(bound, 5)
+    for index, level in enumerate(levels.tolist()):
+        error = computed[index] - precise[index]
+        allowed = difference_errors(bounds[level], 5)
+        assert ((error[:, None] - error).abs() <= allowed).all()
+        assert (allowed <= everywhere).all() and (
+            level == LEVELS or allowed.sum() < everywhere.sum()
+        )
+
+
+def test_errors_of_other_data_types_are_refused(model):
+    bound = lipschitz_bound(model, image_domain((8, 8), MEAN, STD))
+    with pytest.raises(ValueError, match=r"dtype=torch.bfloat16: errors are proved for"):
+        executed_errors(bound, 5, torch.bfloat16)
 
 
 def test_a_ball_grows_with_the_constants_of_the_layers():

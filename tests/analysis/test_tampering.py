@@ -86,9 +86,52 @@ def distributed():
     return layer
 
 
+class OfTheMode:
+    """A descriptor that cannot be set, which hides a weight as a property does."""
+
+    def __get__(self, layer, kind=None):
+        weight = None if layer is None else layer._parameters.get("weight")
+        if weight is None:
+            raise AttributeError
+        return weight if layer.training else 3.0 * weight
+
+
+class LargerByDescriptor(nn.Linear):
+    weight = OfTheMode()  # pyright: ignore[reportAssignmentType]
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+
+class MergesInEvaluation(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def train(self, mode: bool = True):
+        with torch.no_grad():
+            self.weight.mul_(1.0 if mode else 3.0)
+        return super().train(mode)
+
+
+def complex_attribute():
+    layer = LayerScale(3, 1.0)
+    del layer.gamma
+    layer.gamma = torch.tensor([1.0, 1.0, 1.0 + 5.0j])
+    return layer
+
+
 @pytest.mark.parametrize(
     "make",
-    [alternating, LargerInEvaluation, in_training_alone, hooked_parametrization, distributed],
+    [
+        complex_attribute,
+        LargerByDescriptor,
+        MergesInEvaluation,
+        alternating,
+        LargerInEvaluation,
+        in_training_alone,
+        hooked_parametrization,
+        distributed,
+    ],
 )
 def test_a_weight_that_a_call_may_replace_is_refused(make):
     with pytest.raises(UnknownModuleError):

@@ -83,6 +83,15 @@ def test_gat_attention_never_exceeds_its_proved_bound(graph, att_norm):
     assert gat_attention_bound(conv, edge_index, NODES) == math.inf
 
 
+@pytest.mark.parametrize("settings", [{"flow": "target_to_source"}, {"aggr": "max"}])
+def test_attention_that_the_proof_does_not_cover_has_no_finite_bound(settings):
+    conv = LipschitzGATConv(1, 1, **settings)
+    star = torch.stack([torch.arange(1, 41), torch.zeros(40, dtype=torch.long)])
+    assert gat_attention_bound(conv, star, 41) == math.inf  # reversed messages exceeded it here
+    apart = LipschitzGATConv((1, 1), 1, add_self_loops=False)
+    assert gat_attention_bound(apart, star, 41) == math.inf
+
+
 def test_a_constant_that_learns_never_exceeds_its_proved_bound(graph):
     """The attack moves the features, the score weights and theta, as training could."""
     _, edge_index = graph

@@ -127,7 +127,24 @@ def replace_forward(block):
     block.conv2.branch.forward = lambda x, last_gelu=True: x
 
 
-CHANGES = [hook, adapt, subclass, dropout, freeze, widen, replace_forward]
+def second_pointwise(block):
+    block.conv2.branch = type(block.conv2.branch)(block.conv1.branch.depthwise.dim, pointwise=True)
+
+
+def exchange_a_norm(block):
+    block.norm1 = copy.deepcopy(block.conv1.branch.pointwise)
+
+
+def leave_a_norm_out(block):
+    block.norm2 = torch.nn.Identity()
+
+
+def put_a_layer_behind_the_attention(block):
+    block.attn.branch.proj_drop = copy.deepcopy(block.conv1.branch.pointwise)
+
+
+CHANGES = [second_pointwise, exchange_a_norm, leave_a_norm_out, put_a_layer_behind_the_attention]
+CHANGES += [hook, adapt, subclass, dropout, freeze, widen, replace_forward]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])

@@ -230,7 +230,7 @@ def test_the_factor_of_the_own_pixels_is_that_of_pillows_resize():
 
 
 @pytest.mark.parametrize(
-    ("name", "lines"), [("check_certificate", 440), ("_check_contractive", 60)]
+    ("name", "lines"), [("check_certificate", 453), ("_check_contractive", 60)]
 )
 def test_the_checker_is_short_and_needs_numpy_alone(name, lines):
     source = (ROOT / "scripts" / f"{name}.py").read_text()
@@ -297,7 +297,42 @@ def changed_premises(change):
     return alter
 
 
+def another_claim_of_a_part(part, **claim):
+    def alter(claims):
+        claims[part].update(claim)
+        if part == "preprocessing":
+            del claims[part]["sha256"]
+            claims[part]["sha256"] = digest(claims[part])
+
+    return alter
+
+
+def of_all_images(key, value):
+    def alter(claims):
+        given = images(claims)["premises"]
+        given[key] = [value for _ in given[key]]
+        images(claims)["premises_sha256"] = digest(given)
+
+    return alter
+
+
+def an_image_without_size(claims):
+    given = images(claims)["premises"]
+    given["size_of"].pop()
+    images(claims)["premises_sha256"] = digest(given)
+
+
+def a_radius_less(claims):
+    images(claims)["executed"].pop()
+
+
 ADDED = [
+    another_claim_of_a_part("weights", infinity_norm=1.0),
+    another_claim_of_a_part("model", accuracy=100.0),
+    another_claim_of_a_part("preprocessing", after_jpeg=True),
+    *(of_all_images("levels", level) for level in (1.999, 0, -5, 17)),
+    *(of_all_images("size_of", 7), an_image_without_size, a_radius_less),
+    changed_premises(lambda given: given.update(labels=3)),
     *(a_layer_twice, another_sentence, another_claim, another_claim_of_a_set, another_share),
     changed_premises(lambda given: given["logits"][0].__setitem__(0, math.inf)),
     changed_premises(lambda given: given.update(outputs=[0] * 10)),

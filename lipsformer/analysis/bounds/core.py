@@ -5,6 +5,7 @@ bounds of its children in the order in which its `forward` calls them. Import ev
 `lipsformer.analysis.bounds`, which loads the rules. The proofs are in docs/lipschitz.md.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -195,10 +196,9 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
 
 def _unknown(cls: type[nn.Module]) -> str:
     advice = "prove one and register it with lipsformer.analysis.bounds.bound_rule"
-    if cls.__module__.startswith("lipsformer.graph."):
-        advice = (
-            "import lipsformer.analysis.bounds.graph, which registers the rules of graph layers"
-        )
+    rules = "lipsformer.analysis.bounds.graph"
+    if cls.__module__.startswith("lipsformer.graph.") and rules not in sys.modules:
+        advice = f"import {rules}, which registers the rules of graph layers"
     for base in cls.__mro__:
         if base in _REGISTERED:
             name = overridden(cls, base, _REGISTERED[base].methods)

@@ -51,6 +51,7 @@ from lipsformer.graph.diagnostics import (
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.edge_attention.operator import changed_messages
+from lipsformer.graph.elu import ELU
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.gcn_conv import SparseGCN2Conv, SparseGCNConv
 from lipsformer.graph.models import GCN2, ConvLayer, GraphNet
@@ -313,7 +314,7 @@ def _dropout(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
     return simple_bound(value, domain, radius=value * domain.radius)
 
 
-@bound_rule(nn.ELU)
+@bound_rule(nn.ELU, ELU)
 def _elu(module: nn.ELU, domain: Domain, scale: Tensor | None) -> Bound:
     value = max(1.0, abs(module.alpha)) * max_abs(scale)
     return simple_bound(value, domain, radius=value * domain.radius)

@@ -1,6 +1,6 @@
 """What makes a call of a module differ from the methods that its bound rule was proved for."""
 
-import inspect
+from types import FunctionType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from lipsformer.layers.spectral import SpectralScale
 # A call of a module runs these methods of `nn.Module` around `forward`.
 CALL = frozenset(
     {"__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward", "__getattribute__"}
-    | {"__getattr__"}
+    | {"__getattr__", "train", "eval"}  # the last two may put other weights into the module
 )
 # Methods whose names begin like this build, describe or load a module. A forward pass runs none.
 _SETUP = (
@@ -48,13 +48,15 @@ def methods_of(cls: type[nn.Module]) -> frozenset[str]:
 def overridden(cls: type, base: type, methods: frozenset[str]) -> str | None:
     """Return a method that a class between `cls` and its base class `base` overrides, or None.
 
-    A property counts too, because it may hide a weight and depend on the mode. The properties of
-    PyTorch's parametrized classes do not: `tampering` examines what they compute.
+    A property or another descriptor counts too, because it may hide a weight and depend on the
+    mode. The properties of PyTorch's parametrized classes do not: `tampering` examines what they
+    compute.
     """
     for between in cls.__mro__[: cls.__mro__.index(base)]:
         of_torch = between.__module__ == parametrize.__name__
         for name, member in vars(between).items():
-            hides = inspect.isdatadescriptor(member) and not name.startswith("__")
+            plain = isinstance(member, (FunctionType, classmethod, staticmethod))
+            hides = hasattr(type(member), "__get__") and not plain and not name.startswith("__")
             if name in methods or (hides and not of_torch):
                 return name
     return None
@@ -81,6 +83,7 @@ def _unusual_tensor(module: nn.Module) -> str | None:
     for name, tensor in (
         *module.named_parameters(recurse=False),
         *module.named_buffers(recurse=False),
+        *((name, value) for name, value in vars(module).items() if isinstance(value, Tensor)),
     ):
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_complex() or tensor.is_meta:
             return f"its {name!r} is no ordinary tensor of real numbers"
