@@ -129,6 +129,8 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
         config = read_config(Config, options.config, options.overrides)
         if options.world_size is not None:
             return _many_ranks(config, options)
+        if options.json is not None or options.shard != 1:
+            raise ConfigError("--json and --shard need --dry-run --world-size N")
         if options.dry_run:
             text = dry_run(config)
             if first:

@@ -4,6 +4,7 @@ This is the only module of the package that knows the config.
 """
 
 import json
+import posixpath
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,7 +60,7 @@ def build_datasets(
     if data.holdout > 0:
         source = Subset(source, np.flatnonzero(~held_out(source.labels, data.holdout)).tolist())
     if data.train_share < 1:
-        kept = np.flatnonzero(held_out(source.labels, data.train_share))
+        kept = _share(source, data.train_share, "train_share")
         source = Subset(source, np.tile(kept, round(1 / data.train_share)).tolist())
     sizes = {size: train_transform(data, augment, size) for size in augment.img_sizes}
     by_epoch = [sizes[size] for size in sizes_by_epoch(augment.img_sizes, epochs)]
@@ -83,12 +84,33 @@ def build_eval_dataset(
     """
     if data.holdout > 0:
         source = build_source(data, data.train_split)
-        source = Subset(source, np.flatnonzero(held_out(source.labels, data.holdout)).tolist())
+        source = Subset(source, _share(source, data.holdout, "holdout").tolist())
     else:
         source = build_source(data, data.val_split)
     if class_map is not None:
         source = WithClasses(source, _mapped(source.classes, class_map))
     return ImageDataset(source, eval_transform(data), classes=classes)
+
+
+def _share(source: Source, share: float, key: str) -> np.ndarray:
+    """Return the indices of the same share of every class, and warn of classes without images.
+
+    Raises:
+        DataError: If it is no image of any class.
+    """
+    kept = np.flatnonzero(held_out(source.labels, share))
+    if len(kept) == 0:
+        raise DataError(
+            f"data.{key}={share} is less than one image of every class: give a larger share"
+        )
+    lost = sorted(set(source.labels.tolist()) - set(source.labels[kept].tolist()))
+    if lost:
+        warnings.warn(
+            f"data.{key}={share} is less than one image of {len(lost)} classes, such as "
+            f"{source.classes[lost[0]]!r}, which have none there",
+            stacklevel=3,
+        )
+    return kept
 
 
 def _mapped(classes: Sequence[str], file: str) -> list[str]:
@@ -223,6 +245,12 @@ def build_source(data: DataConfig, split: str) -> Source:
     return torchvision_set(data.source, split, root=root, download=data.download)
 
 
+def _is_inside(folder: Path, line: str) -> bool:
+    """Return whether a line is the one way to write the path of a file below a folder."""
+    written_so = posixpath.normpath(line) == line and not line.startswith(("/", "../"))
+    return written_so and (folder / line).exists()
+
+
 def _skipped(data: DataConfig, split: str) -> frozenset[str]:
     """Return the split's images that `data.skip_list` names, relative to the split."""
     if data.skip_list is None:
@@ -232,7 +260,7 @@ def _skipped(data: DataConfig, split: str) -> frozenset[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.skip_list={data.skip_list!r} cannot be read: {error}") from error
     folder = data_root(data.root) / (data.name or "")
-    stray = [line for line in lines if line and not (folder / line).exists()]
+    stray = [line for line in lines if line and not _is_inside(folder, line)]
     if stray and data.source == "folder":
         raise DataError(
             f"data.skip_list={data.skip_list!r} names {len(stray)} files that are not in {folder}, "

@@ -80,6 +80,9 @@ def model_card(model: Any, weights: Weights, *, which: str, note: str | None) ->
     config = run.config()
     data = config.data.name or config.data.source
     name = f"{cfg['architecture']}.{data}"
+    split, part = config.data.val_split, "images"
+    if config.data.holdout > 0:
+        split, part = config.data.train_split, "images that were held out"
     metrics = {"top-1 accuracy (%)": figures["top1"], "top-5 accuracy (%)": figures["top5"]}
     metadata = ModelCardData(
         model_name=name,
@@ -92,7 +95,7 @@ def model_card(model: Any, weights: Weights, *, which: str, note: str | None) ->
                 task_type="image-classification",
                 dataset_type=data,
                 dataset_name=data,
-                dataset_split=config.data.val_split,
+                dataset_split=split,
                 metric_type="accuracy",
                 metric_name=metric,
                 metric_value=value,
@@ -121,7 +124,8 @@ def model_card(model: Any, weights: Weights, *, which: str, note: str | None) ->
             for metric, value in {**metrics, "cross entropy": figures["loss"]}.items()
         ),
         evaluation=(
-            f"On the {figures['images']} images of the split `{config.data.val_split}` of {data}, "
+            f"On the {figures['images']} {part} of the split `{split}` of {data}, with "
+            f"{config.data.img_size} x {config.data.img_size} pixels, "
             f"{'averaged (EMA)' if weights.kind == 'ema' else 'raw'} weights after "
             f"{weights.step} updates.{chosen}"
         ),

@@ -111,15 +111,15 @@ def export_model(
     """
     if out.exists():
         raise ExportError(f"{out} exists: choose another folder or remove it")
-    card = None
+    weights = None
     if is_folder(name):
         weights = find_weights(name, which)
         print(weights)
         model = load_model(weights)
-        if weights.kind is not None:
-            card = model_card(model, weights, which=which, note=note)
     else:
         model = timm.create_model(name, pretrained=":" in name)
+        if ":" not in name and checkpoint is None:
+            print(f"weights     initial weights of {name}")
     if checkpoint is not None:
         load_weights(model, checkpoint)
     channels, height, width = model.pretrained_cfg["input_size"]
@@ -127,6 +127,10 @@ def export_model(
         height = width = img_size
         if hasattr(model, "set_input_size"):
             model.set_input_size(img_size=img_size)
+        model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (channels, height, width)}
+    card = None
+    if "hf" in formats and weights is not None and weights.kind is not None:
+        card = model_card(model, weights, which=which, note=note)
     model.eval()
     images = torch.randn(3, channels, height, width)  # exported with two, checked with three
     differences = {}
@@ -138,7 +142,7 @@ def export_model(
             else:
                 logits = load(write(key, traced, folder))(images)
                 differences[key] = _difference(logits, model(images), FORMATS[key].tolerance)
-        if card is not None and "hf" in formats:
+        if card is not None:
             (folder / "README.md").write_text(card)
     return differences
 

@@ -73,7 +73,11 @@ def measure(
     model.eval()
     known: Any = model.pretrained_cfg
     x = load_images(model, settings, images)
-    domain = image_domain(known["input_size"][1:], known["mean"], known["std"])
+    mean, std = known["mean"], known["std"]
+    if settings:
+        data = data_config(known, settings, origin="--data")
+        mean, std = data.mean, data.std
+    domain = image_domain(x.shape[2:], mean, std)
     parts = dict(flatten_bound(lipschitz_bound(model, domain)))
     estimates = estimate_submodules(model, parts, x, num_iters=iters)
     if ascent > 0:
@@ -94,7 +98,7 @@ def measure(
         )
     return {
         "model": name,
-        "input_size": list(known["input_size"]),
+        "input_size": list(x.shape[1:]),
         "images": images,
         "data": list(settings) or "random images",
         "radius": domain.radius,

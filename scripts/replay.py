@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data import DataError
 from data.loader import TrainBatches, Update
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
@@ -151,7 +152,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@user_errors(ConfigError, CheckpointError)
+@user_errors(ConfigError, CheckpointError, DataError)
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     options = (parser or make_parser()).parse_args(argv)

@@ -170,6 +170,16 @@ def test_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert [path.name for path in output.iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.parametrize("options", [["--shard", "2"], ["--json", "ranks.json"]])
+def test_options_of_many_ranks_need_their_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture, options: list[str]
+) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    assert "need --dry-run --world-size" in refused(
+        capsys, "--config", str(config), "--dry-run", *options
+    )
+
+
 def test_output_folder_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config = write_config(tmp_path, DIGITS, tmp_path / "out")
     (tmp_path / "out").write_text("a file")

@@ -19,7 +19,10 @@ CHECKOUT = Path(__file__).parents[2] / "weights"
 SOURCES = ("file", "url", "state_dict", "hf_hub_id")
 ADAPTED = ("num_classes", "in_chans", "img_size", "window_size", "global_pool")
 FEATURES = ("features_only", "out_indices", "feature_cls")
-NEUTRAL = (*FEATURES, "weight_init", "cache_dir", "device", "dtype")
+NEUTRAL = (
+    *(*FEATURES, "weight_init", "cache_dir", "device", "dtype"),
+    *("dynamic_img_size", "strict_img_size"),
+)
 
 
 def register_with_weights(entry: Callable[..., Model]) -> Callable[..., Model]:

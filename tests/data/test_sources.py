@@ -93,6 +93,19 @@ def test_files_of_the_skip_list_are_left_out_and_counted(tmp_path):
     assert val.labels.tolist() == [0, 1]
 
 
+def test_a_share_that_leaves_a_class_without_images_is_named(tmp_path):
+    write_tree(tmp_path / "train", {"a": 11, "b": 11, "c": 3})
+    write_tree(tmp_path / "val", {"a": 1, "b": 1, "c": 1})
+    with pytest.warns(UserWarning, match=r"data.train_share=0.1 is less than .* 1 classes, .* 'c'"):
+        train, _ = build_datasets(folder_config(tmp_path, train_share=0.1), AugmentConfig(), seed=0)
+    assert set(train.labels.tolist()) == {0, 1}
+    with pytest.warns(UserWarning, match=r"data.holdout=0.1 is less than .* 1 classes, .* 'c'"):
+        held = build_eval_dataset(folder_config(tmp_path, holdout=0.1), classes=None)
+    assert held.labels.tolist() == [0, 1]
+    with pytest.raises(DataError, match=r"data.holdout=0.01 is less than one image of every class"):
+        build_eval_dataset(folder_config(tmp_path, holdout=0.01), classes=None)
+
+
 def test_images_in_memory_are_those_of_the_files_and_are_read_once(tmp_path):
     write_tree(tmp_path / "train", {"a": 3, "b": 2})
     write_tree(tmp_path / "val", {"a": 1, "b": 2})
@@ -115,6 +128,10 @@ def test_a_skip_list_that_does_not_fit_is_one_clear_error(tmp_path):
     (tmp_path / "skip.txt").write_text("a/000.png\n")  # as of `check_data DATA/val`
     with pytest.raises(DataError, match=r"names 1 files .* relative to that folder, as val/"):
         build_eval_dataset(config, classes=None)
+    for line in (str(tmp_path / "val/a/000.png"), "./val/a/000.png", "val/b/../a/000.png"):
+        (tmp_path / "skip.txt").write_text(f"{line}\n")  # would match no image
+        with pytest.raises(DataError, match=r"names 1 files .* relative to that folder, as val/"):
+            build_eval_dataset(config, classes=None)
     (tmp_path / "skip.txt").write_text("val/a/000.png\n")
     with (
         pytest.warns(UserWarning, match="left out"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
@@ -114,6 +116,22 @@ def test_card_says_what_an_evaluation_of_the_folder_finds(run, hub, tmp_path):
     assert "\n\nA remark.\n\n" in card.text and card.data.license == "apache-2.0"
     assert str(run) not in card.content
     assert "tag" not in json.loads((hub / "config.json").read_text())["pretrained_cfg"]
+
+
+def test_card_of_held_out_images_and_of_another_size(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    settings = yaml.safe_load(config.read_text())
+    settings["data"]["holdout"] = 0.2
+    config.write_text(yaml.safe_dump(settings))
+    out = tmp_path / "hub"
+    options = ["--formats", "hf", "--img-size", "32"]
+    assert main([str(tmp_path / "run"), str(out), *options]) == 0
+    card = ModelCard.load(out / "README.md")
+    assert "360 images that were held out of the split `train` of digits" in card.text
+    assert "with 16 x 16 pixels" in card.text and "centre crop of 32" in card.text
+    assert {result.dataset_split for result in card.data.eval_results} == {"train"}
+    assert json.loads((out / "config.json").read_text())["pretrained_cfg"]["input_size"][1] == 32
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from data import Normalize, build_eval_dataset, collate
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
 from lipsformer.config import DataConfig
 from lipsformer.engine.run_folder import load_model
-from scripts.measure_lipschitz import load_images, main
+from scripts.measure_lipschitz import load_images, main, measure
 
 
 @pytest.mark.slow
@@ -57,6 +57,17 @@ def test_images_are_prepared_as_the_model_says():
     images = build_eval_dataset(data, classes=None)
     pixels, _ = collate([images[i * (len(images) // 3)] for i in range(3)])
     assert torch.equal(found, Normalize(data.mean, data.std)(pixels))
+
+
+def test_the_bound_is_that_of_the_images_that_are_estimated(tmp_path):
+    """The bound grows with the image, and its radius depends on the normalization."""
+    torch.manual_seed(0)
+    model = timm.create_model("lipsformer_swin_nano", embed_dim=8, depths=(1,), num_heads=(2,))
+    settings = ["source=digits", "img_size=48", "mean=[0.1,0.2,0.3]", "std=[0.7,0.8,0.9]"]
+    record = measure("tiny", model, settings, images=1, iters=1, ascent=0)
+    domain = image_domain((48, 48), (0.1, 0.2, 0.3), (0.7, 0.8, 0.9))
+    assert record["input_size"] == [3, 48, 48] and record["radius"] == domain.radius
+    assert record["rows"][0]["bound"] == lipschitz_bound(model, domain).log10
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ static inline vec exp_parts(vec x, vec &scale) {
     return p * (r * r) + r;
 }
 
-// e^x, relative error 2e-7; infinity only beyond float's range.
+// e^x, relative error 2e-7; above 88 it is e^88.
 static inline vec exp(vec x) {
     vec scale;
     const vec p = exp_parts(x, scale);
