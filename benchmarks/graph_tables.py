@@ -221,7 +221,7 @@ TABLES = {
     for table in (
         *(gcn2_search, gcn2_depth, gat_depth, residual_depth, residual_depth_plateau, trees),
         *(residual_datasets, learned_constant, ablations, ablation_lipschitznorm, epoch_choice),
-        *(anchors, transformer_depth),
+        *(anchors, transformer_depth, gat_depth_choices),
     )
 }
 

@@ -54,6 +54,7 @@ PAGES = {
     "step_parts_swin_tiny_epyc.json": ("performance.md", step_parts.table),
     "step_parts_tiny_batch1_epyc.json": ("performance.md", step_parts.table),
     "graph/layers_pubmed_wide_xeon.json": ("performance.md", graph_layers.table),
+    "graph/epoch_seconds_epyc.json": ("performance.md", graph_epoch_seconds.table),
     "graph/epoch_seconds_xeon.json": ("performance.md", graph_epoch_seconds.table),
     "graph/training_arxiv_xeon.json": ("graph.md", graph_training.table),
     "graph/layers_gcn_medium_epyc.json": ("performance.md", graph_layers.table),
