@@ -35,7 +35,7 @@ from lipsformer.engine.distributed import make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
 from scripts._certify import CERTIFIED, DEFAULT, Certification, parse_distance
-from scripts._evaluate import data_of, evaluate_set, model_of, sets_of, table
+from scripts._evaluate import check_model, data_of, evaluate_set, model_of, sets_of, table
 from scripts._json_output import add_json_option, check_json_target, say, write_json
 
 EXIT_CODES = {
@@ -77,6 +77,7 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     sets = sets_of(weights, data, options.set, options.class_map)
     classes = STANDARD if options.set else sets[0].dataset.classes
     model = model_of(weights, config, classes)
+    check_model(model, data.img_size, sets)
 
     usual = config.train.precision if config and not distances else CERTIFIED[0]
     precision = options.precision or usual

@@ -353,6 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row, seed in study.runs():  # every config is read before the first run starts
             study.run_config(row, seed)
         unknown = sorted(set(options.only) - set(study.rows))
+        require(options.workers >= 1, "--workers", options.workers, "must be >= 1")
         require(not unknown, "--only", unknown, f"must name rows: {', '.join(study.rows)}")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

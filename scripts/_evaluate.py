@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -67,6 +68,29 @@ def model_of(weights: Weights, config: Config | None, classes: Sequence[str]) ->
     model = build_model(config, classes)
     load_weights(model, weights.file)
     return model
+
+
+@torch.no_grad()
+def check_model(model: nn.Module, img_size: int, sets: Sequence[EvalSet]) -> None:
+    """Refuse images or classes that a model does not take.
+
+    Raises:
+        ConfigError: If the model fails on an image of this size, or has too few logits.
+    """
+    try:
+        logits = model.eval()(torch.zeros(1, 3, img_size, img_size))
+    except Exception as error:  # a model raises whatever its operators raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"the model does not take images of data.img_size={img_size}: {reason}"
+        ) from None
+    for eval_set in sets:
+        classes = len(eval_set.dataset.classes)
+        if eval_set.outputs is None and classes > logits.shape[1]:
+            raise ConfigError(
+                f"the data have {classes} classes and the model {logits.shape[1]} outputs: choose "
+                "the data that it was trained on, or --class-map"
+            )
 
 
 def evaluate_set(

@@ -165,6 +165,9 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
             parser.error(f"{name!r} is no timm model{hint}; timm.list_models() lists all")
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    for option in ("batch_size", "repeats"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be >= 1")
     options = {k: v for k, v in vars(args).items() if k not in ("names", "json")}
     # One process per model: memory that one model leaves allocated would hide the next one's peak.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:

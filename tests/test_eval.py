@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from timm.models._hub import save_config_for_hf
 
 import eval as evaluation
 from data import build_eval_dataset
@@ -124,6 +125,21 @@ def test_a_checkpoint_is_a_timm_folder(tmp_path: Path, run: Path) -> None:
     expected = evaluate(tmp_path, "--checkpoint", str(folder / "model.safetensors"))[0]
     assert found[0]["top1"] == expected["top1"]
     assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_images_and_classes_that_the_model_does_not_take_end_in_one_line(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    options = ["--checkpoint", str(run), "--data", "img_size=33"]
+    assert evaluation.main(options) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "does not take images of data.img_size=33: " in error
+    few = timm.create_model("lipsformer_swin_nano", num_classes=7, embed_dim=8, num_heads=(1,) * 4)
+    save_file(few.state_dict(), tmp_path / "model.safetensors")
+    save_config_for_hf(few, str(tmp_path / "config.json"))  # without the names of its classes
+    assert evaluation.main(["--checkpoint", str(tmp_path), "--data", "source=digits"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "have 10 classes and the model 7 outputs" in error
 
 
 def test_a_run_folder_tells_how_it_was_made(run: Path) -> None:
