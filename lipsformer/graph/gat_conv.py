@@ -21,12 +21,7 @@ from lipsformer.graph.edge_attention.csr import (
     add_one_self_loop,
     plain_edges,
 )
-from lipsformer.graph.edge_attention.operator import (
-    edge_attention,
-    neighbor_max,
-    why_messages,
-    with_squared_norm,
-)
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
 from lipsformer.graph.norm import check_score_norm
 from lipsformer.layers.lipschitz_norm import (
     linear_scale,
@@ -224,23 +219,19 @@ class LipschitzGATConv(GATConv):
         The factor c_i of LipschitzNorm is positive, so LeakyReLU(c_i (s_j + t_i)) is the score, and
         c_i (s_j + t_i) is the dot product of the query (c_i, c_i t_i) and the key (s_j, 1).
         """
-        if target is source:
-            both = torch.cat([self.att_src, self.att_dst])
-            source_term, target_term = _dot_by_head(source, both).chunk(2, dim=1)
-        else:
-            source_term = _dot_by_head(source, self.att_src)
-            target_term = _dot_by_head(target, self.att_dst)
-        value, scale = source, torch.ones_like(target_term)
+        source_term, target_term = self._score_terms(source, target)
+        assert target_term is not None
+        scale = torch.ones_like(target_term)
         if self.score_norm is not None:
-            value, source_sq = with_squared_norm(source)
-            target_sq = source_sq if target is source else squared_norm(target)
             reduce = partial(neighbor_max, csr=csr)
+            source_sq, target_sq = _squared_norms(source, target)
+            assert target_sq is not None
             scale = linear_scale(source_sq, target_sq, reduce=reduce, **self._norm_settings())
         return edge_attention(
             csr,
             query=torch.stack([scale, scale * target_term], dim=-1),
             key=torch.stack([source_term, torch.ones_like(source_term)], dim=-1),
-            value=value,
+            value=source,
             negative_slope=self.negative_slope,
             dropout=self.dropout,
             training=self.training,
@@ -290,21 +281,6 @@ class LipschitzGATConv(GATConv):
         if self.res is not None and raw_target is not None:
             out = out + self.res(raw_target)
         return out if self.bias is None else out + self.bias
-
-
-def _dot_by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the dot products of each head with its rows of the weight, [N, H, C] -> [N, K * H].
-
-    They are one product with block-diagonal matrices, which is faster than passes over [N, H, C],
-    also in the backward pass. Autocast is off, because it would round the scores.
-
-    Args:
-        x: [N, H, C].
-        weight: [K, H, C].
-    """
-    columns = torch.cat([torch.block_diag(*row.unsqueeze(-1)) for row in weight], dim=1)
-    with torch.autocast(x.device.type, enabled=False):
-        return x.flatten(1).to(weight.dtype) @ columns
 
 
 def _squared_norms(source: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor | None]:
