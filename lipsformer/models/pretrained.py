@@ -20,8 +20,8 @@ SOURCES = ("file", "url", "state_dict", "hf_hub_id")
 ADAPTED = ("num_classes", "in_chans", "img_size", "window_size", "global_pool")
 FEATURES = ("features_only", "out_indices", "feature_cls")
 NEUTRAL = (
-    *(*FEATURES, "weight_init", "cache_dir", "device", "dtype"),
-    *("dynamic_img_size", "strict_img_size"),
+    *FEATURES,
+    *("weight_init", "cache_dir", "device", "dtype", "dynamic_img_size", "strict_img_size"),
 )
 
 

@@ -60,6 +60,8 @@ def test_command_line_prints_one_json_object_per_model(capfd):
         (["lipsformer_tny"], "'lipsformer_tny' is no timm model, did you mean 'lipsformer_tiny'"),
         (["lipsformer_nano", "--precision", "fp8"], "invalid choice: 'fp8'"),
         (["lipsformer_nano", "--image-size", "32"], "unrecognized arguments"),
+        (["lipsformer_nano", "--repeats", "0"], "--repeats 0: must be >= 1"),
+        (["lipsformer_nano", "--batch-size", "0"], "--batch-size 0: must be >= 1"),
     ],
 )
 def test_mistakes_are_named(capsys, argv, message):
