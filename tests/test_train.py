@@ -116,5 +116,50 @@ def test_arguments_of_a_checkpoint_that_the_config_has_not_are_named() -> None:
     config = read_config(Config, FINETUNE, [*overrides, "data.img_size=32"])
     with pytest.raises(ConfigError, match=r"trained with model.kwargs=.*'stem': 'conv'"):
         load_initial_weights(config, build_model(config, ["a", "b", "c"]))
-    config = read_config(Config, FINETUNE, [*overrides, "model.kwargs.stem=conv"])
+    same = ["model.kwargs.stem=conv", "model.kwargs.residual_scale=1.0"]
+    config = read_config(Config, FINETUNE, [*overrides, *same])
     load_initial_weights(config, build_model(config, ["a", "b", "c"]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "held"),
+    [
+        ("num_heads=[4,4,8,16]", "heads_per_branch=1 and not 2"),
+        ("logit_scale=7.0", "init_logit_scale=12.0 and not 7.0"),
+    ],
+)
+def test_weights_of_a_model_with_other_arguments_are_refused_though_all_shapes_fit(
+    checkpoint: Path, setting: str, held: str
+) -> None:
+    overrides = ["model.name=lipsformer_nano", f"model.checkpoint={checkpoint}", "data.name=set"]
+    free = ["data.img_size=48", "model.kwargs.drop_path_rate=0.3"]  # these may differ
+    config = read_config(Config, FINETUNE, [*overrides, *free])
+    model = build_model(config, ["a", "b", "c"])
+    load_initial_weights(config, model)
+    other = read_config(Config, FINETUNE, [*overrides, *free, f"model.kwargs.{setting}"])
+    wrong = build_model(other, ["a", "b", "c"])
+    wrong.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 48, 48)
+    assert not torch.allclose(wrong.eval()(images), model.eval()(images), rtol=1e-3)
+    with pytest.raises(ConfigError, match="holds the weights of another model") as refusal:
+        load_initial_weights(other, build_model(other, ["a", "b", "c"]))
+    assert held in str(refusal.value)
+
+
+def test_weights_of_a_model_that_was_converted_with_other_arguments_are_refused(
+    tmp_path: Path,
+) -> None:
+    small = ["embed_dim=16", "depth=2", "num_heads=2"]
+    overrides = ["model.name=vit_tiny_patch16_224", "model.convert=true", "data.name=set"]
+    overrides += [f"model.kwargs.{pair}" for pair in small]
+    overrides += [f"model.checkpoint={tmp_path}", "data.img_size=32"]
+    config = read_config(Config, FINETUNE, [*overrides, "model.convert_kwargs.logit_scale=7.0"])
+    model = build_model(config, ["a", "b", "c"])
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    load_initial_weights(config, build_model(config, ["a", "b", "c"]))
+    same = [*overrides, "model.convert_kwargs={logit_scale: 7.0, spectral_init: false}"]
+    config = read_config(Config, FINETUNE, same)  # the weights replace the initial ones
+    load_initial_weights(config, build_model(config, ["a", "b", "c"]))
+    config = read_config(Config, FINETUNE, overrides)
+    with pytest.raises(ConfigError, match=r"convert_kwargs=\{'logit_scale': 7.0"):
+        load_initial_weights(config, build_model(config, ["a", "b", "c"]))

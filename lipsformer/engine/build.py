@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from timm.models._hub import save_config_for_hf  # the public save_for_hf also writes weights
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from lipsformer.engine.instrument import Instrument
 from lipsformer.engine.run_folder import TIMM_CONFIG, CheckpointError, find_weights, load_weights
 from lipsformer.engine.train_state import TrainState
 from lipsformer.models import convert
-from lipsformer.models.pretrained import ADAPTED
+from lipsformer.models.pretrained import find_difference, is_fixed
 from lipsformer.models.timm_conversion import CONVERTED
 
 logger = logging.getLogger(__name__)
@@ -91,10 +92,12 @@ def load_initial_weights(config: Config, model: nn.Module) -> None:
     """Load the weights that `model.checkpoint` names, if it names any; log which they are.
 
     The classifier keeps its random weights if the number of classes differs. With `model.convert`
-    the weights may be those of the model before its conversion.
+    the weights may be those of the model before its conversion. Where timm's config.json describes
+    the model of the weights, it must be the one of this config, apart from the arguments that timm
+    adapts and the rates of dropout.
 
     Raises:
-        ConfigError: If there are none, or they do not fit.
+        ConfigError: If there are none, they do not fit, or they belong to another model.
     """
     if config.model.checkpoint is None:
         return
@@ -112,21 +115,40 @@ def load_initial_weights(config: Config, model: nn.Module) -> None:
         if known and config.model.convert and not converted:
             _convert_weights(config, model, weights.file)
         else:
-            _load(config, model, weights.file, known.get("model_args", {}))
+            if known:
+                _require_same_model(config, model, weights.file, known.get("model_args", {}))
+            load_weights(model, weights.file, new_head=True)
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from None
     logger.info("%s", weights)
 
 
-def _load(config: Config, model: nn.Module, file: Path, built: Mapping[str, Any]) -> None:
-    """Load weights, or name the arguments of their model that `model.kwargs` has not."""
-    try:
-        load_weights(model, file, new_head=True)
-    except CheckpointError as error:
-        own = config.model.kwargs
-        other = {k: v for k, v in built.items() if k not in ADAPTED and own.get(k) != v}
-        hint = f"; it was trained with model.kwargs={other}" if other else ""
-        raise CheckpointError(f"{error}{hint}") from None
+def _require_same_model(
+    config: Config, model: nn.Module, file: Path, trained: Mapping[str, Any]
+) -> None:
+    """Refuse weights of a model that differs in more than timm adapts and the rates of dropout.
+
+    Shapes do not tell, for example, another number of heads. Therefore the model of the weights is
+    built too, without memory.
+
+    Raises:
+        CheckpointError: If they differ; the message names the arguments of the trained model.
+    """
+    arguments = {k: v for k, v in trained.items() if is_fixed(k) and v is not None}
+    converted = arguments.pop("convert_args", {})
+    arguments.pop("original", None)
+    own = {k: v for k, v in config.model.kwargs.items() if not is_fixed(k)}
+    options = replace(config.model, kwargs={**arguments, **own}, convert_kwargs=converted or {})
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        known = build_model(replace(config, model=options), range(model.num_classes))  # pyright: ignore
+    if held := find_difference(known, model):
+        settings = f"model.kwargs={arguments}"
+        if config.model.convert:
+            settings += f" and model.convert_kwargs={options.convert_kwargs}"
+        raise CheckpointError(
+            f"{file} holds the weights of another model, which has {held}; it was trained with "
+            f"{settings}: set the same"
+        )
 
 
 def _convert_weights(config: Config, model: nn.Module, file: Path) -> None:

@@ -118,24 +118,21 @@ def check_arguments(folder: Path, entry: Callable[..., nn.Module], kwargs: dict[
     if config["architecture"] != name:
         raise RuntimeError(f"{folder} holds a {config['architecture']}, not a {name}: rename it")
     trained = config.get("model_args", {})
-    fixed = {
-        key: value
-        for key, value in kwargs.items()
-        if key not in ADAPTED + NEUTRAL and not key.endswith("_rate")
-    }
+    fixed = {key: value for key, value in kwargs.items() if is_fixed(key)}
     for key, value in fixed.items():
         value = list(value) if isinstance(value, tuple) else value
         if value != trained.get(key, value):
             raise _contradiction(folder, {key: value}, f"{key}={trained[key]!r}")
     others = {key: value for key, value in fixed.items() if key not in trained}
     if others:
-        known = describe(entry(device="meta", **trained))
-        wanted = describe(entry(device="meta", **trained, **others))
-        for place in {**known, **wanted}:
-            has, would_have = known.get(place), wanted.get(place)
-            if has != would_have:
-                held = f"{place}={has!r} and not {would_have!r}"
-                raise _contradiction(folder, others, held)
+        known, wanted = entry(device="meta", **trained), entry(device="meta", **trained, **others)
+        if held := find_difference(known, wanted):
+            raise _contradiction(folder, others, held)
+
+
+def is_fixed(argument: str) -> bool:
+    """Return whether an argument of a model must be the one with which its weights were trained."""
+    return argument not in ADAPTED + NEUTRAL and not argument.endswith("_rate")
 
 
 def _contradiction(folder: Path, given: dict[str, Any], held: str) -> RuntimeError:
@@ -145,6 +142,21 @@ def _contradiction(folder: Path, given: dict[str, Any], held: str) -> RuntimeErr
         f"{values} {verb} the weights in {folder}, whose model has {held}: leave "
         f"{', '.join(given)} out, or use pretrained=False"
     )
+
+
+def find_difference(known: nn.Module, wanted: nn.Module) -> str | None:
+    """Return the first place where two models differ besides their weights; None if nowhere.
+
+    Example:
+        >>> find_difference(nn.Linear(5, 3), nn.Linear(5, 2))
+        'out_features=3 and not 2'
+    """
+    held, would_hold = describe(known), describe(wanted)
+    for place in {**held, **would_hold}:
+        value, other = held.get(place), would_hold.get(place)
+        if value != other:
+            return f"{place}={value!r} and not {other!r}"
+    return None
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
