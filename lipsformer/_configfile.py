@@ -7,6 +7,7 @@ print the message and exit with code 2 before anything is written.
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import types
 import typing
@@ -67,6 +68,26 @@ def require_writable(option: str, file: str | Path) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{option} {str(file)!r} cannot be written: {reason}") from None
+
+
+def read_json(path: Path, kind: type[Any] = dict) -> Any:
+    """Return what a JSON file holds.
+
+    Args:
+        path: The file.
+        kind: What it must hold, a dict or a list.
+
+    Raises:
+        ConfigError: If it is damaged; the message is one sentence.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read as JSON: {reason}; restore the file") from None
+    if not isinstance(value, kind):
+        raise ConfigError(f"{path} holds no JSON {kind.__name__}; restore the file")
+    return value
 
 
 def numbers_in(value: object) -> list[int | float]:

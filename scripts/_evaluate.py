@@ -12,6 +12,7 @@ from data.evalsets import STANDARD, EvalSet
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import build_model
+from lipsformer.engine.preflight import try_images
 from lipsformer.engine.run_folder import Weights, load_model, load_weights
 from lipsformer.engine.steps import evaluate
 from scripts._assemble import data_config
@@ -70,20 +71,14 @@ def model_of(weights: Weights, config: Config | None, classes: Sequence[str]) ->
     return model
 
 
-@torch.no_grad()
 def check_model(model: nn.Module, img_size: int, sets: Sequence[EvalSet]) -> None:
     """Refuse images or classes that a model does not take.
 
     Raises:
         ConfigError: If the model fails on an image of this size, or has too few logits.
     """
-    try:
-        logits = model.eval()(torch.zeros(1, 3, img_size, img_size))
-    except Exception as error:  # a model raises whatever its operators raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(
-            f"the model does not take images of data.img_size={img_size}: {reason}"
-        ) from None
+    refusal = f"the model does not take images of data.img_size={img_size}"
+    logits = try_images(model.eval(), torch.zeros(1, 3, img_size, img_size), refusal)
     for eval_set in sets:
         classes = len(eval_set.dataset.classes)
         if eval_set.outputs is None and classes > logits.shape[1]:

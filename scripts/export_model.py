@@ -22,6 +22,7 @@ import json
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -31,12 +32,14 @@ from torch import Tensor, nn
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
+from lipsformer.engine.preflight import try_images
 from lipsformer.engine.run_folder import (
     TIMM_CONFIG,
     WHICH,
     WHICH_HELP,
     CheckpointError,
     find_weights,
+    has_tag,
     load_model,
     load_weights,
 )
@@ -73,6 +76,19 @@ def _difference(actual: Tensor, expected: Tensor, tolerance: float) -> float:
     return difference
 
 
+def _resize(model: Any, channels: int, img_size: int) -> None:
+    """Make a model take images of another size, if it can."""
+    refusal = f"--img-size {img_size} is not possible for this model"
+    if img_size < 1:
+        raise ConfigError(f"{refusal}: it must be at least 1")
+    if hasattr(model, "set_input_size"):
+        try:
+            model.set_input_size(img_size=img_size)
+        except (ValueError, AssertionError) as error:
+            raise ConfigError(f"{refusal}: {error}") from None
+    try_images(model.eval(), torch.zeros(1, channels, img_size, img_size), refusal)
+
+
 def is_folder(name: str) -> bool:
     """Return whether a model is named by its folder; names of timm come first."""
     return not timm.is_model(name) and Path(name).is_dir()
@@ -92,8 +108,8 @@ def export_model(
     """Export to the folder ``out``, which appears complete or not at all.
 
     Args:
-        name: Any timm model, also `local-dir:` and `hf-hub:`, whose weights are then loaded; or
-            the folder of a run or of a checkpoint of a run.
+        name: Any timm model. Its weights are loaded if the name has a tag, `local-dir:` or
+            `hf-hub:`. Or the folder of a run or of a checkpoint of a run.
         out: Folder to be created.
         formats: "hf" and keys of ``FORMATS``.
         checkpoint: Weights to load; None keeps the model's own.
@@ -117,20 +133,25 @@ def export_model(
         print(weights)
         model = load_model(weights)
     else:
-        model = timm.create_model(name, pretrained=":" in name)
-        if ":" not in name and checkpoint is None:
-            print(f"weights     initial weights of {name}")
+        pretrained = ":" in name or has_tag(name)
+        model = timm.create_model(name, pretrained=pretrained)
+        if checkpoint is None:
+            print(f"weights     {'pretrained' if pretrained else 'initial'} weights of {name}")
     if checkpoint is not None:
         load_weights(model, checkpoint)
     channels, height, width = model.pretrained_cfg["input_size"]
     if img_size is not None:
         height = width = img_size
-        if hasattr(model, "set_input_size"):
-            model.set_input_size(img_size=img_size)
+        _resize(model, channels, img_size)
         model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (channels, height, width)}
     card = None
     if "hf" in formats and weights is not None and weights.kind is not None:
         card = model_card(model, weights, which=which, note=note)
+    if note is not None and card is None:
+        raise ConfigError(
+            "--note has no effect without a model card: leave it out, or export a run with the "
+            "format hf"
+        )
     model.eval()
     images = torch.randn(3, channels, height, width)  # exported with two, checked with three
     differences = {}
@@ -170,6 +191,8 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
         parser.error("--checkpoint has no effect on a run, whose weights are used: leave it out")
     if args.checkpoint is not None and not args.checkpoint.is_file():
         parser.error(f"--checkpoint {args.checkpoint}: no such file")
+    if not is_folder(args.name) and args.weights != "best":
+        parser.error("--weights chooses between weights of a run: leave it out")
     differences = export_model(
         args.name,
         args.out,

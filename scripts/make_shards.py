@@ -32,7 +32,7 @@ from data.shards import (
 )
 from data.sources import FolderSource
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError
+from lipsformer._configfile import ConfigError, read_json
 from lipsformer.config import DataConfig
 
 PLAN = "plan.json"
@@ -64,7 +64,7 @@ def make(
         "images_per_shard": images_per_shard,
         "seed": seed,
     }
-    found = json.loads((path / PLAN).read_text()) if (path / PLAN).exists() else plan
+    found = read_json(path / PLAN) if (path / PLAN).exists() else plan
     if found != plan or (not (path / PLAN).exists() and path.exists() and any(path.iterdir())):
         raise DataError(
             f"{path} is not empty and its files do not belong to {plan}; choose another folder"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from data import DataError, Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError
+from lipsformer._configfile import ConfigError, require_writable
 from lipsformer.analysis.bounds import (
     UnknownModuleError,
     flatten_bound,
@@ -36,6 +36,7 @@ from lipsformer.engine.run_folder import (
     WHICH_HELP,
     CheckpointError,
     find_weights,
+    has_tag,
     load_model,
 )
 from scripts._assemble import data_config
@@ -159,7 +160,10 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     if options.images < 1 or options.iters < 1:
         raise ConfigError("--images and --iters must be at least 1")
     check_json_target(options.json)
-    source, line = options.model, f"weights     initial weights of {options.model}"
+    if options.plot:
+        require_writable("--plot", options.plot)
+    kind = "pretrained" if has_tag(options.model) else "initial"
+    source, line = options.model, f"weights     {kind} weights of {options.model}"
     if not timm.is_model(source) and Path(source).exists():
         source = line = find_weights(source, options.weights)
     model = load_model(source)

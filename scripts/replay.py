@@ -23,10 +23,17 @@ from torch import Tensor, nn
 from data import DataError
 from data.loader import TrainBatches, Update
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError
+from lipsformer._configfile import ConfigError, read_json
 from lipsformer.engine import distributed
 from lipsformer.engine.parts import Parts
-from lipsformer.engine.run_folder import CHECKPOINTS, REPLAY, CheckpointError, RunFolder, read_state
+from lipsformer.engine.run_folder import (
+    CHECKPOINTS,
+    REPLAY,
+    CheckpointError,
+    RunFolder,
+    find_fault,
+    read_state,
+)
 from lipsformer.engine.steps import apply_gradient, backward
 from scripts._assemble import assemble
 
@@ -35,13 +42,15 @@ def replay(folder: Path) -> dict[str, Any]:
     """Return what happens in the update that replay.json names."""
     if not (folder / REPLAY).exists():
         raise ConfigError(f"{folder} has no {REPLAY}; only a run with exit code 3 writes one")
-    record = json.loads((folder / REPLAY).read_text())
+    record = read_json(folder / REPLAY)
     config = RunFolder(folder).config(["run.trackers=[]"])
     config = replace(config, train=replace(config.train, batch_size_per_device=None))
     accelerator = distributed.start(config)
     if accelerator.num_processes > 1:
         raise ConfigError("replay runs on one process, which takes the shares of all ranks in turn")
     start = folder / CHECKPOINTS / record["checkpoint"] if record["checkpoint"] else None
+    if start is not None and (fault := find_fault(start)):
+        raise CheckpointError(f"{start}, from which the update is repeated, is lost: {fault}")
     parts = assemble(config, accelerator, start)
     step = 0
     if start is not None:

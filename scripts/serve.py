@@ -23,7 +23,7 @@ from pathlib import Path
 from data import UnreadableImageError
 from data.images import EncodedPicture
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError
+from lipsformer._configfile import ConfigError, require
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
 from scripts._demo_model import MAX_UPLOAD, DemoModel
 from scripts._runtimes import FORMATS, autocast, load
@@ -102,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
+    require(0 <= args.port <= 65535, "--port", args.port, "must be in [0, 65535]")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     model = load_classifier(args.folder, args.weights, args.precision)
     with suppress(KeyboardInterrupt), make_server(model, args.host, args.port) as server:

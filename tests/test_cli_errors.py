@@ -130,6 +130,33 @@ def test_wrong_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert "--batch-size=0" in refused(capsys, *arguments, program=evaluation.main)
 
 
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"])
+def test_a_damaged_description_of_the_model_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes
+) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes(content)
+    error = refused(capsys, "--checkpoint", str(tmp_path), program=evaluation.main)
+    assert f"{tmp_path / 'config.json'} " in error and "restore the file" in error
+
+
+def test_a_damaged_file_of_a_run_ends_its_next_start_in_one_line_and_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    output = tmp_path / "out"
+    config = write_config(tmp_path, DIGITS, output)
+    arguments = ("--config", str(config), "train.epochs=1")
+    assert train.main(list(arguments)) == 0
+    for name in ("exit.json", "environment.json"):
+        intact = (output / name).read_bytes() if (output / name).exists() else None
+        (output / name).write_text("{")
+        capsys.readouterr()
+        before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+        assert f"{output / name} cannot be read as JSON" in refused(capsys, *arguments)
+        assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+        (output / name).unlink() if intact is None else (output / name).write_bytes(intact)
+
+
 def test_eval_says_before_its_work_that_a_file_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

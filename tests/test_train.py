@@ -119,6 +119,9 @@ def test_arguments_of_a_checkpoint_that_the_config_has_not_are_named() -> None:
     same = ["model.kwargs.stem=conv", "model.kwargs.residual_scale=1.0"]
     config = read_config(Config, FINETUNE, [*overrides, *same])
     load_initial_weights(config, build_model(config, ["a", "b", "c"]))
+    overrides[0] += ".cifar10"  # a tag names the arguments too
+    config = read_config(Config, FINETUNE, [*overrides, "data.img_size=32"])
+    load_initial_weights(config, build_model(config, ["a", "b", "c"]))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def load_initial_weights(config: Config, model: nn.Module) -> None:
         converted = held == CONVERTED
         if converted:
             held = known["model_args"]["original"]
-        if held != config.model.name:
+        if held != config.model.name.partition(".")[0]:  # the name without a tag
             raise CheckpointError(f"{weights.file} holds a {held}; set model.name={held}")
         if converted and not config.model.convert:
             raise CheckpointError(f"{weights.file} holds a converted model; set model.convert=true")

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lipsformer._configfile import read_json
 from lipsformer.engine.checkpoint import write_atomically
 from lipsformer.engine.run_folder import EXIT
 
@@ -105,9 +106,9 @@ def refuse_to_repeat(folder: Path, **start: Any) -> None:
     path = folder / EXIT
     if not path.exists():
         return
-    record = json.loads(path.read_text())
+    record = read_json(path)
     same = all(record.get(name) == value for name, value in start.items())
-    if record["code"] in FINAL and same:
+    if record.get("code") in FINAL and same:
         raise RepeatedError(
             f"this run ended with exit code {record['code']}, and the same start would end so "
             f"again ({record['reason']}); change a setting, or remove {path} to try all the same",

@@ -60,10 +60,12 @@ def load_teacher(config: Config, classes: Sequence[str], sizes: Sequence[int]) -
 def _named_model(name: str) -> tuple[nn.Module, Sequence[str] | None]:
     """Return a trained model, and the names of its classes if they are known."""
     if not Path(name).exists() and timm.is_model(name):
-        known = timm.get_pretrained_cfg(name)
-        if known is None or not known.has_weights:
+        ours = timm.model_entrypoint(name).__module__.startswith("lipsformer.")
+        known = None if ours else timm.get_pretrained_cfg(name)
+        if not ours and (known is None or not known.has_weights):
             raise ConfigError("timm has no pretrained weights of this name")
-        return timm.create_model(name, pretrained=True), None
+        model: Any = timm.create_model(name, pretrained=True)
+        return model, model.pretrained_cfg.get("label_names")
     weights = find_weights(name)
     return load_model(weights), weights.classes()
 

@@ -84,7 +84,11 @@ def _run_once(
         model = build_model(config, classes)
         _require_memory(config, model)
         for training, count, size in trials:
-            outputs = _outputs(config, model.train(training), count, size)
+            key = "data.img_size" if size == config.data.img_size else "augment.img_sizes"
+            model_text = describe_model(config)
+            refusal = f"{model_text} does not take images of {key}={size} in batches of {count}"
+            images = torch.zeros(count, 3, size, size)
+            outputs = try_images(model.train(training), images, refusal)
             expected = (count, len(classes))
             if not isinstance(outputs, Tensor) or outputs.shape != expected:
                 found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs)
@@ -94,19 +98,26 @@ def _run_once(
                 )
 
 
-def _outputs(config: Config, model: nn.Module, count: int, size: int) -> Any:
+def try_images(model: nn.Module, images: Tensor, refusal: str) -> Any:
+    """Return what a model makes of images ([B, C, H, W]).
+
+    Args:
+        model: The model, in the mode that is to be tried.
+        images: The images.
+        refusal: What the error says before its reason.
+
+    Raises:
+        ConfigError: If the model does not take the images.
+        NotImplementedError: If the meta device lacks an operator.
+    """
     try:
         with torch.no_grad():
-            return model(torch.zeros(count, 3, size, size))
-    except NotImplementedError:
-        raise
+            return model(images)
     except Exception as error:  # a model raises whatever its operators raise
+        if isinstance(error, NotImplementedError) and images.is_meta:
+            raise
         reason = str(error).partition("\n")[0] or type(error).__name__
-        key = "data.img_size" if size == config.data.img_size else "augment.img_sizes"
-        raise ConfigError(
-            f"{describe_model(config)} does not take images of {key}={size} in batches of "
-            f"{count}: {reason}"
-        ) from None
+        raise ConfigError(f"{refusal}: {reason}") from None
 
 
 def _require_memory(config: Config, model: nn.Module) -> None:

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lipsformer._configfile import ConfigError, read_config
+from lipsformer._configfile import ConfigError, read_config, read_json
 from lipsformer.config import Config
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Weights:
     def timm_config(self) -> dict[str, Any] | None:
         """Return timm's description of the model; None if the folder holds none."""
         path = self.folder / TIMM_CONFIG
-        return json.loads(path.read_text()) if path.exists() else None
+        return read_json(path) if path.exists() else None
 
     def classes(self) -> list[str] | None:
         """Return the names of the classes in the order of the logits; None if unknown."""
@@ -184,7 +184,7 @@ class RunFolder:
     def environment(self) -> list[dict[str, Any]]:
         """Return one entry for each start of the process: versions, commit, command, machine."""
         path = self.path / ENVIRONMENT
-        return json.loads(path.read_text()) if path.exists() else []
+        return read_json(path, list) if path.exists() else []
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return all records. A last line that a killed process left incomplete is left out."""
@@ -194,7 +194,7 @@ class RunFolder:
     def summary(self) -> dict[str, Any] | None:
         """Return the summary of a run that has ended; None for others."""
         path = self.path / SUMMARY
-        return json.loads(path.read_text()) if path.exists() else None
+        return read_json(path) if path.exists() else None
 
     def weights(self, which: str = "best") -> Weights:
         """Return one set of weights of the run.
@@ -279,7 +279,8 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
 
     Args:
         source: A path as `find_weights` takes it, with a config.json in its folder; or weights that
-            `find_weights` returned; or the name of a timm model, which keeps its random weights.
+            `find_weights` returned; or the name of a timm model, which keeps its random weights
+            unless the name has a tag.
         which: "best" or "last", for a run.
 
     Raises:
@@ -287,7 +288,7 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
         ConfigError: If it is not known which model the weights belong to.
     """
     if isinstance(source, str) and timm.is_model(source):
-        return timm.create_model(source)
+        return timm.create_model(source, pretrained=has_tag(source))
     if not isinstance(source, Weights):
         if not os.path.exists(source):
             raise ConfigError(f"{str(source)!r} is neither a timm model nor a file or folder")
@@ -300,6 +301,11 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
     model = timm.create_model(f"local-dir:{source.folder}", pretrained=False)
     load_weights(model, source.file)
     return model
+
+
+def has_tag(name: str) -> bool:
+    """Return whether the name of a timm model names its weights too, as in `name.tag`."""
+    return timm.is_model(name) and "." in name
 
 
 def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> list[str]:

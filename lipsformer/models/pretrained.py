@@ -30,7 +30,8 @@ def register_with_weights(entry: Callable[..., Model]) -> Callable[..., Model]:
 
     The weights are those of the folder ``<name>.<tag>`` in timm's format, in the folder that the
     environment variable ``LIPSFORMER_WEIGHTS`` names, or in ``weights/`` of the checkout. The
-    arguments that the model of the folder was built with are defaults. Weights that the caller
+    arguments that the model of the folder was built with are defaults, also where only the tag is
+    named and the weights stay random. Weights that the caller
     names in timm's other ways, such as ``local-dir:`` and ``pretrained_cfg_overlay``, are left
     alone.
 
@@ -57,13 +58,13 @@ def register_with_weights(entry: Callable[..., Model]) -> Callable[..., Model]:
         overlay = pretrained_cfg_overlay or {}
         tag = pretrained_cfg if isinstance(pretrained_cfg, str) else None
         named = (pretrained_cfg and not tag) or any(map(overlay.get, SOURCES))
-        if not pretrained or named:
+        if named or not (pretrained or tag):
             cfgs = {"pretrained_cfg": pretrained_cfg, "pretrained_cfg_overlay": overlay}
             return entry(pretrained, **cfgs, **kwargs)
         folder = find_folder(entry.__name__, tag)
         check_arguments(folder, entry, kwargs)
         source = {"model_name": f"local-dir:{folder}", "pretrained_cfg_overlay": overlay}
-        return cast("Model", timm.create_model(**source, pretrained=True, **kwargs))
+        return cast("Model", timm.create_model(**source, pretrained=pretrained, **kwargs))
 
     return register_model(create)
 

@@ -189,6 +189,11 @@ def test_values_that_would_be_ignored_are_refused(
             ["0.01 and 0.91 for 10 classes"],
         ),
         (["loss.teacher=vit_tiny_patch16_18x2_224"], ["loss.teacher='vit_tiny_patch16_18x2_224'"]),
+        (
+            ["loss.teacher=lipsformer_swin_nano.cifar10"],
+            ["was trained on other classes", "10 from 'airplane' on, not 10 from '0' on"],
+        ),
+        (["loss.teacher=lipsformer_nano"], ["there are no pretrained weights of lipsformer_nano"]),
         (["loss.teacher=/no/where"], ["loss.teacher='/no/where'", "no such file"]),
         (["augment.img_sizes=[12]"], ["augment.img_sizes=12 in batches of 2"]),
     ],

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from timm.models import save_for_hf
 
 import lipsformer  # noqa: F401  (registers)
+from lipsformer.engine.run_folder import load_model
 
 NAME = "lipsformer_swin_nano"
 FOLDER = Path(__file__).resolve().parents[2] / "weights" / f"{NAME}.cifar10"
@@ -35,6 +36,22 @@ def test_every_name_gives_the_file_bit_for_bit(name, weights):
     card = json.loads((FOLDER / "config.json").read_text())
     assert model.pretrained_cfg["label_names"] == card["label_names"]
     assert timm.data.resolve_model_data_config(model)["mean"] == [0.4914, 0.4822, 0.4465]
+
+
+def test_a_tag_without_pretrained_names_the_model_and_leaves_its_weights_random(weights):
+    model = timm.create_model(f"{NAME}.cifar10", num_classes=7)
+    assert {*model.head.fc.weight.shape} == {7, 256}
+    state = model.state_dict()
+    assert {k: v.shape for k, v in state.items() if k[:4] != "head"} == {
+        k: v.shape for k, v in weights.items() if k[:4] != "head"
+    }
+    matrices = [key for key, tensor in weights.items() if tensor.ndim > 1 and key[:4] != "head"]
+    assert not any(torch.equal(state[key], weights[key]) for key in matrices)
+
+
+def test_commands_take_the_weights_of_a_name_with_a_tag(weights):
+    state = load_model(f"{NAME}.cifar10").state_dict()
+    assert all(torch.equal(state[key], tensor) for key, tensor in weights.items())
 
 
 def test_what_timm_adapts_is_adapted(weights, tmp_path):

@@ -98,12 +98,24 @@ def test_command_line_names_mistakes_before_it_writes(tmp_path, capsys):
         (["lipsformer_nan", out], "'lipsformer_nan' is no folder and no timm model"),
         (["lipsformer_nano", out, "--checkpoint", "none.pth"], "none.pth: no such file"),
         (["lipsformer_nano", out, "--formats", "coreml"], "invalid choice: 'coreml'"),
+        (["lipsformer_nano", out, "--weights", "last"], "--weights chooses between weights of a"),
     ]:
         with pytest.raises(SystemExit, match="2"):
             main(argv)
         assert message in capsys.readouterr().err
-    assert main(["lipsformer_nano", str(tmp_path)]) == 2
-    assert "exists: choose another folder" in capsys.readouterr().err
+    for argv, message in [
+        (["lipsformer_nano", str(tmp_path)], "exists: choose another folder"),
+        (
+            ["lipsformer_nano", out, "--img-size", "3"],
+            "--img-size 3 is not possible for this",
+        ),
+        (["lipsformer_nano", out, "--img-size", "0"], "must be at least 1"),
+        (["resnet18", out, "--img-size", "-1"], "must be at least 1"),
+        (["lipsformer_nano", out, "--note", "x"], "--note has no effect without a model card"),
+    ]:
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -70,6 +70,12 @@ def test_the_bound_is_that_of_the_images_that_are_estimated(tmp_path):
     assert record["rows"][0]["bound"] == lipschitz_bound(model, domain).log10
 
 
+def test_a_plot_that_cannot_be_written_is_told_before_the_work(tmp_path, capsys):
+    assert main(["lipsformer_nano", "--plot", str(tmp_path / "no" / "p.png")]) == 2
+    output = capsys.readouterr()
+    assert "--plot" in output.err and output.out == ""
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -39,6 +39,10 @@ def test_divergence_is_stopped_and_replayed(
     assert found["inputs"] == found["weights"] == []
     assert found["outputs"][0] == "patch_embed.proj (Conv2d)"
     assert "head.weight" in found["gradients"]
+    if saved:
+        (tmp_path / "out/checkpoints/update-000000001/optimizer.safetensors").unlink()
+        assert replay.main([str(tmp_path / "out")]) == 2
+        assert "is lost: optimizer.safetensors is missing" in capsys.readouterr().err
 
 
 def test_a_healthy_run_has_nothing_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
