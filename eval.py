@@ -73,6 +73,10 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
         if options.config
         else weights.config(overrides)
     )
+    if options.class_map is not None and weights.classes() is None:
+        raise ConfigError(
+            f"--class-map has no effect, because {weights.folder} names no classes of the model"
+        )
     data = data_of(weights, config, options.data, imagenet=bool(options.set))
     sets = sets_of(weights, data, options.set, options.class_map)
     classes = STANDARD if options.set else sets[0].dataset.classes
@@ -84,6 +88,8 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     accelerator = make_accelerator(precision)
     if accelerator.is_main_process:
         say(options.json, weights)
+        if weights.classes() is None and not options.set:
+            say(options.json, "classes     matched by their order: the weights do not name them")
     model.to(accelerator.device, torch.float64 if precision == "fp64" else None)
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
     settings = (data, weights.file, distances, options.attack_every)

@@ -182,6 +182,10 @@ def test_eval_takes_another_precision_than_the_run(
     assert "fp16' is not possible on cpu" in refused(capsys, *arguments, program=evaluation.main)
     AcceleratorState._reset_state(True)
     assert evaluation.main([*arguments, "--precision", "fp32"]) == 0
+    assert "classes     matched by their order" in capsys.readouterr().out
+    named = (*arguments, "--class-map", "names.json")
+    error = refused(capsys, *named, program=evaluation.main)
+    assert "--class-map has no effect, because" in error
 
 
 def test_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
