@@ -39,7 +39,7 @@ class Normalize:
     def __call__(self, images: Tensor) -> Tensor:
         # Both stay on the device: a copy in every step would wait for the device.
         self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
-        return images.to(self.mean.dtype).sub_(self.mean).div_(self.std)
+        return (images.to(self.mean.dtype) - self.mean).div_(self.std)
 
 
 class TrainBatchTransform:

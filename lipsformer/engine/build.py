@@ -183,7 +183,7 @@ def bound_domain(config: Config, model: nn.Module) -> Domain | None:
     """
     options, size = config.lipschitz, config.data.img_size
     settings = (options.monitor_every, options.update_limit, options.bound_limit, *_caps(options))
-    if all(setting is None for setting in settings):
+    if all(setting is None for setting in settings) and not options.orthogonal:
         return None
     domain = image_domain((size, size), config.data.mean, config.data.std)
     try:

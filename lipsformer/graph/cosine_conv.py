@@ -108,7 +108,7 @@ class ScaledCosineConv(MessagePassing):
         query = cosine_normalize(query, eps, self.attention.tau(), self.training)
         key = cosine_normalize(key, eps, training=self.training)
         if self.attention.value_scale is not None:
-            value = cosine_normalize(value, eps) * self.attention.value_scale
+            value = cosine_normalize(value, eps, self.attention.value_scale, self.training)
         edges = plain_edges(edge_index)
         if why_messages(self, ScaledCosineConv, edges, x, x):
             edges, _ = add_one_self_loop(edges, num_nodes=len(x))

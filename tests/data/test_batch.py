@@ -31,6 +31,9 @@ def transform(seed: int = 0, **recipe) -> TrainBatchTransform:
 def test_normalize_is_its_formula():
     images, _ = batch(5)
     torch.testing.assert_close(Normalize(MEAN, STD)(images), normalized(images))
+    floats = images.float()
+    torch.testing.assert_close(Normalize(MEAN, STD)(floats), normalized(images))
+    assert torch.equal(floats, images.float())  # the caller's tensor stays as it was
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

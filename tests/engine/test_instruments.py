@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lipsformer._configfile import read_config
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
+from lipsformer.config import Config
+from lipsformer.engine.build import bound_domain, build_model
 from lipsformer.engine.exits import EXIT_BOUND
 from tests.launch import Event, launch
 from tests.runs import DIGITS, outcome, write_config
@@ -136,6 +139,20 @@ def test_a_soft_cap_is_exact_where_weights_are_judged(tmp_path: Path) -> None:
     for name, weight in weights.items():
         if weight.ndim in (2, 4):
             assert torch.linalg.svdvals(weight.double().flatten(1))[0] <= 0.9 + 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("option", "recorded"),
+    [([], False), (["lipschitz.monitor_every=3"], True), (["lipschitz.orthogonal=true"], True)],
+)
+def test_any_instrument_makes_a_run_record_the_bound(
+    tmp_path: Path, option: list[str], recorded: bool
+) -> None:
+    """An orthogonal model is trained for its bound."""
+    path = write_config(tmp_path, DIGITS, tmp_path / "out")
+    config = read_config(Config, path, ["model.name=lipsformer_vit_tiny", *option])
+    domain = bound_domain(config, build_model(config, "abc"))
+    assert (domain is not None) == recorded
 
 
 def test_a_bound_above_the_stated_one_stops_the_run(
