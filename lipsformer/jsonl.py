@@ -11,15 +11,26 @@ __all__ = ["append_jsonl", "read_jsonl"]
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file; a missing file has none.
 
-    Reading ends at a line that an interruption cut off.
+    Empty lines are left out, and so is a last line that an interruption cut off.
+
+    Raises:
+        ValueError: If another line is damaged.
     """
     if not path.exists():
         return
-    for line in path.read_text().splitlines():
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+        if not line.strip():
+            continue
         try:
-            yield json.loads(line)
+            record = json.loads(line)
         except json.JSONDecodeError:
-            return
+            if not line.endswith("\n"):
+                return
+            raise ValueError(
+                f"line {number} of {path} is no JSON: repair it, or remove it if its record may be "
+                "lost"
+            ) from None
+        yield record
 
 
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:

@@ -1,3 +1,5 @@
+import pytest
+
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
 
@@ -13,3 +15,12 @@ def test_records_come_back_in_order_up_to_a_line_that_was_cut_off(tmp_path):
     assert list(read_jsonl(path)) == records
     append_jsonl(path, {"epoch": 2})
     assert list(read_jsonl(path)) == [*records, {"epoch": 2}]
+
+
+def test_an_empty_line_hides_nothing_and_a_damaged_one_is_named(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert list(read_jsonl(path)) == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a":\n{"a": 2}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*log\.jsonl is no JSON"):
+        list(read_jsonl(path))

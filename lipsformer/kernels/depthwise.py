@@ -66,7 +66,7 @@ def depthwise_gradients(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor
     """
     if usable("depthwise.csrc", x, weight, grad):
         x, grad = x.contiguous(), grad.contiguous()
-        gradients = (torch.empty_like(weight), weight.new_empty(weight.shape[0]))
+        gradients = (weight.new_empty(weight.shape), weight.new_empty(weight.shape[0]))
         name = f"depthwise_parameters_{name_of(x.dtype)}"
         run(name, x, grad, *gradients, *x.shape, weight.shape[-1])
         return gradients

@@ -193,7 +193,7 @@ def _gelu_product_backward(
         grad_x = _product(grad, weight.T)
         activated = gelu_backward_(grad_x, x)
         return grad_x, _weight_gradient(grad, activated) if need_weight else None
-    grad_x = torch.empty_like(x)
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)  # blocks are written to it
     grad_weight = torch.zeros_like(weight) if need_weight else None
     grads = grad.reshape(-1, len(weight)).split(len(blocks[0]))
     for own, block, target in zip(grads, blocks, _blocks(grad_x), strict=True):

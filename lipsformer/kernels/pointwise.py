@@ -175,7 +175,11 @@ class _Fork(torch.autograd.Function):
 
 def add_masked(x: Tensor, z: Tensor, mask: Tensor | None, index: Tensor | None) -> Tensor:
     """Return x + mask * z as ``residual`` does; None is a mask of ones."""
-    scale = torch.ones(x.shape[-1]) if mask is None else _mask_rows(mask, x.shape[-1])
+    scale = (
+        torch.ones(x.shape[-1], dtype=torch.float32, device="cpu")
+        if mask is None
+        else _mask_rows(mask, x.shape[-1])
+    )
     y = torch.empty_like(x)
     run(f"residual_{name_of(x.dtype)}", x, z, *_rows(scale), index, y, len(x), *_sizes(z))
     return y

@@ -63,7 +63,7 @@ class DepthwiseConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``x`` ([B, H, W, C]) without copying it to another layout."""
-        fits = self.weight.shape[-1] in kernels.DEPTHWISE_SIZES
+        fits = self.weight.shape[-1] in kernels.DEPTHWISE_SIZES and x.shape[-1] == self.dim
         if fits and kernels.usable("depthwise", x, self.weight, training=self.training):
             return kernels.depthwise_conv(x, self.weight, self.bias)
         x = x.permute(0, 3, 1, 2)

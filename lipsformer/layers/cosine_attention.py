@@ -15,6 +15,7 @@ from timm.layers import register_notrace_function, register_notrace_module, use_
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.windows import merge_heads, partition_heads
 
 # the arguments of attend_in_windows behind the projected tokens
@@ -237,7 +238,10 @@ def attend_in_windows(
         "cosine_windows",
         *tensors,
         training=attentions[0].training,
-        unless=lambda: cpu_obstacle(windows, attentions, lepes),
+        unless=lambda: (
+            _shape_obstacle(qkv, windows, attentions, bias)
+            or cpu_obstacle(windows, attentions, lepes)
+        ),
     ):
         tau, nu, eps = tau_nu_eps(attentions)
         return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, lepe_tensors(lepes))
@@ -271,6 +275,18 @@ def _plain_windows(
             out = out + rearrange(local, "b h w (n d) -> b n (h w) d", n=num_heads)
         outputs.append(merge_heads(out, window, (qkv.shape[1], qkv.shape[2])))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+def _shape_obstacle(
+    qkv: Tensor, windows: Sequence[tuple[int, int]], attentions: Sequence[Any], bias: Tensor | None
+) -> str | None:
+    """Return which sizes the CPU's kernel, which does not check them, would read wrongly."""
+    if any(qkv.shape[-1] % attention.num_heads for attention in attentions):
+        return "the heads do not divide the channels"
+    tokens = math.prod(windows[0])
+    if bias is not None and bias.shape != (1, attentions[0].num_heads, tokens, tokens):
+        return f"the bias has the shape {tuple(bias.shape)}"
+    return None
 
 
 def cpu_obstacle(
@@ -366,15 +382,18 @@ def gpu_arguments(
     )
 
 
-def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[nn.Module]) -> str | None:
+def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[Any]) -> str | None:
     """Return why no kernel would compute what these modules compute, None if it would."""
     for attention in attentions:
-        if not isinstance(attention, ScaledCosineAttention):
+        if getattr(type(attention), "forward", None) is not ScaledCosineAttention.forward:
             return f"the attention is {type(attention).__name__}"
         if not attention.fused_attn:
             return "fused attention is switched off"
         if attention.training and attention.attn_drop > 0.0:
             return "the attention weights have dropout"
+    for lepe in lepes:
+        if type(lepe).forward is not DepthwiseConv2d.forward or lepe.weight.shape[1:] != (1, 3, 3):
+            return f"the positional encoding is {lepe}"
     compiling = torch.compiler.is_compiling()  # which cannot ask for global hooks
     hooked = not compiling and bool(torch.nn.modules.module._has_any_global_hook())
     for module in (*attentions, *lepes):
@@ -389,7 +408,8 @@ def tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[flo
     for attention in attentions:
         tau = attention.tau()
         fixed = isinstance(tau, float)
-        taus.append(torch.full((attention.num_heads,), tau) if fixed else tau.flatten())
+        number = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults of torch are
+        taus.append(torch.full((attention.num_heads,), tau, **number) if fixed else tau.flatten())
         nu.append(0.0 if attention.value_scale is None else float(attention.value_scale))
     return torch.stack(taus), nu, [attention.eps for attention in attentions]
 

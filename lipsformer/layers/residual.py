@@ -103,7 +103,12 @@ class WeightedResidual(nn.Module):
         ends_in = getattr(self.branch, "ends_in", None)
         if ends_in == "linear":
             scaled = self.branch(inputs, *context, output_scale=self.residual_scale)
-            if mask is not None and kernels.usable("residual", x, scaled, training=self.training):
+            fits = scaled.shape[1:] == x.shape[1:]  # the kernel does not check it
+            if (
+                mask is not None
+                and fits
+                and kernels.usable("residual", x, scaled, training=self.training)
+            ):
                 return kernels.residual(x, scaled, mask, kept)
             return _add(x, scaled, mask, kept)
         scale = self.residual_scale if mask is None else self.residual_scale * mask

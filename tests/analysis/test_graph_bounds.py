@@ -8,7 +8,7 @@ from torch_geometric.nn import GCNConv
 
 from lipsformer.analysis.bounds import UnknownModuleError, flatten_bound, lipschitz_bound
 from lipsformer.analysis.bounds.graph import graph_domain
-from lipsformer.graph import GCN2, LipsGAT, ResidualGCN, create_model
+from lipsformer.graph import GCN2, LipschitzGATConv, LipsGAT, ResidualGCN, create_model
 from lipsformer.graph.models.create import _MODELS
 
 NODES = 7
@@ -123,3 +123,11 @@ def test_every_network_but_the_two_that_have_no_rule_has_a_bound():
         except UnknownModuleError:
             missing.add(name)
     assert missing == {"classic", "ggnn"}
+
+
+def test_a_gat_with_edge_features_has_no_bound():
+    """They enter the scores without a limit, so the edges decide which neighbour is copied."""
+    edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    layer = LipschitzGATConv(5, 3, edge_dim=2, score_norm=None)
+    with pytest.raises(UnknownModuleError, match="no edge features"):
+        lipschitz_bound(layer, graph_domain(edges, 3, radius=0.01))

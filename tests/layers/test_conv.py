@@ -173,3 +173,22 @@ def test_bfloat16_rounds_maps_only(mode):
             results[-1] += [inputs.grad, *(p.grad.clone() for p in layer.parameters())]
     for exact, rounded in zip(*results, strict=True):
         torch.testing.assert_close(rounded, exact.to(rounded.dtype), rtol=1e-6, atol=1e-6)
+
+
+def test_the_gradient_of_kernels_that_are_not_contiguous_is_in_its_place():
+    torch.manual_seed(0)
+    layer = DepthwiseConv2d(17, 3)
+    weight = torch.randn(3, 3, 1, 17).permute(3, 2, 0, 1)
+    layer.weight = torch.nn.Parameter(weight)
+    x, up = torch.randn(2, 7, 11, 17), torch.randn(2, 7, 11, 17)
+    (actual,) = torch.autograd.grad(layer(x), layer.weight, up)
+    wide = weight.double().requires_grad_()
+    y = torch.nn.functional.conv2d(x.double().permute(0, 3, 1, 2), wide, padding=1, groups=17)
+    (expected,) = torch.autograd.grad(y.permute(0, 2, 3, 1), wide, up.double())
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("channels", [4, 64])
+def test_a_convolution_refuses_another_number_of_channels(channels):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="channels"):
+        DepthwiseConv2d(8, 3)(torch.ones(1, 4, 4, channels))

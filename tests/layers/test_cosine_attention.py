@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from lipsformer.layers import ScaledCosineAttention, cosine_normalize
+from lipsformer.layers import (
+    DepthwiseConv2d,
+    ScaledCosineAttention,
+    attend_in_windows,
+    cosine_normalize,
+)
 from tests.oracles import cosine_attention, smooth_unit
 
 B, H, N, D = 2, 3, 5, 7
@@ -176,3 +181,43 @@ def test_scores_are_bounded_by_tau():
     entropy_floor = math.log(N) - 2 * 11.0
     attn = scores.softmax(-1)
     assert (-(attn * attn.log()).sum(-1)).min().item() >= entropy_floor
+
+
+@torch.no_grad()
+def test_sizes_that_do_not_fit_raise_in_place_of_reading_elsewhere():
+    torch.manual_seed(0)
+    qkv = torch.randn(1, 4, 4, 3, 1, 8)
+    with pytest.raises((RuntimeError, ValueError)):  # three heads do not divide eight channels
+        attend_in_windows(qkv, [(4, 4)], [ScaledCosineAttention(3)])
+    with pytest.raises((RuntimeError, ValueError)):
+        attend_in_windows(qkv, [(4, 4)], [ScaledCosineAttention(2)], torch.randn(1, 2, 4, 4))
+    shared = torch.randn(1, 1, 16, 16)  # broadcasts over the heads
+    actual = attend_in_windows(qkv, [(4, 4)], [ScaledCosineAttention(2)], shared)
+    expected = attend_in_windows(
+        qkv, [(4, 4)], [ScaledCosineAttention(2)], shared.expand(-1, 2, -1, -1).contiguous()
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+@torch.no_grad()
+def test_parts_of_another_class_compute_their_own_function():
+    class Zero(ScaledCosineAttention):
+        def forward(self, q, k, v, bias=None):
+            return torch.zeros_like(v)
+
+    qkv = torch.randn(1, 4, 4, 3, 1, 8)
+    assert not attend_in_windows(qkv, [(4, 4)], [Zero(2).eval()]).any()
+    core, wide = ScaledCosineAttention(2).eval(), DepthwiseConv2d(8, 5)
+    actual = attend_in_windows(qkv, [(4, 4)], [core], None, [wide])
+    local = wide(qkv[..., 2, 0, :])
+    torch.testing.assert_close(actual, attend_in_windows(qkv, [(4, 4)], [core]) + local)
+
+
+def test_the_default_type_of_torch_does_not_matter():
+    qkv, core = torch.randn(1, 4, 4, 3, 1, 8), ScaledCosineAttention(2)
+    expected = attend_in_windows(qkv, [(4, 4)], [core])
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.testing.assert_close(attend_in_windows(qkv, [(4, 4)], [core]), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)

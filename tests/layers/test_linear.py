@@ -150,3 +150,16 @@ def test_gradient_of_the_gradient_equals_float64_in_training(tokens):
         results.append(torch.autograd.grad(penalty, (x, scale, weight)))
     for gradient, reference in zip(*results, strict=True):
         torch.testing.assert_close(gradient.double(), reference, rtol=1e-4, atol=1e-3)
+
+
+def test_the_gradient_of_a_large_input_that_is_not_contiguous_is_written():
+    """Above 32 MB the product runs block by block."""
+    torch.manual_seed(0)
+    layer = Linear(64, 5)
+    x = torch.randn(2, 64, 70_001).transpose(1, 2).requires_grad_()
+    up = torch.randn(2, 70_001, 5)
+    (actual,) = torch.autograd.grad(layer(x, act_before=True), x, up)
+    copy = x.detach().contiguous().requires_grad_()
+    product = torch.nn.functional.linear(torch.nn.functional.gelu(copy), layer.weight, layer.bias)
+    (expected,) = torch.autograd.grad(product, copy, up)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

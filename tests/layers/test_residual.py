@@ -177,3 +177,15 @@ def test_bfloat16_branch_of_a_float32_map_in_training(monkeypatch):
     expected.square().sum().backward()
     torch.testing.assert_close(rounded.double(), wide.grad, rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(grad_scale, layer.residual_scale.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_branch_with_another_shape_is_refused_where_samples_are_dropped():
+    class Pool(nn.Module):
+        ends_in = "linear"
+
+        def forward(self, x, output_scale):
+            return x.mean((1, 2), keepdim=True) * output_scale
+
+    torch.manual_seed(3)
+    with pytest.raises(RuntimeError, match="shape"):
+        WeightedResidual(Pool(), 17, 1.0, 0.3)(torch.randn(11, 5, 7, 17))

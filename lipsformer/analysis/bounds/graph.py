@@ -202,8 +202,8 @@ def _gcn(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     edges = _edges(module, domain)
     _check_messages(module, LipschitzGATConv)
-    if module.lin is None or module.released_code:
-        raise _refuse(module, "use one kind of nodes, and released_code=False")
+    if module.lin is None or module.released_code or module.lin_edge is not None:
+        raise _refuse(module, "use one kind of nodes, no edge features, and released_code=False")
     weight = _weight(module.lin, without_bias=True).unflatten(0, (module.heads, -1))
     _check_heads(module, weight, module.att_src, module.att_dst)
     norms = sigma_bound(weight)
