@@ -154,7 +154,10 @@ def test_a_damaged_file_of_a_run_ends_its_next_start_in_one_line_and_loses_nothi
         before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
         assert f"{output / name} cannot be read as JSON" in refused(capsys, *arguments)
         assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-        (output / name).unlink() if intact is None else (output / name).write_bytes(intact)
+        if intact is None:
+            (output / name).unlink()
+        else:
+            (output / name).write_bytes(intact)
 
 
 def test_eval_says_before_its_work_that_a_file_cannot_be_written(

@@ -129,7 +129,7 @@ def _require_same_model(
     """Refuse weights of a model that differs in more than timm adapts and the rates of dropout.
 
     Shapes do not tell, for example, another number of heads. Therefore the model of the weights is
-    built too, without memory.
+    built too.
 
     Raises:
         CheckpointError: If they differ; the message names the arguments of the trained model.
@@ -139,8 +139,7 @@ def _require_same_model(
     arguments.pop("original", None)
     own = {k: v for k, v in config.model.kwargs.items() if not is_fixed(k)}
     options = replace(config.model, kwargs={**arguments, **own}, convert_kwargs=converted or {})
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        known = build_model(replace(config, model=options), range(model.num_classes))  # pyright: ignore
+    known = _outline(replace(config, model=options), range(model.num_classes))  # pyright: ignore
     if held := find_difference(known, model):
         settings = f"model.kwargs={arguments}"
         if config.model.convert:
@@ -149,6 +148,16 @@ def _require_same_model(
             f"{file} holds the weights of another model, which has {held}; it was trained with "
             f"{settings}: set the same"
         )
+
+
+def _outline(config: Config, classes: Sequence[Any]) -> nn.Module:
+    """Build a model without memory, or on the CPU if it reads values when it is built."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return build_model(config, classes)
+        except NotImplementedError:
+            return build_model(config, classes)
 
 
 def _convert_weights(config: Config, model: nn.Module, file: Path) -> None:

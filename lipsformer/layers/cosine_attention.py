@@ -238,10 +238,7 @@ def attend_in_windows(
         "cosine_windows",
         *tensors,
         training=attentions[0].training,
-        unless=lambda: (
-            _shape_obstacle(qkv, windows, attentions, bias)
-            or cpu_obstacle(windows, attentions, lepes)
-        ),
+        unless=lambda: cpu_obstacle(qkv.shape[-1], windows, attentions, bias, lepes),
     ):
         tau, nu, eps = tau_nu_eps(attentions)
         return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, lepe_tensors(lepes))
@@ -277,24 +274,29 @@ def _plain_windows(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
-def _shape_obstacle(
-    qkv: Tensor, windows: Sequence[tuple[int, int]], attentions: Sequence[Any], bias: Tensor | None
+def cpu_obstacle(
+    channels: int,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[Any],
+    bias: Tensor | None,
+    lepes: Sequence[nn.Module],
 ) -> str | None:
-    """Return which sizes the CPU's kernel, which does not check them, would read wrongly."""
-    if any(qkv.shape[-1] % attention.num_heads for attention in attentions):
+    """Return why the CPU's kernel would not compute what these modules compute.
+
+    The kernel does not check sizes, and would read elsewhere in memory if they did not fit.
+
+    Args:
+        channels: Number of channels of each partition.
+        windows: As in `attend_in_windows`, like the rest.
+        attentions: The attention of each partition.
+        bias: [1, heads, h * w, h * w] or None.
+        lepes: The positional encodings.
+    """
+    if any(channels % attention.num_heads for attention in attentions):
         return "the heads do not divide the channels"
     tokens = math.prod(windows[0])
     if bias is not None and bias.shape != (1, attentions[0].num_heads, tokens, tokens):
         return f"the bias has the shape {tuple(bias.shape)}"
-    return None
-
-
-def cpu_obstacle(
-    windows: Sequence[tuple[int, int]],
-    attentions: Sequence[Any],
-    lepes: Sequence[nn.Module],
-) -> str | None:
-    """Return why the CPU's kernel would not compute what these modules compute."""
     if any(h * w > kernels.MAX_WINDOW_TOKENS for h, w in windows):
         return f"a window has more than {kernels.MAX_WINDOW_TOKENS} tokens"
     obstacle = _module_obstacle(attentions, lepes)
@@ -405,11 +407,11 @@ def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[Any]) -> str | N
 def tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:
     """Return tau ([P, heads]), nu (0 for raw values) and eps of every partition."""
     taus, nu = [], []
+    options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults of torch are
     for attention in attentions:
         tau = attention.tau()
         fixed = isinstance(tau, float)
-        number = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults of torch are
-        taus.append(torch.full((attention.num_heads,), tau, **number) if fixed else tau.flatten())
+        taus.append(torch.full((attention.num_heads,), tau, **options) if fixed else tau.flatten())
         nu.append(0.0 if attention.value_scale is None else float(attention.value_scale))
     return torch.stack(taus), nu, [attention.eps for attention in attentions]
 

@@ -168,8 +168,8 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
                 return "a parameter is frozen or replaced"
             if parameter.dtype != torch.float32 or not parameter.is_contiguous():
                 return "a parameter is not float32 or not contiguous"
-    windows, attentions, _, lepes = block.attn.branch.arrangement(x.shape[1], x.shape[2])
-    return cpu_obstacle(windows, attentions, lepes)
+    windows, attentions, bias, lepes = block.attn.branch.arrangement(x.shape[1], x.shape[2])
+    return cpu_obstacle(x.shape[-1] // len(attentions), windows, attentions, bias, lepes)
 
 
 def _modules(block: Any) -> list[tuple[str, Any]]:
