@@ -88,7 +88,7 @@ class FolderLock:
             owner = self._read()
             if owner is not None and owner["token"] == self.token:
                 self.path.unlink(missing_ok=True)
-                self.path.parent.rmdir()
+            self.path.parent.rmdir()
 
     def _create(self) -> bool:
         """Create the lock unless there is one already; return whether it was created."""

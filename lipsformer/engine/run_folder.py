@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError, read_config, read_json
 from lipsformer.config import Config
+from lipsformer.models.pretrained import UNTRAINED
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +306,7 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
 
 def has_tag(name: str) -> bool:
     """Return whether the name of a timm model names its weights too, as in `name.tag`."""
-    return timm.is_model(name) and "." in name
+    return timm.is_model(name) and name.partition(".")[2] not in ("", UNTRAINED)
 
 
 def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> list[str]:

@@ -13,6 +13,7 @@ from torch import nn
 
 Model = TypeVar("Model", bound=nn.Module)
 
+UNTRAINED = "untrained"  # the tag that timm's registry has for models without weights
 CHECKOUT = Path(__file__).parents[2] / "weights"
 # The keys of a `pretrained_cfg_overlay` that say where weights are, the arguments that timm lets
 # differ from those of the weights, and those that leave the function of the network as it is.
@@ -58,7 +59,7 @@ def register_with_weights(entry: Callable[..., Model]) -> Callable[..., Model]:
         overlay = pretrained_cfg_overlay or {}
         tag = pretrained_cfg if isinstance(pretrained_cfg, str) else None
         named = (pretrained_cfg and not tag) or any(map(overlay.get, SOURCES))
-        if named or not (pretrained or tag):
+        if named or not (pretrained or tag not in (None, UNTRAINED)):
             cfgs = {"pretrained_cfg": pretrained_cfg, "pretrained_cfg_overlay": overlay}
             return entry(pretrained, **cfgs, **kwargs)
         folder = find_folder(entry.__name__, tag)

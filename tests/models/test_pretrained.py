@@ -49,6 +49,14 @@ def test_a_tag_without_pretrained_names_the_model_and_leaves_its_weights_random(
     assert not any(torch.equal(state[key], weights[key]) for key in matrices)
 
 
+def test_the_tag_of_models_without_weights_stays_timms():
+    torch.manual_seed(0)
+    tagged = load_model("lipsformer_nano.untrained").state_dict()
+    torch.manual_seed(0)
+    plain = timm.create_model("lipsformer_nano").state_dict()
+    assert all(torch.equal(tagged[key], tensor) for key, tensor in plain.items())
+
+
 def test_commands_take_the_weights_of_a_name_with_a_tag(weights):
     state = load_model(f"{NAME}.cifar10").state_dict()
     assert all(torch.equal(state[key], tensor) for key, tensor in weights.items())
