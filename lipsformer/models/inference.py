@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lipsformer import kernels
 from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention, WeightedResidual
@@ -18,13 +19,14 @@ from lipsformer.models.recorded import RecordedForward
 
 Fold = TypeVar("Fold", bound=Callable[[Any], None])
 _FOLDS: dict[type[nn.Module], Callable[[Any], None]] = {}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def register_fold(*kinds: type[nn.Module]) -> Callable[[Fold], Fold]:
     """Register a function that folds modules of the given classes, in place.
 
     Args:
-        *kinds: Classes; their subclasses are folded as well.
+        *kinds: Classes. A subclass may compute something else and is folded only if it is named.
     """
 
     def register(fold: Fold) -> Fold:
@@ -41,8 +43,8 @@ class FrozenLinear(nn.Linear):
 
     Without gradients on the CPU in float32 or bfloat16, oneDNN computes it in one pass from a copy
     of the weight in its own layout. The copy is made at the first call and again when a parameter
-    or the type has changed. Elsewhere, and for parameters that were made in inference mode, whose
-    changes PyTorch does not count, it is ``nn.Linear`` and GELU.
+    was written or replaced or the type has changed. Elsewhere, and for parameters that were made in
+    inference mode, whose changes PyTorch does not count, it is ``nn.Linear`` and GELU.
 
     Shape:
         x: [..., C_in]; the output is [..., C_out].
@@ -60,11 +62,15 @@ class FrozenLinear(nn.Linear):
         Args:
             linear: The layer.
             act_after: Apply GELU to the output.
+
+        Raises:
+            TypeError: If the layer computes more than its weight and bias say.
         """
+        require_plain(linear)
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.act_after = act_after
-        self.packed: tuple[Any, Tensor, Tensor | None] | None = None
+        self.packed: _Packed | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the packed copy, which can be neither copied nor saved."""
@@ -88,12 +94,12 @@ class FrozenLinear(nn.Linear):
             "packed_linear", input, self.weight, unless=self._obstacle
         ):
             dtype = kernels.product_dtype(input)
-            state = (dtype, *((tensor.data_ptr(), tensor._version) for tensor in self._tensors()))
-            if self.packed is None or self.packed[0] != state:
-                bias = None if self.bias is None else self.bias.to(dtype)
-                self.packed = (state, kernels.pack_weight(self.weight.to(dtype)), bias)
-            _, weight, bias = self.packed
-            return kernels.packed_linear(input.to(dtype), weight, bias, self.act_after)
+            packed = self.packed  # read once: another thread may replace it
+            if packed is None or packed.is_stale(dtype, self._tensors()):
+                packed = self.packed = _Packed(dtype, self._tensors())
+            return kernels.packed_linear(
+                input.to(dtype), packed.weight, packed.bias, self.act_after
+            )
         y = F.linear(input, self.weight, self.bias)
         return F.gelu(y) if self.act_after else y
 
@@ -114,6 +120,25 @@ class FrozenLinear(nn.Linear):
 
 
 register_notrace_module(FrozenLinear)  # FX cannot trace the choice of a kernel
+
+
+class _Packed:
+    """The copy of a layer's weight in oneDNN's layout, and of what it was made."""
+
+    def __init__(self, dtype: torch.dtype, tensors: list[Tensor]) -> None:
+        weight, *bias = (tensor.to(dtype) for tensor in tensors)
+        self.weight = kernels.pack_weight(weight)
+        self.bias = bias[0] if bias else None
+        self.sources = [tensor.detach() for tensor in tensors]  # so that no address is used again
+        self.state = self._state(dtype, tensors)
+
+    def is_stale(self, dtype: torch.dtype, tensors: list[Tensor]) -> bool:
+        """Return whether a parameter was written or replaced, or another type is wanted."""
+        return self._state(dtype, tensors) != self.state
+
+    @staticmethod
+    def _state(dtype: torch.dtype, tensors: list[Tensor]) -> Any:
+        return dtype, [(tensor.data_ptr(), tensor.stride(), tensor._version) for tensor in tensors]
 
 
 class FoldedResidual(nn.Module):
@@ -138,6 +163,7 @@ class FoldedResidual(nn.Module):
             norm: CenterNorm of the sum, or an identity.
         """
         super().__init__()
+        require_plain(residual)
         self.branch = residual.branch
         scale_output(last, residual.residual_scale)
         gain = None
@@ -190,7 +216,9 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: If the model is in training mode.
-        TypeError: If nothing in the model can be folded, or the model is folded already.
+        TypeError: If nothing in the model can be folded, or the model is folded already, or a
+            module that would be folded is used twice, has hooks or belongs to an adapter such as
+            LoRA, so that the folded model would compute something else.
     """
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
@@ -206,18 +234,68 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         raise TypeError(
             f"{type(model).__name__} has nothing to fold: pass a LipsFormer or a model of convert()"
         )
-    for module in list(folded.modules()):
-        for kind, fold in _FOLDS.items():
-            if isinstance(module, kind):
-                fold(module)
+    _require_single_use(folded)
+    for name, module in list(folded.named_modules()):
+        fold = _FOLDS.get(type(module))
+        if fold is None:
+            continue
+        try:
+            if "forward" in module.__dict__:
+                raise TypeError(f"{type(module).__name__} has a forward function of its own")
+            fold(module)
+        except TypeError as error:
+            raise TypeError(f"{name} cannot be folded: {error}") from None
     has_head = hasattr(folded, "get_classifier")  # a model of features_only has none
     classifier = cast(Any, folded).get_classifier() if has_head else None
     for parent in list(folded.modules()):
         for name, child in parent.named_children():
-            if child is not classifier and type(child) in (Linear, nn.Linear):
+            linear = type(child) in (Linear, nn.Linear) and _obstacle(child) is None
+            if linear and child is not classifier:
                 setattr(parent, name, FrozenLinear(cast(nn.Linear, child)))
     folded.forward = RecordedForward(folded).forward
     return folded.requires_grad_(False).eval()
+
+
+def require_plain(*modules: nn.Module) -> None:
+    """Raise unless modules compute what their classes say, from parameters of their own.
+
+    Args:
+        *modules: What a fold changes or removes.
+
+    Raises:
+        TypeError: If a module is not of a class of PyTorch, timm or this library, is parametrized,
+            or has hooks or a forward function of its own.
+    """
+    for module in modules:
+        obstacle = _obstacle(module)
+        if obstacle is not None:
+            raise TypeError(f"{type(module).__name__} {obstacle}")
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Return why a module may compute something else than its class says, or None."""
+    package = type(module).__module__.partition(".")[0]
+    if package not in ("torch", "timm", "lipsformer"):
+        return "is unknown to the fold: put a plain layer in its place, for example by merging LoRA"
+    if is_parametrized(module):
+        return "is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
+    if "forward" in module.__dict__:
+        return "has a forward function of its own"
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "has hooks, which would be lost: remove them, or register them on the folded model"
+    return None
+
+
+def _require_single_use(model: nn.Module) -> None:
+    """Raise if a module with parameters has two names, since its uses would be folded into one."""
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first = names.setdefault(module, name)
+        if first != name and any(True for _ in module.parameters()):
+            raise TypeError(
+                f"{first} and {name} are one module, which cannot be folded for both places: "
+                "replace one of them by a copy"
+            )
 
 
 def _full_gain(norm: CenterNorm) -> Tensor:
@@ -227,6 +305,7 @@ def _full_gain(norm: CenterNorm) -> Tensor:
 
 def fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
     """Change ``linear`` so that it also computes the ``norm`` that stood before it."""
+    require_plain(norm, linear)
     weight = linear.weight.double()
     shift = weight @ norm.bias.double()
     centered = weight * _full_gain(norm)
@@ -237,6 +316,7 @@ def fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
 
 def fold_norm_behind(layer: nn.Linear | nn.Conv2d, norm: CenterNorm) -> None:
     """Change ``layer`` so that it also computes the ``norm`` that stood behind it."""
+    require_plain(norm, layer)
     weight, gain = layer.weight.double(), _full_gain(norm)
     bias = weight.new_zeros(norm.dim) if layer.bias is None else layer.bias.double()
     weight = (weight - weight.mean(0, keepdim=True)).movedim(0, -1) * gain
@@ -245,6 +325,7 @@ def fold_norm_behind(layer: nn.Linear | nn.Conv2d, norm: CenterNorm) -> None:
 
 def scale_output(linear: nn.Linear, scale: Tensor) -> None:
     """Change ``linear`` so that it also multiplies its output by ``scale`` ([C_out])."""
+    require_plain(linear)
     scale = scale.double()
     bias = None if linear.bias is None else linear.bias.double() * scale
     _assign(linear, linear.weight.double() * scale[:, None], bias)
@@ -252,6 +333,6 @@ def scale_output(linear: nn.Linear, scale: Tensor) -> None:
 
 def _assign(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor | None) -> None:
     dtype = layer.weight.dtype
-    layer.weight.copy_(weight.to(dtype))
+    layer.weight = nn.Parameter(weight.to(dtype))  # a new one: the old one may be tied
     if bias is not None:
         layer.bias = nn.Parameter(bias.to(dtype))

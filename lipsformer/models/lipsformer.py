@@ -29,6 +29,7 @@ from lipsformer.models.inference import (
     FoldedResidual,
     FrozenLinear,
     register_fold,
+    require_plain,
 )
 
 Device = torch.device | str | None
@@ -402,6 +403,10 @@ def _fold_block(block: Any) -> None:
     scale and sum.
     """
     mlp = block.mlp.branch
+    if type(mlp) is not Mlp:
+        kind = f"{type(mlp).__module__}.{type(mlp).__name__}"
+        raise TypeError(f"its MLP is a {kind}, and only LipsFormer's own is folded")
+    require_plain(mlp, mlp.drop)
     block.attn = FoldedResidual(block.attn, block.attn.branch.proj, block.norm1)
     block.mlp = FoldedResidual(block.mlp, mlp.fc2, block.norm2)
     block.mlp.branch = nn.Sequential(FrozenLinear(mlp.fc1, act_after=True), FrozenLinear(mlp.fc2))

@@ -270,7 +270,7 @@ def _fold_conv_merging(merging: Any) -> None:
 @register_fold(StripeAttention)
 def _fold_stripes(attn: Any) -> None:
     weight = attn.proj.weight
-    weight.copy_((weight.double() * attn.attn_factor).to(weight.dtype))
+    attn.proj.weight = nn.Parameter((weight.double() * attn.attn_factor).to(weight.dtype))
     attn.attn_factor = 1.0
 
 

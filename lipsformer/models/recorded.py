@@ -105,6 +105,7 @@ class _Watched:
         self.contents = [content for content in chain.from_iterable(contents) if content]
         self.hooks = [hooks for m in inner for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.tensors = [*model.parameters(), *model.buffers()]
+        self.kept = [tensor.detach() for tensor in self.tensors]  # so that no address is used again
         # PyTorch does not count the writes to a tensor that was made in inference mode.
         self.counted = not any(tensor.is_inference() for tensor in self.tensors)
         self.state = self._state()

@@ -30,6 +30,7 @@ from lipsformer.models.inference import (
     FrozenLinear,
     fold_norm_before,
     register_fold,
+    require_plain,
     scale_output,
 )
 from lipsformer.models.lipsformer_swin import fold_patch_merging
@@ -316,6 +317,7 @@ def _fold_vit_block(block: Any) -> None:
     if isinstance(block.norm1, CenterNorm):
         fold_norm_before(block.norm1, block.attn.qkv)
         fold_norm_before(block.norm2, block.mlp.fc1)
+        require_plain(block.ls1, block.ls2)
         scale_output(block.attn.proj, block.ls1.gamma)
         scale_output(block.mlp.fc2, block.ls2.gamma)
         block.norm1, block.norm2, block.ls1, block.ls2 = (nn.Identity() for _ in range(4))
@@ -328,6 +330,7 @@ def _fold_swin_block(block: Any) -> None:
             fold_norm_before(block.norm1, block.attn.qkv)
             block.norm1 = nn.Identity()
         fold_norm_before(block.norm2, block.mlp.fc1)
+        require_plain(*block.drop_path1, *block.drop_path2)
         scale_output(block.attn.proj, block.drop_path1[0].gamma)
         scale_output(block.mlp.fc2, block.drop_path2[0].gamma)
         block.norm2, block.drop_path1, block.drop_path2 = (nn.Identity() for _ in range(3))
@@ -335,7 +338,8 @@ def _fold_swin_block(block: Any) -> None:
 
 @register_fold(Mlp)
 def _fold_mlp(mlp: Any) -> None:
-    if type(mlp.act) is nn.GELU:
+    if type(mlp.act) is nn.GELU and mlp.act.approximate == "none":
+        require_plain(mlp.act)
         mlp.fc1, mlp.act = FrozenLinear(mlp.fc1, act_after=True), nn.Identity()
 
 

@@ -6,9 +6,12 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.nn.utils.parametrizations import orthogonal
 
 import lipsformer
-from lipsformer.layers import CenterNorm
+from lipsformer.layers import CenterNorm, Linear
+from lipsformer.models.inference import FrozenLinear
 
 SWIN = {"embed_dim": 24, "depths": (1, 2), "num_heads": (3, 6), "window_size": 7}
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -188,3 +191,85 @@ def test_a_model_without_lipschitz_layers_is_refused():
     model = timm.create_model("swin_tiny_patch4_window7_224", **SWIN, img_size=56).eval()
     with pytest.raises(TypeError, match="SwinTransformer has nothing to fold"):
         lipsformer.optimize_for_inference(model)
+
+
+class LowRank(Linear):
+    """A layer with an adapter beside its weight, as of LoRA."""
+
+    def forward(self, input, act_before=False, output_scale=None):
+        """Add to the layer's output."""
+        return 1.3 * super().forward(input, act_before, output_scale)
+
+
+def put_low_rank(model: nn.Module) -> None:
+    model.get_submodule("stages.0.blocks.0.attn.branch").proj = LowRank(32, 32)
+
+
+def add_hook(model: nn.Module) -> None:
+    model.get_submodule("stages.0.blocks.0.mlp").register_forward_hook(lambda *args: 2 * args[2])
+
+
+def parametrize_output(model: nn.Module) -> None:
+    orthogonal(model.get_submodule("stages.0.blocks.0.mlp.branch.fc2"))
+
+
+def replace_mlp(model: nn.Module) -> None:
+    mlp = timm.layers.Mlp(32, 128, act_layer=nn.ReLU)
+    model.get_submodule("stages.0.blocks.0.mlp").branch = mlp
+
+
+def set_forward(model: nn.Module) -> None:
+    model.get_submodule("stages.0.blocks.0.norm2").forward = torch.tanh
+
+
+def share_a_module(model: nn.Module) -> None:
+    blocks = model.get_submodule("stages.2.blocks")
+    blocks[1].mlp.branch = blocks[0].mlp.branch
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put_low_rank, r"^stages.0.blocks.0 cannot be folded: LowRank is unknown to the fold"),
+        (add_hook, r"^stages.0.blocks.0 cannot be folded: WeightedResidual has hooks, which"),
+        (parametrize_output, r"0 cannot be folded: ParametrizedLinear is parametrized: call torch"),
+        (
+            replace_mlp,
+            r"^stages.0.blocks.0 cannot be folded: its MLP is a timm.layers.mlp.Mlp, and",
+        ),
+        (set_forward, r"0 cannot be folded: CenterNorm has a forward function of its own$"),
+        (share_a_module, r"^stages.2.blocks.0.mlp.branch and stages.2.blocks.1.mlp.branch are one"),
+    ],
+)
+def test_what_the_fold_would_lose_is_refused(change, message):
+    model = make("nano").eval()
+    change(model)
+    with pytest.raises(TypeError, match=message):
+        lipsformer.optimize_for_inference(model)
+
+
+def test_tied_weights_hooks_of_blocks_and_other_gelus_stay_exact():
+    vit = timm.create_model("vit_tiny_patch16_224", **VIT, **HEADS)
+    vit.blocks[0].mlp.act = nn.GELU("tanh")
+    model = randomize(lipsformer.convert(vit)).double()
+    model.blocks[1].attn.proj.weight = model.blocks[0].attn.proj.weight
+    model.blocks[1].register_forward_hook(lambda *args: 1.5 * args[2])
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        expected, actual = model(images), lipsformer.optimize_for_inference(model)(images)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_the_packed_weight_follows_every_way_to_change_a_weight():
+    layer, x = FrozenLinear(nn.Linear(500, 700, bias=False)), torch.ones(3, 500)
+    for value in (1.0, 2.0, 3.0):  # PyTorch frees each and gives its address to the next
+        other = {"weight": torch.full((700, 500), value)}
+        assert functional_call(layer, other, x)[2, 6].item() == 500 * value
+        del other
+    square, x = FrozenLinear(nn.Linear(5, 5, bias=False)), torch.randn(3, 5)
+    square(x)
+    square.weight = nn.Parameter(square.weight.T)  # at the same address
+    torch.testing.assert_close(square(x), x @ square.weight.T)
+    square.bfloat16().float()
+    torch.testing.assert_close(square(x), x @ square.weight.T)
