@@ -175,7 +175,8 @@ def record(study: Study, row: str, seed: int, folder: Path, code: int) -> dict[s
         "wall_seconds": round(sum(log.stat().st_mtime - float(log.stem) for log in logs), 1),
         "starts": len(starts),
         "commit": starts[-1]["git_commit"],
-        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "machine": machine(torch.device("cpu"))
+        | {key: starts[-1][key] for key in ("threads", "device")},  # of the process that trained
         "evaluations": evaluations,
     }
 
