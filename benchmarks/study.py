@@ -240,8 +240,7 @@ def stale(study: Study) -> list[str]:
             continue
         config = study.run_config(row, seed)
         then, now = yaml.safe_load(line["config"]), yaml.safe_load(dump_config(config))
-        # data.in_memory only says whether images are decoded once or again and again
-        keys = [key.split(".") for key in config_identity(config) if key != "data.in_memory"]
+        keys = [key.split(".") for key in config_identity(config)]
         changed = [
             f"{section}.{key}={then[section][key]!r}, and is now {now[section][key]!r}"
             for section, key in keys
