@@ -80,6 +80,15 @@ def test_the_page_on_graphs_shows_the_tables_of_the_sweeps(table):
     assert any(table() in (ROOT / page).read_text() for page in pages)
 
 
+def test_a_goal_that_was_just_missed_does_not_look_met():
+    slow = bars.Ratio("training", "a", 1.1499, 0.7, "slow.json")
+    large = bars.Ratio("training", "a", 1.17, 0.8501, "large.json")
+    speed = ("training", "`a`", "1.15", "1.149", "**missed**", "`slow.json`")
+    memory = ("memory of training", "`a`", "at most 0.85", "0.851", "**missed**", "`large.json`")
+    assert bars.speed_row(1.15, [large, slow]) == speed
+    assert bars.memory_row(0.85, [slow, large]) == memory
+
+
 def test_the_page_on_speed_shows_the_goals():
     assert bars.table() in (ROOT / "docs/performance.md").read_text()
 
