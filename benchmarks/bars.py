@@ -117,5 +117,23 @@ def table() -> str:
     return markdown(("what", "model", "goal", "worst", "", "record"), rows)
 
 
+def summary() -> str:
+    """Return the lowest and the highest speed ratio of the tiny models, as Markdown."""
+    speeds: dict[tuple[str, str], list[float]] = {}
+    for ratio in ratios():
+        speeds.setdefault((ratio.what, ratio.model), []).append(ratio.speed)
+    rows = [
+        (what, *(_range(speeds[what, model]) for model in TINY))
+        for what in SPEED_GOALS
+        if (what, TINY[0]) in speeds
+    ]
+    return markdown(("what", *(f"`{model}`" for model in TINY)), rows)
+
+
+def _range(speeds: Sequence[float]) -> str:
+    low, high = f"{min(speeds):.2f}", f"{max(speeds):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), summary(), sep="\n\n")
