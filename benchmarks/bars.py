@@ -1,15 +1,17 @@
-"""The goals for the speed on a CPU, each with the lowest ratio of all committed records.
+"""The goals for speed and memory on a CPU, each with the worst ratio of all committed records.
 
     python -m benchmarks.bars
 
-A ratio is that of a LipsFormer to timm's Swin of its size in the same run. The lowest one of all
-records counts, whatever the processor, those of earlier code too. The table names its record.
+A ratio is that of a LipsFormer to timm's Swin of its size in the same run. The worst one of all
+records counts, whatever the processor, those of earlier code too. The table names its record, and
+rounds ratios to their worse side, so that a goal that was just missed does not look met.
 Folded models were measured again on the EPYC when they began to record their calls, and of their
 records there only those count (`infer_*.json`).
 """
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,25 +35,26 @@ class Ratio(NamedTuple):
     record: str
 
 
-# what is measured -> (lowest speed ratio, largest memory ratio)
-GOALS: dict[str, tuple[float, float | None]] = {
-    "training, fp32, 224 px, batch 1": (1.0, None),
-    "training, fp32, 224 px, batch 8": (1.15, None),
-    "training, fp32, 224 px, batch 32": (1.0, None),
-    "training, fp32, 160 px, batch 4": (1.0, None),
-    "training, fp32, 288 px, batch 4": (1.0, None),
-    "training, bf16, 224 px, batch 8": (1.0, 1.0),
-    "training, fp32, 32 px, batch 128": (1.25, None),
-    "folded over eager, fp32, 224 px, batch 1": (1.1, None),
-    "folded over eager, fp32, 224 px, batch 8": (1.1, None),
-    "folded over eager, fp32, 224 px, batch 32": (1.1, None),
-    "fastest over fastest, fp32, batch 1": (1.0, None),
-    "fastest over fastest, fp32, batch 8": (1.0, None),
-    "fastest over fastest, fp32, batch 32": (1.0, None),
-    "fastest over fastest, bf16, batch 1": (1.0, None),
-    "fastest over fastest, bf16, batch 8": (1.0, None),
-    "fastest over fastest, bf16, batch 32": (1.0, None),
+# what is measured -> lowest speed ratio
+SPEED_GOALS = {
+    "training, fp32, 224 px, batch 1": 1.0,
+    "training, fp32, 224 px, batch 8": 1.15,
+    "training, fp32, 224 px, batch 32": 1.0,
+    "training, fp32, 160 px, batch 4": 1.0,
+    "training, fp32, 288 px, batch 4": 1.0,
+    "training, bf16, 224 px, batch 8": 1.0,
+    "training, fp32, 32 px, batch 128": 1.25,
+    "folded over eager, fp32, 224 px, batch 1": 1.1,
+    "folded over eager, fp32, 224 px, batch 8": 1.1,
+    "folded over eager, fp32, 224 px, batch 32": 1.1,
+    "fastest over fastest, fp32, batch 1": 1.0,
+    "fastest over fastest, fp32, batch 8": 1.0,
+    "fastest over fastest, fp32, batch 32": 1.0,
+    "fastest over fastest, bf16, batch 1": 1.0,
+    "fastest over fastest, bf16, batch 8": 1.0,
+    "fastest over fastest, bf16, batch 32": 1.0,
 }
+MEMORY_GOALS = {"training, bf16, 224 px, batch 8": 1.0}  # largest ratio of the peaks
 
 
 def ratios() -> Iterator[Ratio]:
@@ -83,24 +86,54 @@ def _ratios_of_models(record: dict[str, Any], name: str) -> Iterator[Ratio]:
                     yield Ratio(f"{kind}, {shape}", model, speed, memory, name)
 
 
+def speed_row(goal: float, own: Sequence[Ratio]) -> tuple[str, ...]:
+    """Return the row of a goal for the speed: its lowest ratio, rounded down."""
+    lowest = min(own, key=lambda ratio: ratio.speed)
+    shown = math.floor(1000 * lowest.speed) / 1000
+    return _row(lowest.what, f"{goal:.2f}", shown, lowest.speed >= goal, lowest)
+
+
+def memory_row(goal: float, own: Sequence[Ratio]) -> tuple[str, ...]:
+    """Return the row of a goal for the peak memory: its largest ratio, rounded up."""
+    memory, largest = max((ratio.memory, ratio) for ratio in own if ratio.memory is not None)
+    shown = math.ceil(1000 * memory) / 1000
+    return _row(f"memory of {largest.what}", f"at most {goal:.2f}", shown, memory <= goal, largest)
+
+
+def _row(what: str, goal: str, shown: float, met: bool, worst: Ratio) -> tuple[str, ...]:
+    verdict = "met" if met else "**missed**"
+    return what, f"`{worst.model}`", goal, f"{shown:.3f}", verdict, f"`{worst.record}`"
+
+
 def table() -> str:
-    """Return the goals with the lowest speed ratio and the largest memory ratio, as Markdown."""
+    """Return every goal with its worst ratio, as Markdown."""
     found = list(ratios())
-    rows = []
-    for what, (speed, memory) in GOALS.items():
-        for model in NANO if "32 px, batch 128" in what else TINY:
-            own = [ratio for ratio in found if (ratio.what, ratio.model) == (what, model)]
-            lowest = min(own, key=lambda ratio: ratio.speed)
-            met = lowest.speed >= speed
-            shown = f"{lowest.speed:.2f}"
-            if memory is not None:
-                largest = max(ratio.memory for ratio in own if ratio.memory is not None)
-                met = met and largest <= memory
-                shown += f", memory {largest:.2f}"
-            verdict = "met" if met else "**missed**"
-            rows.append((what, f"`{model}`", f"{speed:.2f}", shown, verdict, f"`{lowest.record}`"))
-    return markdown(("what", "model", "goal", "lowest", "", "record"), rows)
+    rows = [
+        row(goal, [ratio for ratio in found if (ratio.what, ratio.model) == (what, model)])
+        for row, goals in ((speed_row, SPEED_GOALS), (memory_row, MEMORY_GOALS))
+        for what, goal in goals.items()
+        for model in (NANO if "32 px, batch 128" in what else TINY)
+    ]
+    return markdown(("what", "model", "goal", "worst", "", "record"), rows)
+
+
+def summary() -> str:
+    """Return the lowest and the highest speed ratio of the tiny models, as Markdown."""
+    speeds: dict[tuple[str, str], list[float]] = {}
+    for ratio in ratios():
+        speeds.setdefault((ratio.what, ratio.model), []).append(ratio.speed)
+    rows = [
+        (what, *(_range(speeds[what, model]) for model in TINY))
+        for what in SPEED_GOALS
+        if (what, TINY[0]) in speeds
+    ]
+    return markdown(("what", *(f"`{model}`" for model in TINY)), rows)
+
+
+def _range(speeds: Sequence[float]) -> str:
+    low, high = f"{min(speeds):.2f}", f"{max(speeds):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), summary(), sep="\n\n")

@@ -175,7 +175,8 @@ def record(study: Study, row: str, seed: int, folder: Path, code: int) -> dict[s
         "wall_seconds": round(sum(log.stat().st_mtime - float(log.stem) for log in logs), 1),
         "starts": len(starts),
         "commit": starts[-1]["git_commit"],
-        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "machine": machine(torch.device("cpu"))
+        | {key: starts[-1][key] for key in ("threads", "device")},  # of the process that trained
         "evaluations": evaluations,
     }
 
@@ -239,8 +240,7 @@ def stale(study: Study) -> list[str]:
             continue
         config = study.run_config(row, seed)
         then, now = yaml.safe_load(line["config"]), yaml.safe_load(dump_config(config))
-        # data.in_memory only says whether images are decoded once or again and again
-        keys = [key.split(".") for key in config_identity(config) if key != "data.in_memory"]
+        keys = [key.split(".") for key in config_identity(config)]
         changed = [
             f"{section}.{key}={then[section][key]!r}, and is now {now[section][key]!r}"
             for section, key in keys

@@ -86,7 +86,7 @@ class ClusterBatches:
             num_parts: Number of clusters.
             parts_per_step: Number of clusters that a step joins; the last step may have fewer.
             clusters: The cluster of every node, [V]; None draws random ones in every epoch.
-            halo_hops: Number of hops of neighbours that a process adds to its own nodes.
+            halo_hops: Number of hops of neighbors that a process adds to its own nodes.
             rank: Number of this process.
             num_ranks: Number of processes.
             draw_seed: Returns the seed of an epoch, the same one in all processes.

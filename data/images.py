@@ -88,6 +88,7 @@ class EncodedPicture:
     Args:
         content: The bytes of the file.
         name: The name of the image in messages.
+        advice: What to do if the image is refused, for the end of the message.
 
     Example:
         >>> import io
@@ -98,9 +99,10 @@ class EncodedPicture:
         (30, 40, 3)
     """
 
-    def __init__(self, content: bytes, name: str):
+    def __init__(self, content: bytes, name: str, advice: str = ""):
         self.content = content
         self.name = name
+        self.advice = advice
 
     @property
     def size(self) -> tuple[int, int]:
@@ -109,7 +111,7 @@ class EncodedPicture:
         Raises:
             UnreadableImageError: If the table of this module refuses the header.
         """
-        return self._plain_jpeg_size or _readable(self._open, self.name).size
+        return self._plain_jpeg_size or _readable(self._open, self.name, self.advice).size
 
     def image(self) -> Image.Image:
         """Return the whole image as RGB.
@@ -117,7 +119,7 @@ class EncodedPicture:
         Raises:
             UnreadableImageError: If the table of this module refuses the image.
         """
-        return _readable(self._decode, self.name)
+        return _readable(self._decode, self.name, self.advice)
 
     def pixels(self, reduction: int = 1) -> np.ndarray:
         """Return uint8 [H, W, 3]. A JPEG's sides are divided by `reduction` and rounded up.
@@ -190,12 +192,12 @@ def read_picture(path: str) -> EncodedPicture:
     """
     try:
         with open(path, "rb") as file:
-            return EncodedPicture(file.read(), path)
+            return EncodedPicture(file.read(), path, ADVICE)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(path, error, ADVICE) from error
 
 
-def _readable(decode, name: str) -> Image.Image:
+def _readable(decode, name: str, advice: str) -> Image.Image:
     """Call `decode` without Pillow's warnings, and name the image in its errors."""
     try:
         with warnings.catch_warnings():
@@ -204,11 +206,11 @@ def _readable(decode, name: str) -> Image.Image:
     except UnreadableImageError:
         raise
     except Exception as error:  # Pillow's decoders raise nearly everything on broken input
-        raise _unreadable(name, error) from error
+        raise _unreadable(name, error, advice) from error
 
 
-def _unreadable(name: str, error: Exception) -> UnreadableImageError:
+def _unreadable(name: str, error: Exception, advice: str) -> UnreadableImageError:
     reason = str(error).split("\n")[0] or type(error).__name__
     if isinstance(error, UnidentifiedImageError):
         reason = f"not an image of the formats {', '.join(FORMATS)}"
-    return UnreadableImageError(f"cannot read image {name}: {reason}{ADVICE}")
+    return UnreadableImageError(f"cannot read image {name}: {reason}{advice}")

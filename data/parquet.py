@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from data.errors import DataError
-from data.images import EncodedPicture
+from data.images import ADVICE, EncodedPicture
 
 MAX_GROUP_BYTES = 2**30  # the largest row group that is read into memory
 PNG = b"\x89PNG"
@@ -100,7 +100,7 @@ class ParquetSource:
         if image.get("bytes") is None:
             raise DataError(f"{file}: image {index} is not in the file: {image.get('path')}")
         path = image.get("path") or ("image.png" if image["bytes"][:4] == PNG else "image.jpg")
-        return EncodedPicture(image["bytes"], f"{file}/{index}/{path}")
+        return EncodedPicture(image["bytes"], f"{file}/{index}/{path}", ADVICE)
 
 
 def _files(folder: Path, split: str) -> list[Path]:

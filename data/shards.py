@@ -25,6 +25,10 @@ from data.rng import permutation
 from data.sources import FolderSource
 
 INDEX = "index.json"
+ADVICE = (
+    "; `lipsformer make-shards --verify` tells whether the shard is damaged, and "
+    "`lipsformer make-shards --skip-list` makes shards without the image"
+)
 PLACES = ("offsets", "sizes", "labels")  # the arrays of a shard's .npz file
 
 
@@ -79,8 +83,8 @@ class ShardSource:
         with open(shard, "rb", buffering=0) as file:
             content = os.pread(file.fileno(), size, offset)
         if len(content) != size:
-            raise UnreadableImageError(f"cannot read image {name}: the shard is truncated")
-        return EncodedPicture(content, name)
+            raise UnreadableImageError(f"cannot read image {name}: the shard is truncated{ADVICE}")
+        return EncodedPicture(content, name, ADVICE)
 
 
 def read_index(path: Path) -> dict[str, Any]:

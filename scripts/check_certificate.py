@@ -440,6 +440,9 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("certificate", "weights"):
         parser.add_argument(name, type=Path)
     args = parser.parse_args(argv)
+    for path in (args.certificate, args.weights):
+        if not path.exists():
+            parser.error(f"{path} does not exist")
     try:
         claims = json.loads(args.certificate.read_text(), object_pairs_hook=unique)
         print(check(claims, args.weights))

@@ -26,6 +26,7 @@ import train
 from lipsformer._configfile import make_config, read_config
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import build_model
+from lipsformer.engine.distributed import micro_batches
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -78,13 +79,23 @@ def check_command(words: Sequence[str], own_scripts: Sequence[str] = ()) -> None
             check_script(script, arguments, own_scripts)
         case ["accelerate", "launch", *arguments]:
             options = launch_command_parser().parse_args(arguments)
-            check_script(options.training_script, options.training_script_args, own_scripts)
+            check_script(
+                options.training_script,
+                options.training_script_args,
+                own_scripts,
+                options.num_processes or 1,
+            )
         case ["torchrun", *arguments]:
             options = torchrun_parser().parse_args(arguments)
             if options.module:
                 check_module(options.training_script, options.training_script_args)
             else:
-                check_script(options.training_script, options.training_script_args, own_scripts)
+                check_script(
+                    options.training_script,
+                    options.training_script_args,
+                    own_scripts,
+                    int(options.nnodes.split(":")[-1]) * int(options.nproc_per_node),
+                )
         case ["timeout", "--preserve-status", seconds, *command]:
             assert float(seconds) > 0
             check_command(command, own_scripts)
@@ -92,22 +103,24 @@ def check_command(words: Sequence[str], own_scripts: Sequence[str] = ()) -> None
             assert f"\n{target}:" in (ROOT / "Makefile").read_text(), f"no target {target}"
         case ["pip", "install", "-e", requirement] | ["pip", "install", requirement]:
             check_extras(requirement)
-        case ["sbatch", *arguments]:
-            script = next(word for word in arguments if not word.startswith("-"))
+        case ["sbatch", nodes, script, config, *overrides]:
             subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
-            config, *overrides = arguments[arguments.index(script) + 1 :]
-            check_training(config, tuple(overrides))
-        case ["sky", "jobs", "launch", "--num-nodes", number, file, "--env", setting]:
-            key, _, value = setting.partition("=")
-            assert int(number) > 0 and key in yaml.safe_load((ROOT / file).read_text())["envs"]
-            check_training(value, ())
+            gpus = 8 * int(nodes.removeprefix("--nodes="))
+            check_training(config, tuple(overrides), gpus)
+        case ["sky", "jobs", "launch", "--num-nodes", number, file, *settings]:
+            assert settings[::2] == ["--env"] * (len(settings) // 2)
+            given = dict(setting.split("=", 1) for setting in settings[1::2])
+            assert given.keys() <= yaml.safe_load((ROOT / file).read_text())["envs"].keys()
+            check_training(given["CONFIG"], tuple(given["SETTINGS"].split()), 8 * int(number))
         case ["kubectl", "apply", "-f", file]:
             assert yaml.safe_load((ROOT / file).read_text())["kind"] == "Job"
         case _:
             raise AssertionError(f"no check for the command {shlex.join(words)}: write one")
 
 
-def check_script(script: str, arguments: Sequence[str], own_scripts: Sequence[str]) -> None:
+def check_script(
+    script: str, arguments: Sequence[str], own_scripts: Sequence[str], world_size: int = 1
+) -> None:
     """A script of the repository's root, or one that the page tells to write."""
     if script == "eval.py":
         overrides = parse(evaluation.main, arguments).data
@@ -115,7 +128,8 @@ def check_script(script: str, arguments: Sequence[str], own_scripts: Sequence[st
     else:
         assert script == "train.py" or script in own_scripts, f"no check for {script}"
         options = parse(train.main, arguments)
-        check_training(options.config, tuple(options.overrides))
+        world_size = options.world_size or world_size
+        check_training(options.config, tuple(options.overrides), world_size)
 
 
 def check_module(name: str, arguments: Sequence[str]) -> None:
@@ -132,9 +146,10 @@ def check_module(name: str, arguments: Sequence[str]) -> None:
 
 
 @cache
-def check_training(config: str, overrides: tuple[str, ...]) -> None:
-    """The config loads with the overrides, and its model can be built."""
+def check_training(config: str, overrides: tuple[str, ...], world_size: int = 1) -> None:
+    """The config loads with the overrides, its batch can be shared, its model can be built."""
     loaded = read_config(Config, ROOT / config, overrides)
+    micro_batches(loaded.train, world_size)
     loaded = replace(loaded, model=replace(loaded.model, checkpoint=None))
     with torch.device("meta"):
         build_model(loaded, [str(number) for number in range(10)])

@@ -21,6 +21,7 @@ import lipsformer  # noqa: F401  (registers)
 import train
 from lipsformer._configfile import make_config
 from lipsformer.config import Config
+from lipsformer.engine.distributed import micro_batches
 from tests import newcomer
 from tests.documents import ROOT, check_command, read_blocks, read_commands
 
@@ -31,8 +32,11 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 class FakeTrainer:
     """Ray's trainer for one worker: the function runs beside the main thread, as under Ray."""
 
+    num_workers = 0
+
     def __init__(self, function, *, scaling_config: dict, run_config: dict):
         self.function = function
+        FakeTrainer.num_workers = scaling_config["num_workers"]
 
     def fit(self):
         with ThreadPoolExecutor() as threads:
@@ -89,7 +93,9 @@ def test_blocks_of_a_page_work_in_order(page, tmp_path, monkeypatch, fake_ray):
                 make_config(Config, [yaml.safe_load(block.text)], origin=page.name)
             case language:
                 assert page == README and not language, f"no check for a block of {language!r}"
-    assert [type(config) for config in fake_ray] == [Config] * (page.name == "several-nodes.md")
+    assert len(fake_ray) == (page.name == "several-nodes.md")
+    for config in fake_ray:
+        micro_batches(config.train, FakeTrainer.num_workers)
 
 
 def run_tests(module: types.ModuleType, tmp_path: Path) -> None:

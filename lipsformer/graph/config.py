@@ -56,13 +56,13 @@ class GraphDataConfig:
         undirected: Whether to add the reverse of every edge.
         missing_rate: Share of the nodes outside the training set whose features are set to zero.
         missing_seed: Seed that draws these nodes.
-        loader: `full` trains on the whole graph, `neighbor` on sampled neighbourhoods, `cluster`
+        loader: `full` trains on the whole graph, `neighbor` on sampled neighborhoods, `cluster`
             on METIS clusters, and `partition` on random parts that are drawn in every epoch.
         batch_size: Number of seed nodes, or of trees, in a batch.
-        num_neighbors: Number of neighbours that `neighbor` samples per layer.
+        num_neighbors: Number of neighbors that `neighbor` samples per layer.
         num_parts: Number of parts of `cluster` and `partition`.
         parts_per_step: Number of parts that a step joins, with the edges between them.
-        halo_hops: With several processes, number of hops of neighbours within the step that each
+        halo_hops: With several processes, number of hops of neighbors within the step that each
             one adds to its parts; null for the number of layers and one more.
         tree_depth: Depth of the trees.
         num_trees: Number of trees.

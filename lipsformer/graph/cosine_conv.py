@@ -51,7 +51,7 @@ class ScaledCosineConv(MessagePassing):
         torch.Size([3, 32])
 
     Reference:
-        Qi et al. 2023 (LipsFormer), scaled cosine similarity attention, here on neighbourhoods.
+        Qi et al. 2023 (LipsFormer), scaled cosine similarity attention, here on neighborhoods.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ScaledCosineConv(MessagePassing):
         torch.nn.init.zeros_(self.lin.bias)
 
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
-        """Attend over each node's neighbours and the node itself."""
+        """Attend over each node's neighbors and the node itself."""
         projections = 1 if self.share_projection else 3
         h = self.lin(x).view(len(x), projections, self.heads, self.out_channels)
         query, key, value = h.expand(-1, 3, -1, -1).unbind(1)  # each [V, H, C]

@@ -78,8 +78,8 @@ def attention_statistics(attn: Tensor, target: Tensor, num_nodes: int) -> tuple[
 
     Returns:
         The entropy divided by that of uniform attention, averaged over heads and over the nodes
-        that have at least two neighbours (1 is uniform; NaN if there are no such nodes). The
-        largest difference of two scores in one neighbourhood, computed from the weights.
+        that have at least two neighbors (1 is uniform; NaN if there are no such nodes). The
+        largest difference of two scores in one neighborhood, computed from the weights.
     """
     index = target.unsqueeze(-1).expand_as(attn)
     log_attn = attn.clamp_min(torch.finfo(attn.dtype).tiny).log()

@@ -40,9 +40,9 @@ class LipschitzGATConv(GATConv):
         e_{ij} = \mathrm{LeakyReLU}\left(\frac{a_l \cdot h_j + a_r \cdot h_i}
         {c\, |a|_2 \sqrt{\max_{k \in N(i)} |h_k|^2 + |h_i|^2}}\right), \quad a = [a_l \| a_r]
 
-    per head, followed by the softmax over the neighbourhood N(i), which includes the self loop.
+    per head, followed by the softmax over the neighborhood N(i), which includes the self loop.
     Edge features extend :math:`a` by their weight, and add the squared norm of each edge to that of
-    its neighbour.
+    its neighbor.
 
     The scores lie within 1 / c. The constant c is `att_norm`. With `min_att_norm` it learns, per
     head, and stays above `min_att_norm`:
@@ -214,7 +214,7 @@ class LipschitzGATConv(GATConv):
         }
 
     def _attend(self, source: Tensor, target: Tensor, csr: EdgeCSR) -> Tensor:
-        """Return the weighted sums over all neighbourhoods, [T, H, C], in one fused pass.
+        """Return the weighted sums over all neighborhoods, [T, H, C], in one fused pass.
 
         The factor c_i of LipschitzNorm is positive, so LeakyReLU(c_i (s_j + t_i)) is the score, and
         c_i (s_j + t_i) is the dot product of the query (c_i, c_i t_i) and the key (s_j, 1).

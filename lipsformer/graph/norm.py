@@ -14,13 +14,13 @@ NODE_NORMS = ("pairnorm", "layernorm", "neighbornorm", "centernorm")
 
 
 class NeighborNorm(nn.Module):
-    r"""Apply PairNorm to each neighbourhood instead of the whole graph.
+    r"""Apply PairNorm to each neighborhood instead of the whole graph.
 
     .. math::
         x_i' = \frac{x_i - m_i}{\sqrt{\mathrm{mean}_{j \in N(i) \cup \{i\}} |x_j - m_i|_2^2
         + \epsilon}}, \quad m_i = \mathrm{mean}_{j \in N(i) \cup \{i\}}\, x_j
 
-    A node without neighbours becomes zero.
+    A node without neighbors becomes zero.
 
     Shape:
         x: [V, C]. edge_index: [2, E] or a `SortedEdges`. The output has the shape of x.
@@ -42,7 +42,7 @@ class NeighborNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
-        """Center and scale every node by its neighbourhood."""
+        """Center and scale every node by its neighborhood."""
         source, target = plain_edges(edge_index)
         degree = x.new_ones(len(x)).index_add(0, target, x.new_ones(len(target))).unsqueeze(-1)
 

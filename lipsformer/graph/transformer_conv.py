@@ -32,7 +32,7 @@ class LipschitzTransformerConv(TransformerConv):
         e_{ij} = \frac{q_i \cdot k_j}{\sqrt{C} \max(u v_i, u w_i, v_i w_i)}, \quad
         u = |Q|_F, \quad v_i = \max_{j \in N(i)} |k_j|_2, \quad w_i = \max_{j \in N(i)} |v_j|_2
 
-    per head, where Q holds the queries of all nodes that have a neighbour. Edge features are added
+    per head, where Q holds the queries of all nodes that have a neighbor. Edge features are added
     to keys and values, as in `TransformerConv`. Because u is a norm over the whole graph, the
     scores of a sampled batch are larger than those of the whole graph.
 
@@ -116,7 +116,7 @@ class LipschitzTransformerConv(TransformerConv):
         return beta * skip + (1 - beta) * out
 
     def _attend(self, source: Tensor, target: Tensor, csr: EdgeCSR) -> Tensor:
-        """Return the weighted sums over all neighbourhoods, [T, H, C], in one fused pass."""
+        """Return the weighted sums over all neighborhoods, [T, H, C], in one fused pass."""
         query, key, value = (
             linear(nodes).view(-1, self.heads, self.out_channels)
             for linear, nodes in (

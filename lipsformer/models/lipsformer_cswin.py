@@ -6,7 +6,7 @@ Paper: Qi, Wang, Chen, Shi, Zhang, "LipsFormer: Introducing Lipschitz Continuity
 Transformers", ICLR 2023, arXiv:2304.09856; backbone: Dong et al., "CSWin Transformer", CVPR 2022.
 
 By default the models follow the paper's text; ``official_compat=True`` gives the numerics of the
-authors' first published code, which its checkpoints need. The README tabulates the differences.
+authors' first published code, which its checkpoints need. docs/deviations.md lists the differences.
 """
 
 import math

@@ -5,7 +5,7 @@ Transformers", ICLR 2023, arXiv:2304.09856. The windows are never shifted: the d
 convolutions carry information across them.
 
 By default the models follow the paper's text; ``official_compat=True`` gives the numerics of the
-authors' released code, which its checkpoints need. The README tabulates the differences.
+authors' released code, which its checkpoints need. docs/deviations.md lists the differences.
 """
 
 from typing import Any, cast

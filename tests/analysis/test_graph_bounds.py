@@ -126,7 +126,7 @@ def test_every_network_but_the_two_that_have_no_rule_has_a_bound():
 
 
 def test_a_gat_with_edge_features_has_no_bound():
-    """They enter the scores without a limit, so the edges decide which neighbour is copied."""
+    """They enter the scores without a limit, so the edges decide which neighbor is copied."""
     edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
     layer = LipschitzGATConv(5, 3, edge_dim=2, score_norm=None)
     with pytest.raises(UnknownModuleError, match="no edge features"):

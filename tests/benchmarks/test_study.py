@@ -106,9 +106,11 @@ row = folder.name.removesuffix("-seed0")
 with open("starts.txt", "a") as starts:
     starts.write(row + chr(10))
 
+START = {"git_commit": "c0ffee", "threads": 7, "device": "a GPU"}
+
 def records():
     (folder / "metrics.jsonl").write_text("")
-    (folder / "environment.json").write_text(json.dumps([{"git_commit": "c0ffee"}]))
+    (folder / "environment.json").write_text(json.dumps([START]))
 """
 
 
@@ -192,7 +194,10 @@ sys.exit(3 if row == "diverges" else 75)
     assert mistake.endswith("ends with: error: no datasets/x")
     assert stopped.startswith("stopped seed 0 has not ended")
     assert diverges == "diverges seed 0: exit code 3"
-    assert list(queue.lines()) == ["diverges"]
+    (line,) = queue.lines().values()
+    assert line["row"] == "diverges"
+    assert line["machine"]["threads"] == 7, "those of the training, not of the queue"
+    assert line["machine"]["device"] == "a GPU"
     assert queue.run("--only", "crash", "stopped") == 1
     assert queue.run("--only", "stopped", "diverges") == 0
 

@@ -145,7 +145,13 @@ def test_damage_is_found(made, tmp_path, capsys):
     assert main(["--verify", str(copy)]) == 1
     assert capsys.readouterr().out == "all shards are intact\ndamaged: shard-00002.tar\n"
     source = ShardSource(copy)
+    first = int(np.flatnonzero(source.shard == 2)[0])
     with open(copy / "shard-00002.tar", "r+b") as file:
+        file.seek(source.offsets[first])
+        file.write(bytes(16))
+        file.flush()
+        with pytest.raises(UnreadableImageError, match=r"; `lipsformer make-shards --verify`"):
+            source.load(first).pixels()
         file.truncate(1000)
     cut = int(np.flatnonzero(source.shard == 2)[-1])
     with pytest.raises(UnreadableImageError, match=r"at byte \d+ of .*shard-00002.tar: .*trunc"):

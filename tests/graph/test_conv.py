@@ -177,7 +177,7 @@ def test_reversed_flow_equals_reversed_edges(graph):
         torch.testing.assert_close(reverse(x, edge_index.flip(0)), expected)
 
 
-def test_neighbourhood_subgraphs_give_the_full_result(graph):
+def test_neighborhood_subgraphs_give_the_full_result(graph):
     x, edge_index, _ = graph
     conv = make(LipschitzGATConv)
     expected = conv(x, edge_index)

@@ -54,7 +54,7 @@ def test_dirichlet_energy_equals_a_loop_over_edges(graph):
 
 
 def test_attention_statistics_in_closed_form():
-    target = torch.tensor([0, 0, 0, 1])  # node 1 has one neighbour, which says nothing
+    target = torch.tensor([0, 0, 0, 1])  # node 1 has one neighbor, which says nothing
     attn = torch.tensor([[0.5, 1 / 3], [0.25, 1 / 3], [0.25, 1 / 3], [1.0, 1.0]])
     entropy, spread = attention_statistics(attn, target, 3)
     assert entropy == pytest.approx((1.5 * math.log(2) / math.log(3) + 1) / 2)

@@ -153,9 +153,9 @@ def _downsample(x: Tensor, p: Parameters, swin: bool) -> Tensor:
     padded = x.new_zeros(batch, height + height % 2, width + width % 2, dim)
     padded[:, :height, :width] = x
     if swin:
-        neighbours = [padded[:, row::2, col::2] for col in (0, 1) for row in (0, 1)]
+        neighbors = [padded[:, row::2, col::2] for col in (0, 1) for row in (0, 1)]
         return _linear(
-            center_norm(torch.cat(neighbours, -1), _part(p, "norm")), _part(p, "reduction")
+            center_norm(torch.cat(neighbors, -1), _part(p, "norm")), _part(p, "reduction")
         )
     y = F.conv2d(padded.permute(0, 3, 1, 2), p["conv.weight"], p["conv.bias"], 2)
     return center_norm(y.permute(0, 2, 3, 1), _part(p, "norm"))

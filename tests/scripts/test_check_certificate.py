@@ -199,6 +199,17 @@ def test_a_thousand_alterations(folder, claims):
     alter(folder, claims, 1000)
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_file_that_is_not_there_is_a_mistake_and_no_refusal(tmp_path, capsys, missing):
+    arguments = [str(tmp_path), str(tmp_path)]
+    arguments[missing] += "/nowhere"
+    with pytest.raises(SystemExit, match="2"):
+        check_certificate.main(arguments)
+    output = capsys.readouterr()
+    assert output.err.endswith(f"error: {tmp_path}/nowhere does not exist\n")
+    assert output.out == ""
+
+
 def test_changed_weights_are_refused(folder, claims, tmp_path):
     for name in ("config.json", "certificate.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())

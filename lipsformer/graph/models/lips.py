@@ -90,7 +90,7 @@ class LipsGraphTransformer(GraphNet):
     """Stack Graph Transformer layers in which every part is one of LipsFormer's.
 
     Each layer has two weighted residual branches: CenterNorm, scaled cosine attention over the
-    neighbours and a projection; then CenterNorm and an MLP. The largest singular value of every
+    neighbors and a projection; then CenterNorm and an MLP. The largest singular value of every
     weight is 1 at the start.
 
     Example:
