@@ -236,6 +236,23 @@ def test_spectral_scale_has_the_gradient_of_its_formula():
     torch.testing.assert_close(SpectralScale(0.5)(weight), expected)
 
 
+@pytest.mark.parametrize("only_shrink", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16, torch.half])
+def test_spectral_scale_holds_its_bound_in_every_precision(dtype, only_shrink):
+    torch.manual_seed(3)
+    conv = ResidualGCN(7, 29, 3, 1, bound=0.3).layers[0].conv.to(dtype)
+    conv.lin.parametrizations.weight[0].only_shrink = only_shrink
+    reached = []
+    for seed in range(11):
+        weight = conv.lin.parametrizations.weight.original
+        weight.data.normal_(generator=torch.Generator().manual_seed(seed))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float):
+            effective = conv.lin.weight
+        assert effective.dtype is dtype
+        reached.append(torch.linalg.matrix_norm(effective.double(), 2).item())
+    assert 0.98 * 0.3 < min(reached) and max(reached) <= 0.3 * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("factor", [0.5, 3.0])
 def test_spectral_scale_that_only_shrinks_leaves_small_weights(factor):
     torch.manual_seed(3)
