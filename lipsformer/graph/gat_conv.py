@@ -209,7 +209,7 @@ class LipschitzGATConv(GATConv):
         """Return the arguments of LipschitzNorm that do not depend on the inputs."""
         return {
             "weight": torch.cat([self.att_src, self.att_dst, *edge_weight], dim=-1).squeeze(0),
-            "att_norm": self.constant(),
+            "att_norm": self.constant(torch.promote_types(self.att_src.dtype, torch.float)),
             "scale_individually": self.scale_individually,
         }
 
@@ -259,6 +259,7 @@ class LipschitzGATConv(GATConv):
             if norm_sq_j is not None:
                 norm_sq_j = norm_sq_j + squared_norm(edge)
         # LeakyReLU runs in place and before the positive scale, which saves two [E, H] tensors
+        dtype = score.dtype  # of the weights too, whatever the precision of the factor
         score = F.leaky_relu(score, self.negative_slope, inplace=self.negative_slope >= 0)
         if norm_sq_j is not None:
             settings = self._norm_settings(*edge_weight)
@@ -272,7 +273,7 @@ class LipschitzGATConv(GATConv):
                 scale = linear_scale(norm_sq_j, target_sq, reduce=reduce, **settings)
                 scale = scale.index_select(0, index)
             score = score * scale
-        attn = softmax(score, index, ptr, dim_size)
+        attn = softmax(score, index, ptr, dim_size).to(dtype)
         return F.dropout(attn, p=self.dropout, training=self.training)
 
     def _finish(self, out: Tensor, raw_target: Tensor | None) -> Tensor:

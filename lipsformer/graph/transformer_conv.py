@@ -161,5 +161,5 @@ class LipschitzTransformerConv(TransformerConv):
                 query_sq = reduce(query_sq)
             norms = (query_sq.sum(0), squared_norm(key), squared_norm(value))
             scale = quadratic_scale(*norms, reduce=reduce).unsqueeze(-1)
-            query_i = query_i * scale.index_select(0, index)
+            query_i = (query_i * scale.index_select(0, index)).to(query_i.dtype)
         return super().message(query_i, key_j, value_j, edge_attr, index, ptr, size_i)

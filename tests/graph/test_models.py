@@ -47,6 +47,18 @@ def test_every_parameter_gets_a_gradient(graph, name):
     assert not missing
 
 
+@pytest.mark.parametrize("name", ["deep_gat", "deep_graph_transformer", "residual_gat"])
+def test_a_model_with_lipschitznorm_trains_in_half_precision(graph, name):
+    x, edge_index = graph
+    model, half = (make(name, num_layers=2, norm="lipschitznorm").eval() for _ in range(2))
+    expected = gradients(model, x, edge_index)
+    half.bfloat16()
+    for key, grad in gradients(half, x.bfloat16(), edge_index).items():
+        assert grad.dtype is torch.bfloat16
+        error = (grad.double() - expected[key]).norm().item()
+        assert error <= 0.1 * expected[key].norm().item() + 0.01, key
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ggnn"])
 def test_gradient_checkpointing_changes_nothing(graph, name):
     plain = gradients(make(name).train(), *graph)
