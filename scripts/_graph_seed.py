@@ -22,7 +22,7 @@ from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphDataConfig
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.graph.ranks import on_first_rank, rank_and_count
-from lipsformer.graph.training import fit
+from lipsformer.graph.training import SPLITS, fit
 
 
 class Batches(NamedTuple):
@@ -93,7 +93,7 @@ def load_batches(config: GraphConfig) -> Batches:
 
 
 def _read(config: GraphDataConfig) -> Data:
-    return load_graph(
+    data = load_graph(
         config.name,
         graph_root(config.root),
         split=config.split,
@@ -103,6 +103,13 @@ def _read(config: GraphDataConfig) -> Data:
         missing_seed=config.missing_seed,
         download=config.download,
     )
+    for split in SPLITS:
+        if not data[f"{split}_mask"].any():
+            raise DataError(
+                f"the {split} split of {config.name} is empty with data.split={config.split}; "
+                "choose another split, because every split needs at least one node"
+            )
+    return data
 
 
 def _metis(data: Data, num_parts: int) -> Tensor:

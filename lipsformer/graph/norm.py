@@ -8,7 +8,14 @@ from torch_geometric.utils import scatter
 from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
 from lipsformer.layers.center_norm import CenterNorm
 
-__all__ = ["NODE_NORMS", "NeighborNorm", "NodeNorm", "check_score_norm", "parse_norm"]
+__all__ = [
+    "NODE_NORMS",
+    "NeighborNorm",
+    "NodeNorm",
+    "check_heads",
+    "check_score_norm",
+    "parse_norm",
+]
 
 SCORE_NORM = "lipschitznorm"
 NODE_NORMS = ("pairnorm", "layernorm", "neighbornorm", "centernorm")
@@ -116,6 +123,12 @@ def parse_norm(norm: str) -> tuple[str | None, str]:
             f"or a pair such as {SCORE_NORM}+pairnorm"
         )
     return score or None, node
+
+
+def check_heads(heads: int) -> None:
+    """Raise a `ValueError` unless attention has at least one head."""
+    if heads < 1:
+        raise ValueError(f"heads={heads} must be at least 1")
 
 
 def check_score_norm(score_norm: str | None, released_code: bool) -> None:

@@ -371,5 +371,18 @@ def test_wrong_names_and_settings_raise():
         make("classic", skip="dense")
     with pytest.raises(ValueError, match="heads=2, norm='none' are not for gcn"):
         make("classic", heads=2)
+    with pytest.raises(ValueError, match=r"attn_dropout=0.3 has no effect on gcn"):
+        make("classic", attn_dropout=0.3)
+    with pytest.raises(ValueError, match="encoder_channels=5 has no effect with linear_ends=False"):
+        make("deep_gat", encoder_channels=5, linear_ends=False)
+    with pytest.raises(ValueError, match="encoder_channels=0 must be at least 1"):
+        make("deep_graph_transformer", encoder_channels=0)
+    with pytest.raises(ValueError, match=r"dropout=-0.1 must be in \[0, 1\]"):
+        make("deep_gat", input_dropout=-0.1)
+    with pytest.raises(ValueError, match="bound=nan must be > 0"):
+        make("residual_gcn", bound=math.nan)
+    for ratio in (-0.1, 0.001, math.nan):
+        with pytest.raises(ValueError, match=f"mlp_ratio={ratio} must be 0, or give at least one"):
+            make("lips_gat", mlp_ratio=ratio)
     with pytest.raises(ValueError, match="num_layers=0 must be at least 1"):
         make("gcn", num_layers=0)
