@@ -1,5 +1,6 @@
 """Define the configs of graph runs and sweeps, which `read_config` reads from YAML files."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -105,11 +106,9 @@ class GraphDataConfig:
         for name in ("missing_seed", "tree_seed"):
             value = getattr(self, name)
             require(0 <= value < 2**63, f"data.{name}", value, "must be >= 0 and below 2^63")
-        trees = self.name == "trees"
         for name in ("split", "normalize_features", "undirected", "missing_rate", "loader"):
-            require_effect(self, "data", name, not trees, "a data.name other than trees")
-        for name in ("tree_depth", "num_trees", "tree_seed"):
-            require_effect(self, "data", name, trees, "data.name=trees")
+            works = self.name != "trees"
+            require_effect(self, "data", name, works, "a data.name other than trees")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,10 +257,26 @@ class GraphSweepConfig:
             key, separator, values = entry.partition("=")
             allowed = "must be key=value,value,..."
             require(bool(separator and key and values), "grid", entry, allowed)
+        cases = [setting for text in self.cases.values() for setting in text.split()]
+        for setting in (*self.overrides, *cases, *self.grid):
+            allowed = "all runs of a sweep have its own seeds, which the key seeds names"
+            key, _, value = setting.partition("=")
+            require(key != "train.seeds", key, value, allowed)
         keys = [entry.partition("=")[0] for entry in self.grid]
         require(len(set(keys)) == len(keys), "grid", self.grid, "each key only once")
         allowed = f"must be a key of grid: {', '.join(keys)}"
         require(self.x is None or self.x in keys, "x", self.x, allowed)
+        for entry in self.grid:
+            key, _, values = entry.partition("=")
+            fits = key != self.x or all(map(_is_number, values.split(",")))
+            require(fits, "x", self.x, f"its values must be numbers, not {values}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _check_seeds(path: str, seeds: tuple[int, ...]) -> None:

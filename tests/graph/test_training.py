@@ -354,7 +354,6 @@ def test_a_corrected_command_may_use_the_folder_that_the_wrong_one_named(
         ("train.seeds=[4294967296]", "is not possible: must be >= 0 and below 2^32"),
         ("data.missing_seed=9223372036854775808", "must be >= 0 and below 2^63"),
         ("data.num_trees=9", "data.num_trees=9 is not possible: must be >= 10"),
-        ("data.tree_depth=5", "data.tree_depth=5 has no effect without data.name=trees"),
         ("data={name: trees, split: 1}", "data.split=1 has no effect without a data.name other"),
         ("data={name: trees, loader: cluster}", "data.loader='cluster' has no effect without"),
         ("data={name: trees, missing_rate: 0.5}", "data.missing_rate=0.5 has no effect without"),
@@ -482,6 +481,24 @@ def test_a_sweep_continues_an_interrupted_run(tmp_path, monkeypatch):
     continued, epochs = train("cut", stop_at=None)
     assert epochs == [2]
     assert without_time(continued) == without_time(whole)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None])
+def test_a_damaged_checkpoint_ends_in_one_sentence(graph, tmp_path, monkeypatch, capsys, content):
+    path = write_config(tmp_path, graph, monkeypatch)
+    checkpoint = tmp_path / "out" / "seed0.pt"
+    checkpoint.parent.mkdir()
+    if content is None:
+        torch.save([1, 2], checkpoint)
+    else:
+        checkpoint.write_bytes(content)
+    assert train_graph.main(["--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{checkpoint} is damaged" in error and error.count("\n") == 1
+    checkpoint.unlink()
+    (tmp_path / "out" / "results.jsonl").write_text("{}\n")
+    assert train_graph.main(["--config", str(path)]) == 2
+    assert "has the line {}, which is no result without" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
