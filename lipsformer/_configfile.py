@@ -53,6 +53,15 @@ def require(condition: bool, path: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{path}={value!r} is not possible: {allowed}")
 
 
+def require_effect(section: object, prefix: str, name: str, works: bool, needs: str) -> None:
+    """Refuse a value that is not the default where it would be ignored in silence."""
+    value = getattr(section, name)
+    if not works and value != getattr(type(section), name):
+        raise ConfigError(
+            f"{prefix}.{name}={value!r} has no effect without {needs}: remove it or set them"
+        )
+
+
 def require_writable(option: str, file: str | Path) -> None:
     """Raise a `ConfigError` that names the option unless a file can be written; leave it as it is.
 

@@ -6,7 +6,7 @@ docs/recipes.md says which flag of timm's train script each key is.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer._configfile import ConfigError, require, require_finite
+from lipsformer._configfile import require, require_effect, require_finite
 
 MOST_PIXELS = 16384  # on a side
 
@@ -70,7 +70,7 @@ class AugmentConfig:
             ("mixup_prob", self.mixup > 0 or self.cutmix > 0, "augment.mixup or augment.cutmix"),
             ("mixup_switch_prob", self.mixup > 0 and self.cutmix > 0, "both mixup and cutmix"),
         ):
-            _require_effect(self, "augment", name, works, needs)
+            require_effect(self, "augment", name, works, needs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class LossConfig:
             ("task_loss_weight", self.teacher is not None, "loss.teacher"),
             ("distill_loss_weight", self.teacher is not None, "loss.teacher"),
         ):
-            _require_effect(self, "loss", name, works, needs)
+            require_effect(self, "loss", name, works, needs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,12 +206,3 @@ class ScheduleConfig:
         warmup = self.warmup_epochs
         require(warmup >= 0, "schedule.warmup_epochs", warmup, "must be >= 0")
         require(self.min_lr >= 0, "schedule.min_lr", self.min_lr, "must be >= 0")
-
-
-def _require_effect(section: object, prefix: str, name: str, works: bool, needs: str) -> None:
-    """Refuse a value that is not the default where it would be ignored in silence."""
-    value = getattr(section, name)
-    if not works and value != getattr(type(section), name):
-        raise ConfigError(
-            f"{prefix}.{name}={value!r} has no effect without {needs}: remove it or set them"
-        )

@@ -1,5 +1,6 @@
 """One seed of a graph run: its checks, batches and training, and the summary over seeds."""
 
+import json
 import statistics
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,10 @@ from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphDataConfig
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.graph.ranks import on_first_rank, rank_and_count
-from lipsformer.graph.training import fit
+from lipsformer.graph.training import SPLITS, fit
+from lipsformer.jsonl import read_jsonl
+
+_MEANS = ("test_acc", "last_test_acc", "val_acc", "highest_train_acc")
 
 
 class Batches(NamedTuple):
@@ -93,7 +97,7 @@ def load_batches(config: GraphConfig) -> Batches:
 
 
 def _read(config: GraphDataConfig) -> Data:
-    return load_graph(
+    data = load_graph(
         config.name,
         graph_root(config.root),
         split=config.split,
@@ -103,6 +107,13 @@ def _read(config: GraphDataConfig) -> Data:
         missing_seed=config.missing_seed,
         download=config.download,
     )
+    for split in SPLITS:
+        if not data[f"{split}_mask"].any():
+            raise DataError(
+                f"the {split} split of {config.name} is empty with data.split={config.split}; "
+                "choose another split, because every split needs at least one node"
+            )
+    return data
 
 
 def _metis(data: Data, num_parts: int) -> Tensor:
@@ -122,10 +133,15 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep other commands out of a folder; all processes of a run call this together.
 
     Raises:
-        ConfigError: If another command is writing into the folder.
+        ConfigError: If another command is writing into the folder, or if it cannot be created.
     """
     lock = FolderLock(folder)
-    on_first_rank(lock.acquire)
+    try:
+        on_first_rank(lock.acquire)
+    except OSError as error:
+        raise ConfigError(
+            f"the output folder {folder} cannot be used: {error.strerror}; choose another one"
+        ) from error
     try:
         yield
     finally:
@@ -226,13 +242,36 @@ def train_seed(
         )
 
 
+def read_results(log: Path, *keys: str) -> list[dict[str, Any]]:
+    """Return the results of finished seeds that a file holds; a missing file holds none.
+
+    Args:
+        log: The file.
+        *keys: What every result must have besides its seed and what `summarize` needs.
+
+    Raises:
+        ConfigError: If a line is no such result.
+        ValueError: See `read_jsonl`.
+    """
+    results = list(read_jsonl(log))
+    for result in results:
+        present = result if isinstance(result, dict) else ()
+        missing = {"seed", "diverged", "seconds", *_MEANS, *keys}.difference(present)
+        if missing:
+            raise ConfigError(
+                f"{log} has the line {json.dumps(result):.60}, which is no result without "
+                f"{', '.join(sorted(missing))}: remove the line to train that run again"
+            )
+    return results
+
+
 def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return mean and sample standard deviation over seeds, in percent."""
     summary: dict[str, Any] = {
         "seeds": len(results),
         "diverged": sum(result["diverged"] for result in results),
     }
-    for key in ("test_acc", "last_test_acc", "val_acc", "highest_train_acc"):
+    for key in _MEANS:
         values = [100 * result[key] for result in results]
         summary[key] = round(statistics.mean(values), 2)
         summary[f"{key}_std"] = round(statistics.stdev(values), 2) if len(values) > 1 else None

@@ -32,11 +32,12 @@ from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.graph.config import GraphConfig, GraphDataConfig, GraphSweepConfig
 from lipsformer.graph.plots import plot_sweep
-from lipsformer.jsonl import append_jsonl, read_jsonl
+from lipsformer.jsonl import append_jsonl
 from scripts._graph_seed import (
     Batches,
     load_batches,
     locked,
+    read_results,
     require_device,
     require_model,
     summarize,
@@ -96,7 +97,8 @@ def sweep(
     folder = Path(config.output_dir)
     log = folder / "results.jsonl" if config.results is None else Path(config.results)
     with locked(folder) if train else nullcontext():
-        results = {_key(line["overrides"], line["seed"]): line for line in read_jsonl(log)}
+        lines = read_results(log, "overrides")
+        results = {_key(line["overrides"], line["seed"]): line for line in lines}
         _refuse_changed_configs(points, results.values(), log)
         if train:
             _run_missing(config, points, log, results, only, progress)

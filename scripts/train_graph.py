@@ -29,6 +29,7 @@ from lipsformer.jsonl import append_jsonl, read_jsonl
 from scripts._graph_seed import (
     load_batches,
     locked,
+    read_results,
     require_device,
     require_model,
     summarize,
@@ -75,7 +76,7 @@ def _finished(config: GraphConfig) -> list[dict[str, Any]]:
     """Return the results that the output folder holds.
 
     Raises:
-        ConfigError: If they belong to another config.
+        ConfigError: If they belong to another config, or are damaged.
     """
     folder = Path(config.run.output_dir)
     stored = folder / "config.yaml"
@@ -83,7 +84,7 @@ def _finished(config: GraphConfig) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{folder} holds a run of another config; choose another run.output_dir, or delete it"
         )
-    return list(read_jsonl(folder / "results.jsonl"))
+    return read_results(folder / "results.jsonl")
 
 
 def _identity(config: GraphConfig) -> tuple[object, ...]:

@@ -1,9 +1,10 @@
 """Define the configs of graph runs and sweeps, which `read_config` reads from YAML files."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer._configfile import require
+from lipsformer._configfile import require, require_effect
 from lipsformer._renamed import renamed
 
 __all__ = [
@@ -65,7 +66,7 @@ class GraphDataConfig:
         halo_hops: With several processes, number of hops of neighbors within the step that each
             one adds to its parts; null for the number of layers and one more.
         tree_depth: Depth of the trees.
-        num_trees: Number of trees.
+        num_trees: Number of trees, at least 10, so that no split is empty.
         tree_seed: Seed that draws the trees.
 
     Example:
@@ -94,14 +95,20 @@ class GraphDataConfig:
     def __post_init__(self) -> None:
         rate = self.missing_rate
         require(0 <= rate <= 1, "data.missing_rate", rate, "must be in [0, 1]")
-        for name in ("batch_size", "num_parts", "parts_per_step", "tree_depth", "num_trees"):
+        for name in ("batch_size", "num_parts", "parts_per_step", "tree_depth"):
             value = getattr(self, name)
             require(value >= 1, f"data.{name}", value, "must be >= 1")
+        allowed = "must be >= 10, so that no split is empty"
+        require(self.num_trees >= 10, "data.num_trees", self.num_trees, allowed)
         hops = self.halo_hops
         require(hops is None or hops >= 0, "data.halo_hops", hops, "must be >= 0, or null")
         require(self.split >= 0, "data.split", self.split, "must be >= 0")
         for name in ("missing_seed", "tree_seed"):
-            require(getattr(self, name) >= 0, f"data.{name}", getattr(self, name), "must be >= 0")
+            value = getattr(self, name)
+            require(0 <= value < 2**63, f"data.{name}", value, "must be >= 0 and below 2^63")
+        for name in ("split", "normalize_features", "undirected", "missing_rate", "loader"):
+            works = self.name != "trees"
+            require_effect(self, "data", name, works, "a data.name other than trees")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +161,7 @@ class GraphTrainConfig:
         allowed = "must be >= 1, or null"
         require(patience is None or patience >= 1, "train.plateau_patience", patience, allowed)
         require(clip is None or clip > 0, "train.clip_grad", clip, "must be > 0, or null")
-        seeds = self.seeds
-        require(len(seeds) > 0, "train.seeds", seeds, "name at least one")
-        require(len(set(seeds)) == len(seeds), "train.seeds", seeds, "each only once")
+        _check_seeds("train.seeds", self.seeds)
         every = self.profile_every
         require(every >= 0, "train.profile_every", every, "must be >= 0")
 
@@ -247,14 +252,38 @@ class GraphSweepConfig:
 
     def __post_init__(self) -> None:
         require(self.num_workers >= 1, "num_workers", self.num_workers, "must be >= 1")
-        require(len(self.seeds) > 0, "seeds", self.seeds, "name at least one")
+        _check_seeds("seeds", self.seeds)
         for entry in self.grid:
             key, separator, values = entry.partition("=")
             allowed = "must be key=value,value,..."
             require(bool(separator and key and values), "grid", entry, allowed)
+        cases = [setting for text in self.cases.values() for setting in text.split()]
+        for setting in (*self.overrides, *cases, *self.grid):
+            allowed = "all runs of a sweep have its own seeds, which the key seeds names"
+            key, _, value = setting.partition("=")
+            require(key != "train.seeds", key, value, allowed)
         keys = [entry.partition("=")[0] for entry in self.grid]
+        require(len(set(keys)) == len(keys), "grid", self.grid, "each key only once")
         allowed = f"must be a key of grid: {', '.join(keys)}"
         require(self.x is None or self.x in keys, "x", self.x, allowed)
+        for entry in self.grid:
+            key, _, values = entry.partition("=")
+            fits = key != self.x or all(map(_is_number, values.split(",")))
+            require(fits, "x", self.x, f"its values must be numbers, not {values}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _check_seeds(path: str, seeds: tuple[int, ...]) -> None:
+    require(len(seeds) > 0, path, seeds, "name at least one")
+    require(len(set(seeds)) == len(seeds), path, seeds, "each only once")
+    fits = all(0 <= seed < 2**32 for seed in seeds)  # PyG seeds NumPy too, which takes no others
+    require(fits, path, seeds, "must be >= 0 and below 2^32")
 
 
 __getattr__ = renamed(__name__)

@@ -12,12 +12,14 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import OptTensor
 from torch_geometric.utils import softmax
 
+from lipsformer.graph.dropout import check_dropout
 from lipsformer.graph.edge_attention.csr import (
     SortedEdges,
     add_one_self_loop,
     plain_edges,
 )
 from lipsformer.graph.edge_attention.operator import edge_attention, why_messages
+from lipsformer.graph.norm import check_heads
 from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
 from lipsformer.layers.spectral import spectral_init_
 
@@ -76,7 +78,12 @@ class ScaledCosineConv(MessagePassing):
             logit_scale: tau, in (0, 100].
             value_scale: nu > 0, or None to use the values without normalizing them.
             dropout: Dropout probability of the attention weights in training.
+
+        Raises:
+            ValueError: If `heads`, `logit_scale`, `value_scale` or `dropout` is out of range.
         """
+        check_heads(heads)
+        check_dropout("dropout", dropout)
         super().__init__(aggr="add", node_dim=0)
         self.in_channels = in_channels
         self.out_channels = out_channels

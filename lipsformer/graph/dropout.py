@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Dropout"]
+__all__ = ["Dropout", "check_dropout"]
+
+
+def check_dropout(name: str, probability: float) -> None:
+    """Raise a `ValueError` that names the setting unless a dropout probability is in [0, 1]."""
+    if not 0 <= probability <= 1:
+        raise ValueError(f"{name}={probability} must be in [0, 1]")
 
 
 class Dropout(nn.Dropout):
@@ -21,6 +27,11 @@ class Dropout(nn.Dropout):
         >>> Dropout(0.5).eval()(torch.ones(3))
         tensor([1., 1., 1.])
     """
+
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
+        """Store the probability, which must be in [0, 1]; `torch.nn.Dropout` accepts NaN."""
+        check_dropout("dropout", p)
+        super().__init__(p, inplace)
 
     def forward(self, input: Tensor) -> Tensor:
         """Zero every element with probability p in training, and divide the others by 1 - p.

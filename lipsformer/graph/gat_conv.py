@@ -3,6 +3,7 @@
 Shapes: S source nodes, T target nodes, E edges, H heads, C channels per head.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch_geometric.typing import OptTensor
 from torch_geometric.utils import is_torch_sparse_tensor, softmax
 from torch_geometric.utils.sparse import set_sparse_value
 
+from lipsformer.graph.dropout import check_dropout
 from lipsformer.graph.edge_attention.csr import (
     EdgeCSR,
     SortedEdges,
@@ -22,7 +24,7 @@ from lipsformer.graph.edge_attention.csr import (
     plain_edges,
 )
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
-from lipsformer.graph.norm import check_score_norm
+from lipsformer.graph.norm import check_heads, check_score_norm
 from lipsformer.layers.lipschitz_norm import (
     linear_scale,
     released_linear_scale,
@@ -102,17 +104,22 @@ class LipschitzGATConv(GATConv):
             **kwargs: Passed to `GATConv`.
 
         Raises:
-            ValueError: If `score_norm` is unknown, if `att_norm` or `min_att_norm` is out of range,
-                or if `min_att_norm` has no effect.
+            ValueError: If `score_norm` is unknown, if `heads`, the dropout probability, `att_norm`
+                or `min_att_norm` is out of range, or if a setting of LipschitzNorm has no effect.
         """
+        check_heads(heads)
         check_score_norm(score_norm, released_code)
-        if att_norm <= 0:
-            raise ValueError(f"att_norm={att_norm} must be > 0")
-        if min_att_norm is not None and score_norm is None:
-            raise ValueError(f"min_att_norm={min_att_norm} has no effect without LipschitzNorm")
+        if not 0 < att_norm < math.inf:
+            raise ValueError(f"att_norm={att_norm} must be > 0 and finite")
+        settings = {"att_norm": (att_norm, 4.0), "min_att_norm": (min_att_norm, None)}
+        settings["scale_individually"] = (scale_individually, True)
+        for name, (value, default) in settings.items():
+            if score_norm is None and value != default:
+                raise ValueError(f"{name}={value} has no effect without LipschitzNorm")
         if min_att_norm is not None and not 0 < min_att_norm < att_norm:
             raise ValueError(f"min_att_norm={min_att_norm} must lie in (0, att_norm={att_norm})")
         super().__init__(in_channels, out_channels, heads, *args, **kwargs)
+        check_dropout("dropout", self.dropout)
         self.score_norm = score_norm
         self.att_norm = att_norm
         self.min_att_norm = min_att_norm
@@ -209,7 +216,7 @@ class LipschitzGATConv(GATConv):
         """Return the arguments of LipschitzNorm that do not depend on the inputs."""
         return {
             "weight": torch.cat([self.att_src, self.att_dst, *edge_weight], dim=-1).squeeze(0),
-            "att_norm": self.constant(),
+            "att_norm": self.constant(torch.promote_types(self.att_src.dtype, torch.float)),
             "scale_individually": self.scale_individually,
         }
 
@@ -259,6 +266,7 @@ class LipschitzGATConv(GATConv):
             if norm_sq_j is not None:
                 norm_sq_j = norm_sq_j + squared_norm(edge)
         # LeakyReLU runs in place and before the positive scale, which saves two [E, H] tensors
+        dtype = score.dtype  # of the weights too, whatever the precision of the factor
         score = F.leaky_relu(score, self.negative_slope, inplace=self.negative_slope >= 0)
         if norm_sq_j is not None:
             settings = self._norm_settings(*edge_weight)
@@ -272,7 +280,7 @@ class LipschitzGATConv(GATConv):
                 scale = linear_scale(norm_sq_j, target_sq, reduce=reduce, **settings)
                 scale = scale.index_select(0, index)
             score = score * scale
-        attn = softmax(score, index, ptr, dim_size)
+        attn = softmax(score, index, ptr, dim_size).to(dtype)
         return F.dropout(attn, p=self.dropout, training=self.training)
 
     def _finish(self, out: Tensor, raw_target: Tensor | None) -> Tensor:

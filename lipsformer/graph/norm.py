@@ -1,5 +1,6 @@
 """Normalizations of node representations, and the names by which models choose them."""
 
+import torch
 from torch import Tensor, nn
 from torch_geometric.nn import PairNorm
 from torch_geometric.utils import scatter
@@ -7,7 +8,14 @@ from torch_geometric.utils import scatter
 from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
 from lipsformer.layers.center_norm import CenterNorm
 
-__all__ = ["NODE_NORMS", "NeighborNorm", "NodeNorm", "check_score_norm", "parse_norm"]
+__all__ = [
+    "NODE_NORMS",
+    "NeighborNorm",
+    "NodeNorm",
+    "check_heads",
+    "check_score_norm",
+    "parse_norm",
+]
 
 SCORE_NORM = "lipschitznorm"
 NODE_NORMS = ("pairnorm", "layernorm", "neighbornorm", "centernorm")
@@ -44,18 +52,15 @@ class NeighborNorm(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         """Center and scale every node by its neighborhood."""
         source, target = plain_edges(edge_index)
-        degree = x.new_ones(len(x)).index_add(0, target, x.new_ones(len(target))).unsqueeze(-1)
-
-        def neighborhood_mean(values: Tensor) -> Tensor:
-            return (values + scatter(values[source], target, dim_size=len(x))) / degree
-
-        # mean |x_j - m_i|^2 = mean |x_j|^2 - |m_i|^2 loses precision far from the origin, so the
-        # mean of the graph is subtracted first
-        x = x - x.mean(dim=0)
-        mean = neighborhood_mean(x)
-        spread = neighborhood_mean(x.square().sum(-1, keepdim=True))
-        spread = spread - mean.square().sum(-1, keepdim=True)
-        return (x - mean) * (spread.clamp_min(0) + self.eps).rsqrt()
+        exact = x.to(torch.promote_types(x.dtype, torch.float))  # bfloat16 counts up to 256 only
+        degree = exact.new_ones(len(x), 1).index_add(0, target, exact.new_ones(len(target), 1))
+        # Differences of neighbors are precise far from the origin too.
+        difference = exact[target] - exact[source]
+        centered = scatter(difference, target, dim_size=len(x)) / degree  # x_i - m_i
+        of_neighbors = (centered[target] - difference).square().sum(-1, keepdim=True)
+        total = centered.square().sum(-1, keepdim=True)
+        total = total + scatter(of_neighbors, target, dim_size=len(x))
+        return (centered * (total / degree + self.eps).rsqrt()).to(x.dtype)
 
 
 class NodeNorm(nn.Module):
@@ -118,6 +123,12 @@ def parse_norm(norm: str) -> tuple[str | None, str]:
             f"or a pair such as {SCORE_NORM}+pairnorm"
         )
     return score or None, node
+
+
+def check_heads(heads: int) -> None:
+    """Raise a `ValueError` unless attention has at least one head."""
+    if heads < 1:
+        raise ValueError(f"heads={heads} must be at least 1")
 
 
 def check_score_norm(score_norm: str | None, released_code: bool) -> None:

@@ -270,10 +270,15 @@ class _Training:
         """Continue from a checkpoint that `save` wrote, in this version or an earlier one.
 
         Raises:
-            ValueError: If another number of processes wrote it.
+            ValueError: If it is damaged, or if another number of processes wrote it.
         """
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        rng = state["rng"].view(-1, len(torch.get_rng_state()))
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            rng = state["rng"].view(-1, len(torch.get_rng_state()))
+        except Exception as error:  # whatever torch and pickle raise for a damaged file
+            raise ValueError(
+                f"{path} is damaged ({type(error).__name__}): delete it to train this seed anew"
+            ) from error
         if len(rng) != self.num_ranks:
             raise ValueError(
                 f"{path} was written by {len(rng)} processes, not {self.num_ranks}: continue with "
@@ -345,7 +350,7 @@ def fit(
         checkpoint.
 
     Raises:
-        ValueError: If another number of processes wrote the checkpoint.
+        ValueError: If the checkpoint is damaged, or if another number of processes wrote it.
     """
     start = time.perf_counter()
     seed_everything(seed)

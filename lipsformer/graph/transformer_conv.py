@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor
 
+from lipsformer.graph.dropout import check_dropout
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
 from lipsformer.graph.edge_attention.operator import (
     edge_attention,
@@ -19,7 +20,7 @@ from lipsformer.graph.edge_attention.operator import (
     why_messages,
     with_squared_norm,
 )
-from lipsformer.graph.norm import check_score_norm
+from lipsformer.graph.norm import check_heads, check_score_norm
 from lipsformer.layers.lipschitz_norm import quadratic_scale, segment_max, squared_norm
 
 __all__ = ["LipschitzTransformerConv"]
@@ -77,10 +78,12 @@ class LipschitzTransformerConv(TransformerConv):
             **kwargs: Passed to `TransformerConv`.
 
         Raises:
-            ValueError: If `score_norm` is unknown.
+            ValueError: If `score_norm` is unknown, or if `heads` or the dropout is out of range.
         """
+        check_heads(heads)
         check_score_norm(score_norm, released_code)
         super().__init__(in_channels, out_channels, heads, *args, **kwargs)
+        check_dropout("dropout", self.dropout)
         self.score_norm = score_norm
         self.released_code = released_code
 
@@ -161,5 +164,5 @@ class LipschitzTransformerConv(TransformerConv):
                 query_sq = reduce(query_sq)
             norms = (query_sq.sum(0), squared_norm(key), squared_norm(value))
             scale = quadratic_scale(*norms, reduce=reduce).unsqueeze(-1)
-            query_i = query_i * scale.index_select(0, index)
+            query_i = (query_i * scale.index_select(0, index)).to(query_i.dtype)
         return super().message(query_i, key_j, value_j, edge_attr, index, ptr, size_i)

@@ -288,10 +288,23 @@ def test_wrong_settings_raise(layer):
         layer(3, 2, score_norm=None, released_code=True)
 
 
+@pytest.mark.parametrize("layer", [LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv])
+def test_heads_and_dropout_out_of_range_raise(layer):
+    for heads in (0, -1):
+        with pytest.raises(ValueError, match=f"heads={heads} must be at least 1"):
+            layer(3, 2, heads)
+    for dropout in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=rf"dropout={dropout} must be in \[0, 1\]"):
+            layer(3, 2, dropout=dropout)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"att_norm": 0.0}, "att_norm=0.0 must be > 0"),
+        ({"att_norm": math.nan}, "att_norm=nan must be > 0"),
+        ({"att_norm": 2.0, "score_norm": None}, "att_norm=2.0 has no effect"),
+        ({"scale_individually": False, "score_norm": None}, "scale_individually=False has no eff"),
         ({"min_att_norm": 4.0}, r"min_att_norm=4.0 must lie in \(0, att_norm=4.0\)"),
         ({"min_att_norm": 0.0}, r"min_att_norm=0.0 must lie in \(0, att_norm=4.0\)"),
         ({"min_att_norm": 0.1, "score_norm": None}, "min_att_norm=0.1 has no effect"),

@@ -210,18 +210,42 @@ def test_convolution_equals_its_messages(fused_calls, layer, kwargs, bipartite):
 
 @pytest.mark.parametrize("layer", CONVS)
 @pytest.mark.parametrize(
-    ("dtype", "autocast"), [(torch.float, False), (torch.bfloat16, False), (torch.float, True)]
+    ("dtype", "autocast"),
+    [(torch.float, False), (torch.bfloat16, False), (torch.half, False), (torch.float, True)],
 )
 def test_other_types_equal_the_messages(layer, dtype, autocast):
+    torch.manual_seed(0)
     conv = layer(FEATURES, CHANNELS, HEADS).to(dtype)
     x, edge_index = torch.randn(SOURCES, FEATURES, dtype=dtype), random_edges()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out, expected = conv(x, edge_index), message_by_message(conv)(x, edge_index)
-    if dtype is torch.bfloat16 or autocast:
-        tolerance = {"rtol": 0.02, "atol": 0.02}
-    else:
+    if dtype is torch.float and not autocast:
         tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    else:
+        tolerance = {"rtol": 0.02, "atol": 0.02}
     torch.testing.assert_close(out, expected, **tolerance)
+    exact = copy.deepcopy(conv).double()(x.double(), edge_index)
+    torch.testing.assert_close(out.double(), exact, **tolerance)
+
+
+@pytest.mark.parametrize("layer", [LipschitzGATConv, LipschitzTransformerConv])
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_score_norm_changes_no_type(layer, messages, autocast):
+    dtype = torch.float if autocast else torch.bfloat16
+    x, edge_index = torch.randn(SOURCES, FEATURES, dtype=dtype), random_edges()
+    learned = {"min_att_norm": 0.3} if layer is LipschitzGATConv else {}
+    plain = layer(FEATURES, CHANNELS, HEADS, score_norm=None).to(dtype)
+    normalized = layer(FEATURES, CHANNELS, HEADS, **learned).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        types = []
+        for conv in (plain, normalized):
+            if messages:
+                out, (_, attn) = conv(x, edge_index, return_attention_weights=True)
+                types.append((out.dtype, attn.dtype))
+            else:
+                types.append(conv(x, edge_index).dtype)
+    assert types[0] == types[1]
 
 
 def test_dropout_scales_what_it_keeps():

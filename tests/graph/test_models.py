@@ -47,6 +47,18 @@ def test_every_parameter_gets_a_gradient(graph, name):
     assert not missing
 
 
+@pytest.mark.parametrize("name", ["deep_gat", "deep_graph_transformer", "residual_gat"])
+def test_a_model_with_lipschitznorm_trains_in_half_precision(graph, name):
+    x, edge_index = graph
+    model, half = (make(name, num_layers=2, norm="lipschitznorm").eval() for _ in range(2))
+    expected = gradients(model, x, edge_index)
+    half.bfloat16()
+    for key, grad in gradients(half, x.bfloat16(), edge_index).items():
+        assert grad.dtype is torch.bfloat16
+        error = (grad.double() - expected[key]).norm().item()
+        assert error <= 0.1 * expected[key].norm().item() + 0.01, key
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ggnn"])
 def test_gradient_checkpointing_changes_nothing(graph, name):
     plain = gradients(make(name).train(), *graph)
@@ -236,6 +248,23 @@ def test_spectral_scale_has_the_gradient_of_its_formula():
     torch.testing.assert_close(SpectralScale(0.5)(weight), expected)
 
 
+@pytest.mark.parametrize("only_shrink", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16, torch.half])
+def test_spectral_scale_holds_its_bound_in_every_precision(dtype, only_shrink):
+    torch.manual_seed(3)
+    conv = ResidualGCN(7, 29, 3, 1, bound=0.3).layers[0].conv.to(dtype)
+    conv.lin.parametrizations.weight[0].only_shrink = only_shrink
+    reached = []
+    for seed in range(11):
+        weight = conv.lin.parametrizations.weight.original
+        weight.data.normal_(generator=torch.Generator().manual_seed(seed))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float):
+            effective = conv.lin.weight
+        assert effective.dtype is dtype
+        reached.append(torch.linalg.matrix_norm(effective.double(), 2).item())
+    assert 0.98 * 0.3 < min(reached) and max(reached) <= 0.3 * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("factor", [0.5, 3.0])
 def test_spectral_scale_that_only_shrinks_leaves_small_weights(factor):
     torch.manual_seed(3)
@@ -342,5 +371,18 @@ def test_wrong_names_and_settings_raise():
         make("classic", skip="dense")
     with pytest.raises(ValueError, match="heads=2, norm='none' are not for gcn"):
         make("classic", heads=2)
+    with pytest.raises(ValueError, match=r"attn_dropout=0.3 has no effect on gcn"):
+        make("classic", attn_dropout=0.3)
+    with pytest.raises(ValueError, match="encoder_channels=5 has no effect with linear_ends=False"):
+        make("deep_gat", encoder_channels=5, linear_ends=False)
+    with pytest.raises(ValueError, match="encoder_channels=0 must be at least 1"):
+        make("deep_graph_transformer", encoder_channels=0)
+    with pytest.raises(ValueError, match=r"dropout=-0.1 must be in \[0, 1\]"):
+        make("deep_gat", input_dropout=-0.1)
+    with pytest.raises(ValueError, match="bound=nan must be > 0"):
+        make("residual_gcn", bound=math.nan)
+    for ratio in (-0.1, 0.001, math.nan):
+        with pytest.raises(ValueError, match=f"mlp_ratio={ratio} must be 0, or give at least one"):
+            make("lips_gat", mlp_ratio=ratio)
     with pytest.raises(ValueError, match="num_layers=0 must be at least 1"):
         make("gcn", num_layers=0)

@@ -4,15 +4,26 @@ import torch
 from lipsformer.graph.norm import NeighborNorm, NodeNorm, parse_norm
 
 
-def test_neighbor_norm_equals_a_loop_over_nodes():
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.double, 1e-7), (torch.float, 1e-4), (torch.bfloat16, 2**-8)]
+)
+def test_neighbor_norm_equals_a_loop_over_nodes(dtype, rtol):
+    """Two groups of nodes far apart, and one node with more neighbors than bfloat16 can count."""
     torch.manual_seed(0)
-    x = torch.randn(7, 5, dtype=torch.double) + 100
-    edge_index = torch.randint(7, (2, 19))
+    x = torch.randn(7, 5, dtype=torch.double)
+    x[:3] += 1000
+    x[3:] -= 1000
+    edge_index = torch.cat([torch.randint(3, (2, 11)), torch.randint(3, 7, (2, 613))], dim=1)
+    edge_index[1, 23:] = 5
+    x = x.to(dtype)
     out = NeighborNorm(eps=1e-5)(x, edge_index)
+    assert out.dtype is dtype
+    x = x.double()
     for i in range(7):
         rows = torch.stack([x[i], *(x[j] for j, target in edge_index.T.tolist() if target == i)])
         spread = (rows - rows.mean(0)).square().sum(1).mean()
-        torch.testing.assert_close(out[i], (x[i] - rows.mean(0)) / (spread + 1e-5).sqrt())
+        expected = (x[i] - rows.mean(0)) / (spread + 1e-5).sqrt()
+        torch.testing.assert_close(out[i].double(), expected, rtol=rtol, atol=rtol)
 
 
 def test_pair_norm_centres_the_graph_and_sets_its_mean_square_length():

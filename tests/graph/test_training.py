@@ -350,6 +350,14 @@ def test_a_corrected_command_may_use_the_folder_that_the_wrong_one_named(
         ("train.patince=3", "did you mean train.patience?"),
         ("data.missing_rate=2", "data.missing_rate=2.0 is not possible: must be in [0, 1]"),
         ("train.seeds=[1,1]", "train.seeds=(1, 1) is not possible: each only once"),
+        ("train.seeds=[-1]", "train.seeds=(-1,) is not possible: must be >= 0 and below 2^32"),
+        ("train.seeds=[4294967296]", "is not possible: must be >= 0 and below 2^32"),
+        ("data.missing_seed=9223372036854775808", "must be >= 0 and below 2^63"),
+        ("data.num_trees=9", "data.num_trees=9 is not possible: must be >= 10"),
+        ("data={name: trees, split: 1}", "data.split=1 has no effect without a data.name other"),
+        ("data={name: trees, loader: cluster}", "data.loader='cluster' has no effect without"),
+        ("data={name: trees, missing_rate: 0.5}", "data.missing_rate=0.5 has no effect without"),
+        ("data={name: trees, undirected: true}", "data.undirected=True has no effect without"),
     ],
 )
 def test_mistakes_end_in_one_line_and_code_two(
@@ -359,6 +367,19 @@ def test_mistakes_end_in_one_line_and_code_two(
     assert train_graph.main(["--config", str(path), override]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_an_empty_split_is_refused_before_anything_is_written(
+    graph, tmp_path, monkeypatch, capsys, split
+):
+    without = graph.clone()
+    without[f"{split}_mask"] = torch.zeros(40, dtype=torch.bool)
+    path = write_config(tmp_path, without, monkeypatch)
+    assert train_graph.main(["--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"the {split} split of cora is empty with data.split=0" in error
+    assert error.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_partition_training_covers_every_node_once(graph, tmp_path, monkeypatch):
@@ -460,6 +481,24 @@ def test_a_sweep_continues_an_interrupted_run(tmp_path, monkeypatch):
     continued, epochs = train("cut", stop_at=None)
     assert epochs == [2]
     assert without_time(continued) == without_time(whole)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None])
+def test_a_damaged_checkpoint_ends_in_one_sentence(graph, tmp_path, monkeypatch, capsys, content):
+    path = write_config(tmp_path, graph, monkeypatch)
+    checkpoint = tmp_path / "out" / "seed0.pt"
+    checkpoint.parent.mkdir()
+    if content is None:
+        torch.save([1, 2], checkpoint)
+    else:
+        checkpoint.write_bytes(content)
+    assert train_graph.main(["--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{checkpoint} is damaged" in error and error.count("\n") == 1
+    checkpoint.unlink()
+    (tmp_path / "out" / "results.jsonl").write_text("{}\n")
+    assert train_graph.main(["--config", str(path)]) == 2
+    assert "has the line {}, which is no result without" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -93,6 +93,42 @@ def test_a_mistake_in_one_cell_shows_before_the_first_training(tmp_path, capsys,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"grid": ["model.name=gcn,ggnn"], "x": "model.name"}, "x='model.name' is not possible: "),
+        ({"grid": ["train.lr=0.1", "train.lr=0.2"]}, "is not possible: each key only once"),
+        ({"seeds": [3, 3]}, "seeds=(3, 3) is not possible: each only once"),
+        ({"seeds": [-1]}, "seeds=(-1,) is not possible: must be >= 0 and below 2^32"),
+        ({"cases": {"a": "train.lr=1 train.seeds=[1]"}}, "train.seeds='[1]' is not possible: "),
+        ({"overrides": ["train.seeds=[1]"]}, "train.seeds='[1]' is not possible: "),
+    ],
+)
+def test_a_mistake_in_the_grid_ends_in_one_sentence(tmp_path, capsys, settings, message):
+    assert graph_sweep.main(write_sweep(tmp_path, **settings)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_is_a_file_ends_in_one_sentence(tmp_path, capsys):
+    (tmp_path / "out").write_text("a file")
+    assert graph_sweep.main(write_sweep(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert f"the output folder {tmp_path / 'out'} cannot be used: File exists" in error
+    assert error.count("\n") == 1 and (tmp_path / "out").read_text() == "a file"
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", json.dumps({"overrides": [], "seed": 0})])
+def test_a_line_that_is_no_result_ends_in_one_sentence(tmp_path, capsys, line):
+    log = tmp_path / "results.jsonl"
+    log.write_text(line + "\n")
+    assert graph_sweep.main(write_sweep(tmp_path, results=str(log))) == 2
+    error = capsys.readouterr().err
+    assert f"{log} has the line {line}, which is no result without " in error
+    assert error.count("\n") == 1 and log.read_text() == line + "\n"
+
+
 def test_a_sweep_does_not_write_into_the_folder_of_another_one(tmp_path, capsys):
     command = write_sweep(tmp_path, grid=["model.num_layers=2"])
     lock = FolderLock(tmp_path / "out")

@@ -165,7 +165,8 @@ def edge_attention(
 
     Args:
         csr: The sorted edges; there must be at least one.
-        query: [T, H, D], already multiplied by the scale of the scores.
+        query: [T, H, D], already multiplied by the scale of the scores. It may be more precise than
+            the others, because LipschitzNorm's factor can overflow in half precision.
         key: [S, H, D].
         value: [S, H, C].
         negative_slope: Slope of the LeakyReLU on the scores; 1 for none.
@@ -174,16 +175,16 @@ def edge_attention(
         keep: Boolean mask of the weights to keep, [H, E] with edges by target; None draws one.
 
     Returns:
-        [T, H, C]; zero for targets without an edge.
+        [T, H, C] in the type that key and value share; zero for targets without an edge.
     """
     if not training or dropout == 0:
         dropout, keep = 0.0, None
     elif keep is None:
         draws = (torch.rand_like(csr.col, dtype=torch.float) for _ in range(query.size(1)))
         keep = torch.stack([draw >= dropout for draw in draws])
-    dtype = torch.promote_types(query.dtype, value.dtype)
+    dtype = torch.promote_types(key.dtype, value.dtype)
     if value.device.type == "cpu":
-        exact = torch.promote_types(dtype, torch.float)
+        exact = torch.promote_types(torch.promote_types(dtype, query.dtype), torch.float)
         query, key, value = query.to(exact), key.to(exact), value.to(exact)
     settings = (negative_slope, 1 / (1 - dropout), keep)
     if value.is_cuda and not triton_is_used(

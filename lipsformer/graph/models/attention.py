@@ -77,10 +77,17 @@ class DeepGAT(GraphNet):
             scale_individually: See `LipschitzGATConv`.
             released_code: See `LipschitzGATConv`.
             grad_checkpointing: See `GraphNet`.
+
+        Raises:
+            ValueError: If `norm` is unknown, a setting is out of range, or one has no effect.
         """
         score_norm, node_norm = parse_norm(norm)
         width = heads * hidden_channels
-        channels = (encoder_channels or width) if linear_ends else in_channels
+        if encoder_channels is not None and not linear_ends:
+            raise ValueError(
+                f"encoder_channels={encoder_channels} has no effect with linear_ends=False"
+            )
+        channels = _encoder_channels(encoder_channels, width) if linear_ends else in_channels
         layers = []
         for index in range(num_layers):
             last = index == num_layers - 1
@@ -102,7 +109,7 @@ class DeepGAT(GraphNet):
             node = NodeNorm("none" if last else node_norm, width)
             layers.append(ConvLayer(conv, dropout, activation, node))
         encoder = nn.Linear(in_channels, channels) if linear_ends else nn.Identity()
-        if input_dropout > 0:
+        if input_dropout != 0:
             encoder = nn.Sequential(Dropout(input_dropout), encoder)
         head = nn.Linear(width, out_channels) if linear_ends else nn.Identity()
         super().__init__(encoder, layers, head, grad_checkpointing)
@@ -158,7 +165,7 @@ class DeepGraphTransformer(GraphNet):
         """
         score_norm, node_norm = parse_norm(norm)
         width = heads * hidden_channels
-        channels = encoder_channels or width
+        channels = _encoder_channels(encoder_channels, width)
         layers = [
             ConvLayer(
                 LipschitzTransformerConv(
@@ -179,3 +186,9 @@ class DeepGraphTransformer(GraphNet):
         ]
         encoder, head = nn.Linear(in_channels, channels), nn.Linear(width, out_channels)
         super().__init__(encoder, layers, head, grad_checkpointing)
+
+
+def _encoder_channels(given: int | None, width: int) -> int:
+    if given is not None and given < 1:
+        raise ValueError(f"encoder_channels={given} must be at least 1, or None")
+    return given or width

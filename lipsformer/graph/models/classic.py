@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.utils import dropout_edge
 
-from lipsformer.graph.dropout import Dropout
+from lipsformer.graph.dropout import Dropout, check_dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.gcn_conv import SparseGCNConv
@@ -107,18 +107,19 @@ class ClassicGNN(GraphNet):
             grad_checkpointing: See `GraphNet`.
 
         Raises:
-            ValueError: If a name is unknown, if `edge_dropout` is out of range, or if 'gcn' gets
-                heads or a normalization of scores.
+            ValueError: If a name is unknown, if a probability is out of range, or if 'gcn' gets
+                heads, attention dropout or a normalization of scores.
         """
         score_norm, node_norm = parse_norm(norm)
         if conv not in ("gcn", "gat"):
             raise ValueError(f"conv={conv!r} is not known; choose gcn or gat")
         if skip not in ("none", "linear", "identity"):
             raise ValueError(f"skip={skip!r} is not known; choose none, linear or identity")
-        if not 0 <= edge_dropout <= 1:
-            raise ValueError(f"edge_dropout={edge_dropout} must be in [0, 1]")
+        check_dropout("edge_dropout", edge_dropout)
         if conv == "gcn" and (heads != 1 or score_norm is not None):
             raise ValueError(f"heads={heads}, norm={norm!r} are not for gcn, which has no scores")
+        if conv == "gcn" and attn_dropout != 0:
+            raise ValueError(f"attn_dropout={attn_dropout} has no effect on gcn, without attention")
         width = heads * hidden_channels
         encoder: nn.Module = Dropout(input_dropout)
         if skip == "identity":

@@ -1,5 +1,6 @@
 """Graph Transformers in which every part is one of LipsFormer's."""
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,7 +44,9 @@ class LipsLayer(nn.Module):
         super().__init__()
         self.attn = WeightedResidual(AttentionBranch(conv, width, dropout), width, residual_scale)
         self.mlp: nn.Module = nn.Identity()
-        if mlp_ratio > 0:
+        if mlp_ratio != 0:
+            if not 1 <= mlp_ratio * width < math.inf:
+                raise ValueError(f"mlp_ratio={mlp_ratio} must be 0, or give at least one channel")
             hidden = int(mlp_ratio * width)
             branch = nn.Sequential(
                 CenterNorm(width),
@@ -140,6 +143,9 @@ class LipsGraphTransformer(GraphNet):
             attn_dropout: Dropout probability of the attention weights.
             input_dropout: Dropout probability of the features and of the last representations.
             grad_checkpointing: See `GraphNet`.
+
+        Raises:
+            ValueError: If a setting is out of range.
         """
         width = heads * hidden_channels
         if residual_scale is None:
