@@ -170,15 +170,17 @@ def test_linear_layer_under_autocast(path, mode, act, scaled):
         check_scale([tensor.grad for tensor in inputs], expected[1:])
 
 
+@pytest.mark.parametrize("spread", [1.0, 0.01])
 @pytest.mark.parametrize("offset", [1.0, 100.0])
 @pytest.mark.usefixtures("compiled_kernels")
-def test_center_norm_keeps_the_type_and_gives_the_gradient_of_its_gain(offset):
-    """The gain's gradient comes from the rounded result, or from the input if that is too far."""
+def test_center_norm_keeps_the_type_and_gives_the_gradient_of_its_gain(offset, spread):
+    """Also where tokens vary less than the result is rounded, because the bias is large."""
     torch.manual_seed(0)
     norm = CenterNorm(37).train()
     nn.init.normal_(norm.weight)
     nn.init.constant_(norm.bias, offset)
     x, grad = maps(SHAPE, SHAPE)
+    x *= spread
     inputs = [x.requires_grad_(), norm.weight, norm.bias]
     expected = gradients(
         lambda x, gain, shift: gain * (37 / 36) * (x - x.mean(-1, keepdim=True)) + shift,
