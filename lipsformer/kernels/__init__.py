@@ -16,6 +16,7 @@ from lipsformer.kernels.block import BlockTensors, block
 from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
 from lipsformer.kernels.dispatch import active_transform, log, usable
 from lipsformer.kernels.elu import elu
+from lipsformer.kernels.fold_shift import fold_shift
 from lipsformer.kernels.gpu_arguments import WindowArguments
 from lipsformer.kernels.gpu_block import gpu_block
 from lipsformer.kernels.gpu_windows import (
@@ -54,6 +55,7 @@ __all__ = [
     "cosine_windows",
     "depthwise_conv",
     "elu",
+    "fold_shift",
     "fork",
     "fused_linear",
     "gelu_residual",
