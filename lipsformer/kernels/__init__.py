@@ -14,7 +14,7 @@ Example:
 from lipsformer.kernels.attention import normalize_rows, recomputed_attention
 from lipsformer.kernels.block import BlockTensors, block
 from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
-from lipsformer.kernels.dispatch import active_transform, log, usable
+from lipsformer.kernels.dispatch import active_transform, log, product_dtype, usable
 from lipsformer.kernels.elu import elu
 from lipsformer.kernels.fold_shift import fold_shift
 from lipsformer.kernels.gpu_arguments import WindowArguments
@@ -24,7 +24,7 @@ from lipsformer.kernels.gpu_windows import (
     MAX_GPU_TOKENS_WITH_BIAS,
     gpu_cosine_windows,
 )
-from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear, product_dtype
+from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
 from lipsformer.kernels.pointwise import (
     add_gelu,
     center,

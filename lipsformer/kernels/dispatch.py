@@ -145,6 +145,17 @@ def active_transform() -> str | None:
     return None
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which a product with ``x`` is computed.
+
+    Autocast may change it. Like PyTorch's own, it leaves float64 as it is.
+    """
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
 def is_observed() -> bool:
     """Return whether something that cannot see our kernels records or replaces the operators."""
     depth = torch._C._len_torch_dispatch_stack()
@@ -178,8 +189,7 @@ def _gpu_obstacle(needs: Needs, x: Tensor, training: bool) -> str | None:
         return "Triton is not installed"
     if torch.is_grad_enabled() and not training:
         return "gradients outside training may be differentiated twice"
-    autocast = needs.casts and torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    dtype = product_dtype(x) if needs.casts else x.dtype
     if dtype not in needs.dtypes:
         return f"the input is {dtype}"
     if x.numel() == 0:
@@ -199,7 +209,7 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
     if x.ndim < needs.min_dims:
         return f"the input has {x.ndim} dimensions"
     autocast = torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu") if autocast and needs.casts else x.dtype
+    dtype = product_dtype(x) if needs.casts else x.dtype
     if dtype not in needs.dtypes:
         return f"the input is {dtype}"
     may_differ = needs.mixed and (autocast or not needs.casts)

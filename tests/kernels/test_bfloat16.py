@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lipsformer.kernels import linear, pointwise
-from lipsformer.layers import CenterNorm, Linear, WeightedResidual
+from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear, WeightedResidual
 from lipsformer.models.inference import FrozenLinear
 
 SHAPE = (5, 67, 3, 37)  # enough for two threads and several parts, with a rest of 5 channels
@@ -168,6 +168,36 @@ def test_linear_layer_under_autocast(path, mode, act, scaled):
         y.backward(grad)
         assert layer.weight.grad.dtype == torch.float32
         check_scale([tensor.grad for tensor in inputs], expected[1:])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_weight_gradients_of_many_blocks_are_as_exact_as_those_of_one(monkeypatch, scaled):
+    errors = []
+    for largest_whole, block in ((linear._LARGEST_REUSED, linear._BLOCK), (0, 5 * 37 * 2)):
+        monkeypatch.setattr(linear, "_LARGEST_REUSED", largest_whole)
+        monkeypatch.setattr(linear, "_BLOCK", block)
+        torch.manual_seed(0)
+        layer = Linear(37, 101).train()
+        layer.to(torch.bfloat16).float()  # products round their weights
+        scale = torch.tensor([0.5, 2.0]).repeat(51)[:101] if scaled else None
+        x, grad = maps((5, 67, 3, 37), (5, 67, 3, 101))
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x.requires_grad_(), act_before=True, output_scale=scale).backward(grad)
+        upstream = grad.double() * (scale.double() if scaled else 1.0)
+        exact = torch.einsum("bhwo,bhwi->oi", upstream, gelu(x.double()))
+        errors.append((layer.weight.grad - exact).norm() / exact.norm())
+    assert errors[1] < 1.5 * errors[0] < 0.01
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "inference"])
+@pytest.mark.parametrize("layer", [Linear(7, 17), DepthwiseConv2d(7, 3)])
+def test_autocast_leaves_float64_alone(layer, mode):
+    layer.double().train(mode == "train")
+    x = torch.randn(2, 3, 5, 7, dtype=torch.float64)
+    with torch.inference_mode(mode == "inference"):
+        expected = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(x), expected)
 
 
 @pytest.mark.parametrize("spread", [1.0, 0.01])
