@@ -15,7 +15,7 @@ from lipsformer.layers import (
     ScaledCosineAttention,
     WeightedResidual,
 )
-from lipsformer.layers.cosine_attention import (
+from lipsformer.layers._window_kernels import (
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,

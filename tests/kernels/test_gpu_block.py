@@ -11,7 +11,7 @@ from torch import nn
 from lipsformer import kernels
 from lipsformer.kernels import dispatch, gpu_cosine_windows, verdict
 from lipsformer.layers import ScaledCosineAttention
-from lipsformer.layers.cosine_attention import gpu_arguments
+from lipsformer.layers._window_kernels import gpu_arguments
 from lipsformer.models import _fused
 from lipsformer.models.lipsformer import LipsFormerBlock
 from lipsformer.models.lipsformer_cswin import StripeAttention
