@@ -14,7 +14,13 @@ Example:
 from lipsformer.kernels.attention import normalize_rows, recomputed_attention
 from lipsformer.kernels.block import BlockTensors, block
 from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
-from lipsformer.kernels.dispatch import active_transform, log, product_dtype, usable
+from lipsformer.kernels.dispatch import (
+    active_transform,
+    gpu_switched_off,
+    log,
+    product_dtype,
+    usable,
+)
 from lipsformer.kernels.elu import elu
 from lipsformer.kernels.fold_shift import fold_shift
 from lipsformer.kernels.gpu_arguments import WindowArguments
@@ -34,8 +40,13 @@ from lipsformer.kernels.pointwise import (
     residual,
 )
 from lipsformer.kernels.recording import CannotRecordError, Recorder
-from lipsformer.kernels.trial import is_proven, try_kernel
-from lipsformer.kernels.verdict import is_used, restore_verdicts, verdicts
+from lipsformer.kernels.verdict import (
+    TRIAL_SAMPLES,
+    is_used,
+    known_verdict,
+    restore_verdicts,
+    verdicts,
+)
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
 
 __all__ = [
@@ -43,6 +54,7 @@ __all__ = [
     "MAX_GPU_TOKENS",
     "MAX_GPU_TOKENS_WITH_BIAS",
     "MAX_WINDOW_TOKENS",
+    "TRIAL_SAMPLES",
     "BlockTensors",
     "CannotRecordError",
     "Recorder",
@@ -61,8 +73,9 @@ __all__ = [
     "gelu_residual",
     "gpu_block",
     "gpu_cosine_windows",
-    "is_proven",
+    "gpu_switched_off",
     "is_used",
+    "known_verdict",
     "log",
     "normalize_rows",
     "pack_weight",
@@ -71,7 +84,6 @@ __all__ = [
     "recomputed_attention",
     "residual",
     "restore_verdicts",
-    "try_kernel",
     "usable",
     "verdicts",
 ]

@@ -179,12 +179,17 @@ def device_type(x: Tensor) -> str:
     return x.device.type
 
 
-def _gpu_obstacle(needs: Needs, x: Tensor, training: bool) -> str | None:
-    """Return why a Triton kernel may not be used; the compiler traces this."""
+def gpu_switched_off() -> str | None:
+    """Return what switches the kernels for blocks and windows on a GPU off, or None."""
     if not ENABLED:
         return "LIPSFORMER_NATIVE=0 switches the kernels off"
-    if not GPU_BLOCKS:
-        return "LIPSFORMER_GPU_BLOCKS=0 switches them off"
+    return None if GPU_BLOCKS else "LIPSFORMER_GPU_BLOCKS=0 switches them off"
+
+
+def _gpu_obstacle(needs: Needs, x: Tensor, training: bool) -> str | None:
+    """Return why a Triton kernel may not be used; the compiler traces this."""
+    if (switch := gpu_switched_off()) is not None:
+        return switch
     if not _HAS_TRITON:
         return "Triton is not installed"
     if torch.is_grad_enabled() and not training:

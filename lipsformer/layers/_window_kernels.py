@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer.layers._trial import is_proven
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import ScaledCosineAttention
 
@@ -97,7 +98,7 @@ def gpu_proven(
     def parts(m: Any) -> tuple[Any, ...]:
         return windows, list(m)[:count], m.bias, list(m)[count:]
 
-    return kernels.is_proven(
+    return is_proven(
         name,
         modules,
         qkv,
