@@ -15,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Function = Callable[[Tensor], Tensor]
 
+FIRST_STEP = 0.1  # of an input, as a fraction of its length
+
 
 def sample_norm(x: Tensor) -> Tensor:
     """Return the 2-norm of every sample of [B, ...], shaped [B, 1, ...] to divide by."""
@@ -32,7 +34,6 @@ def local_lipschitz(
     num_iters: int = 100,
     rtol: float = 1e-5,
     start: Tensor | None = None,
-    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Estimate the local Lipschitz constant at every sample of a batch.
 
@@ -43,7 +44,6 @@ def local_lipschitz(
         num_iters: Largest number of power iterations.
         rtol: Stop when no estimate has grown by more than this fraction in one iteration.
         start: First direction, shaped like `x`; None for a random one.
-        generator: Random generator of the first direction.
 
     Returns:
         The largest singular values that were found, [B], and their right singular vectors of unit
@@ -58,7 +58,7 @@ def local_lipschitz(
     """
     x = x.detach()
     if start is None:
-        start = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+        start = torch.randn_like(x)
     direction = _unit(start)
     sigma = x.new_zeros(len(x))
     # Fused attention kernels do not support forward-mode derivatives.
@@ -79,8 +79,6 @@ def adversarial_lipschitz(
     x: Tensor,
     *,
     steps: int = 50,
-    step_size: float = 0.1,
-    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Increase the estimate by moving the inputs: a lower bound of the global constant.
 
@@ -92,8 +90,6 @@ def adversarial_lipschitz(
         function: As in `local_lipschitz`.
         x: First inputs, [B, ...].
         steps: Number of steps.
-        step_size: Length of the first step as a fraction of the length of the input.
-        generator: Random generator of the first direction.
 
     Returns:
         The largest constants that were found, [B], and the inputs where they were found, shaped
@@ -104,8 +100,8 @@ def adversarial_lipschitz(
         return jvp(function, (inputs,), (direction,))[1].square().sum()
 
     best_x = x.detach()
-    best, direction = local_lipschitz(function, best_x, generator=generator)
-    length = torch.full_like(best, step_size)
+    best, direction = local_lipschitz(function, best_x)
+    length = torch.full_like(best, FIRST_STEP)
     for _ in range(steps):
         with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
             uphill = _unit(grad(gain)(best_x, direction).detach())

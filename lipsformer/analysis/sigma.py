@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lipsformer.layers import DepthwiseConv2d, WeightedResidual
 from lipsformer.layers.spectral import conv_sigma_bound
 
+# Dimensions of the Krylov space of a measurement, and of the first one, from random vectors.
+STEPS, FIRST_STEPS = 16, 64
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -140,15 +143,12 @@ class SigmaTracker:
         '4.000'
     """
 
-    def __init__(self, tracked: list[Operator], steps: int = 16, first_steps: int = 64) -> None:
+    def __init__(self, tracked: list[Operator]) -> None:
         """Create the tracker.
 
         Args:
             tracked: The operators.
-            steps: Dimension of the Krylov space.
-            first_steps: Dimension in the first call, which starts from random vectors.
         """
-        self.steps, self.first_steps = steps, first_steps
         self.convolutions = [op for op in tracked if not op.is_matrix]
         self.groups: dict[tuple[int, int], list[Operator]] = defaultdict(list)
         for op in tracked:
@@ -190,7 +190,7 @@ class SigmaTracker:
             if shape in self.vectors:
                 # The noise finds a direction orthogonal to the old one that has become the largest.
                 start = self.vectors[shape] + 0.3 * start / start.norm(dim=1, keepdim=True)
-            steps = self.steps if shape in self.vectors else self.first_steps
+            steps = STEPS if shape in self.vectors else FIRST_STEPS
             found, vectors = krylov_sigma(matrices, start, steps)
             # A zero matrix, such as a skipped update, has no singular direction.
             self.vectors[shape] = torch.where(found.unsqueeze(1) > 0.0, vectors, start)

@@ -9,8 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from lipsformer.kernels import dispatch
-from lipsformer.kernels.trial import SAMPLES
+from lipsformer import kernels
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ def try_kernels(
         samples: Largest number of images of a pass.
     """
     if (
-        not (dispatch.ENABLED and dispatch.GPU_BLOCKS)
+        kernels.gpu_switched_off() is not None
         or accelerator.mixed_precision == "no"
         or not any(hasattr(module, "arrangement") for module in model.modules())
     ):
@@ -101,13 +100,14 @@ def try_kernels(
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = accelerator.device
     devices = [device] if device.type == "cuda" else []
+    batch = min(samples, kernels.TRIAL_SAMPLES)
     with (
         torch.compiler.set_stance("force_eager"),
         torch.random.fork_rng(devices),
         accelerator.autocast(),
     ):
         for size in sizes:
-            model.train()(torch.randn(min(samples, SAMPLES), 3, size, size, device=device))
+            model.train()(torch.randn(batch, 3, size, size, device=device))
     for buffer, value in buffers:
         buffer.copy_(value)
 

@@ -14,8 +14,15 @@ Example:
 from lipsformer.kernels.attention import normalize_rows, recomputed_attention
 from lipsformer.kernels.block import BlockTensors, block
 from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
-from lipsformer.kernels.dispatch import active_transform, log, usable
+from lipsformer.kernels.dispatch import (
+    active_transform,
+    gpu_switched_off,
+    log,
+    product_dtype,
+    usable,
+)
 from lipsformer.kernels.elu import elu
+from lipsformer.kernels.fold_shift import fold_shift
 from lipsformer.kernels.gpu_arguments import WindowArguments
 from lipsformer.kernels.gpu_block import gpu_block
 from lipsformer.kernels.gpu_windows import (
@@ -23,7 +30,7 @@ from lipsformer.kernels.gpu_windows import (
     MAX_GPU_TOKENS_WITH_BIAS,
     gpu_cosine_windows,
 )
-from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear, product_dtype
+from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
 from lipsformer.kernels.pointwise import (
     add_gelu,
     center,
@@ -33,8 +40,13 @@ from lipsformer.kernels.pointwise import (
     residual,
 )
 from lipsformer.kernels.recording import CannotRecordError, Recorder
-from lipsformer.kernels.trial import is_proven, try_kernel
-from lipsformer.kernels.verdict import is_used, restore_verdicts, verdicts
+from lipsformer.kernels.verdict import (
+    TRIAL_SAMPLES,
+    is_used,
+    known_verdict,
+    restore_verdicts,
+    verdicts,
+)
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
 
 __all__ = [
@@ -42,6 +54,7 @@ __all__ = [
     "MAX_GPU_TOKENS",
     "MAX_GPU_TOKENS_WITH_BIAS",
     "MAX_WINDOW_TOKENS",
+    "TRIAL_SAMPLES",
     "BlockTensors",
     "CannotRecordError",
     "Recorder",
@@ -54,13 +67,15 @@ __all__ = [
     "cosine_windows",
     "depthwise_conv",
     "elu",
+    "fold_shift",
     "fork",
     "fused_linear",
     "gelu_residual",
     "gpu_block",
     "gpu_cosine_windows",
-    "is_proven",
+    "gpu_switched_off",
     "is_used",
+    "known_verdict",
     "log",
     "normalize_rows",
     "pack_weight",
@@ -69,7 +84,6 @@ __all__ = [
     "recomputed_attention",
     "residual",
     "restore_verdicts",
-    "try_kernel",
     "usable",
     "verdicts",
 ]

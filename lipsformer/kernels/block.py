@@ -125,24 +125,23 @@ class _Block(torch.autograd.Function):
             heads_out = windows_forward(qkv, bias, tau, lepe, options)
             branch, *saved_3 = _scaled_linear(heads_out, t.proj, t.proj_bias, False, t.scale_3)
             x3 = _add(x2, branch, t.mask_3, kept[2])
-        norm_1 = None, None, None
+        kept_1 = None, None, None
         if t.gain_1 is not None and t.shift_1 is not None:
-            norm_1 = center_affine(x3, t.gain_1, t.shift_1, factor)
-            x3 = norm_1[0]
+            x3, kept_1 = center_affine(x3, t.gain_1, t.shift_1, factor)
         x4 = x3
         if _enters(kept[3]):
             in_4 = _select(x3, kept[3])
             z4, fc1 = linear(in_4, t.fc1, t.fc1_bias, False, None)
             branch, *saved_4 = _scaled_linear(z4, t.fc2, t.fc2_bias, True, t.scale_4)
             x4 = _add(x3, branch, t.mask_4, kept[3])
-        norm_2 = center_affine(x4, t.gain_2, t.shift_2, factor)
+        out, kept_2 = center_affine(x4, t.gain_2, t.shift_2, factor)
         ctx.kept, ctx.options, ctx.factor = kept, options, factor
         ctx.save_for_backward(
             *(in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4),
-            *(pointwise, qkv_weight, fc1, *saved_3, *saved_4, *norm_1, *norm_2),
+            *(pointwise, qkv_weight, fc1, *saved_3, *saved_4, *kept_1, *kept_2),
             *(bias, tau, *tensors),
         )
-        return norm_2[0]
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -151,14 +150,14 @@ class _Block(torch.autograd.Function):
         in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4 = saved[:10]
         pointwise, qkv_weight, fc1 = saved[10:13]
         saved_3, saved_4 = saved[13:15], saved[15:17]
-        y_1, lost_1, x3, y_2, lost_2, x4 = saved[17:23]
+        kept_1, kept_2 = saved[17:20], saved[20:23]
         bias, tau = saved[23:25]
         t, lepe = _named(saved[25:])
         kept, factor = ctx.kept, ctx.factor
 
         # from the end to the beginning; grad is the gradient on the stream
-        grad = grad_outputs[0].to(y_2.dtype).contiguous()
-        grad, *norm_2 = center_affine_backward(grad, y_2, t.gain_2, t.shift_2, lost_2, x4, factor)
+        grad = grad_outputs[0].contiguous()
+        grad, *norm_2 = center_affine_backward(grad, t.gain_2, t.shift_2, kept_2, factor)
         to_fc1 = to_fc2 = to_proj = (None, None, None)
         if _enters(kept[3]):
             own = _mask(grad, t.mask_4, kept[3])
@@ -169,9 +168,7 @@ class _Block(torch.autograd.Function):
             grad = _add(grad, own, None, kept[3])
         norm_1: Sequence[Tensor | None] = (None, None)
         if t.gain_1 is not None and t.shift_1 is not None:
-            grad, *norm_1 = center_affine_backward(
-                grad, y_1, t.gain_1, t.shift_1, lost_1, x3, factor
-            )
+            grad, *norm_1 = center_affine_backward(grad, t.gain_1, t.shift_1, kept_1, factor)
         to_qkv = (None, None, None)
         attention, to_lepe = (None, None), [None] * len(lepe)
         if _enters(kept[2]):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer.kernels.bindings import name_of, run
-from lipsformer.kernels.dispatch import usable
+from lipsformer.kernels.dispatch import product_dtype, usable
 
 DEPTHWISE_SIZES = (3, 7)  # sides K for which csrc/depthwise.cpp is compiled
 
@@ -20,8 +20,7 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         weight: [C, 1, K, K], K in ``DEPTHWISE_SIZES``.
         bias: [C].
     """
-    if torch.is_autocast_enabled("cpu"):
-        x = x.to(torch.get_autocast_dtype("cpu"))
+    x = x.to(product_dtype(x))
     if torch.is_grad_enabled():
         return _DepthwiseConv.apply(x, weight.float(), bias.float())
     return convolve(x, weight.float(), bias.float())

@@ -69,6 +69,7 @@ NEEDS = {
     "attention": Needs(("onednn",)),
     "cosine_windows": Needs(("csrc",), _FLOAT32_BFLOAT16, mixed=True),
     "depthwise": Needs(("csrc", "onednn"), _FLOAT32_BFLOAT16, casts=True, mixed=True),
+    "fold_shift": Needs((), (*_FLOAT32_BFLOAT16, torch.float64)),
     "gelu_residual": Needs((), _FLOAT32_BFLOAT16, mixed=True),
     "kept_samples": Needs((), _FLOAT32_BFLOAT16),
     "linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True, min_dims=3),
@@ -144,6 +145,17 @@ def active_transform() -> str | None:
     return None
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which a product with ``x`` is computed.
+
+    Autocast may change it. Like PyTorch's own, it leaves float64 as it is.
+    """
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
 def is_observed() -> bool:
     """Return whether something that cannot see our kernels records or replaces the operators."""
     depth = torch._C._len_torch_dispatch_stack()
@@ -167,18 +179,22 @@ def device_type(x: Tensor) -> str:
     return x.device.type
 
 
-def _gpu_obstacle(needs: Needs, x: Tensor, training: bool) -> str | None:
-    """Return why a Triton kernel may not be used; the compiler traces this."""
+def gpu_switched_off() -> str | None:
+    """Return what switches the kernels for blocks and windows on a GPU off, or None."""
     if not ENABLED:
         return "LIPSFORMER_NATIVE=0 switches the kernels off"
-    if not GPU_BLOCKS:
-        return "LIPSFORMER_GPU_BLOCKS=0 switches them off"
+    return None if GPU_BLOCKS else "LIPSFORMER_GPU_BLOCKS=0 switches them off"
+
+
+def _gpu_obstacle(needs: Needs, x: Tensor, training: bool) -> str | None:
+    """Return why a Triton kernel may not be used; the compiler traces this."""
+    if (switch := gpu_switched_off()) is not None:
+        return switch
     if not _HAS_TRITON:
         return "Triton is not installed"
     if torch.is_grad_enabled() and not training:
         return "gradients outside training may be differentiated twice"
-    autocast = needs.casts and torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    dtype = product_dtype(x) if needs.casts else x.dtype
     if dtype not in needs.dtypes:
         return f"the input is {dtype}"
     if x.numel() == 0:
@@ -198,7 +214,7 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
     if x.ndim < needs.min_dims:
         return f"the input has {x.ndim} dimensions"
     autocast = torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu") if autocast and needs.casts else x.dtype
+    dtype = product_dtype(x) if needs.casts else x.dtype
     if dtype not in needs.dtypes:
         return f"the input is {dtype}"
     may_differ = needs.mixed and (autocast or not needs.casts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lipsformer.kernels import gpu_pointwise as ops
 from lipsformer.kernels.block import BlockTensors
-from lipsformer.kernels.dispatch import refuse_second_derivatives
+from lipsformer.kernels.dispatch import product_dtype, refuse_second_derivatives
 from lipsformer.kernels.gpu_arguments import WindowArguments
 from lipsformer.kernels.gpu_depthwise import depthwise, depthwise_sums
 from lipsformer.kernels.gpu_parameters import add_programs, cast, weight_gradients
@@ -32,10 +32,7 @@ def gpu_block(x: Tensor, tensors: BlockTensors, attention: WindowArguments) -> T
         tensors: The parameters.
         attention: The attention between its projections.
     """
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    x = x.to(dtype).contiguous()
+    x = x.to(product_dtype(x)).contiguous()
     return _Block.apply(x, attention.without_tensors(), *tensors, *attention.tensors())
 
 

@@ -16,7 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer.kernels.bindings import name_of, run
-from lipsformer.kernels.dispatch import is_observed, refuse_second_derivatives, usable
+from lipsformer.kernels.dispatch import (
+    is_observed,
+    product_dtype,
+    refuse_second_derivatives,
+    usable,
+)
 
 _LARGEST_REUSED = 32 << 20  # bytes; the C library returns any larger tensor to the system
 _BLOCK = 8 << 20  # bytes that stay in the cache between two operators
@@ -58,11 +63,6 @@ def scales_output(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.numel() < x.shape[-1] ** 2
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which a product with ``x`` is computed; autocast may change it."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-
-
 class _FusedLinear(torch.autograd.Function):
     """Keep the input before GELU only.
 
@@ -77,7 +77,7 @@ class _FusedLinear(torch.autograd.Function):
         y, kept = linear(x, weight, bias, act, scale)
         ctx.save_for_backward(x, weight, bias, scale, kept)
         ctx.act_before = act
-        return y
+        return torch.ops.aten._unsafe_view(y, y.shape)  # autograd lets no view be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -194,7 +194,8 @@ def _gelu_product_backward(
         activated = gelu_backward_(grad_x, x)
         return grad_x, _weight_gradient(grad, activated) if need_weight else None
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)  # blocks are written to it
-    grad_weight = torch.zeros_like(weight) if need_weight else None
+    # the sum over the blocks; bfloat16 would round it in every block
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
     grads = grad.reshape(-1, len(weight)).split(len(blocks[0]))
     for own, block, target in zip(grads, blocks, _blocks(grad_x), strict=True):
         grad_block = _product(own, weight.T)

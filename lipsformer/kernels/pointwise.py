@@ -8,6 +8,7 @@ passes, which use PyTorch's operators where the compiled kernels cannot run.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from lipsformer.kernels.bindings import name_of, run
 from lipsformer.kernels.dispatch import refuse_second_derivatives, usable
 from lipsformer.kernels.linear import gelu_backward_
 
-# Below this |bias / gain| the centered input can be computed from the output without much rounding.
-MAX_OFFSET = {torch.float32: 64.0, torch.bfloat16: 4.0}
+# Below this |bias / gain| the centered input follows from a float32 result without much rounding.
+MAX_OFFSET = 64.0
 
 
 def centered_affine(x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
@@ -39,49 +40,58 @@ def centered_affine(x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Ten
 
 
 class _CenteredAffine(torch.autograd.Function):
-    """Keep the result, which the next layer keeps as well, and nothing else.
+    """Keep the result, which the next layer keeps as well, or the input.
 
     The gradient of the gain needs the centered input, which is (result - bias) / gain, as in Rota
     Bulo et al. 2018 (in-place activated batch norm). Where the gain is too small against the bias
-    for that, down to zero, in any channel, the input is kept as well. The gradients can be
-    differentiated again.
+    for that, down to zero, in any channel, the input is kept as well. A bfloat16 result is rounded
+    more than tokens may vary around a bias of any size, so there only the input is kept. The
+    gradients can be differentiated again.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
-        y, lost, kept = center_affine(x, gain, bias, factor)
-        ctx.save_for_backward(y, gain, bias, lost, kept)
+        y, kept = center_affine(x, gain, bias, factor)
+        ctx.save_for_backward(gain, bias, *kept)
         ctx.factor = factor
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        y, gain, bias, lost, x = ctx.saved_tensors
+        gain, bias, *kept = ctx.saved_tensors
         (grad,) = grad_outputs
-        return *center_affine_backward(grad, y, gain, bias, lost, x, ctx.factor), None
+        return *center_affine_backward(grad, gain, bias, kept, ctx.factor), None
 
 
 def center_affine(
     x: Tensor, gain: Tensor, bias: Tensor, factor: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return factor * gain * (x - mean(x)) + bias, the channels that lose it, and ``x`` if any do.
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """Return factor * gain * (x - mean(x)) + bias, and what its backward pass needs.
 
-    A channel loses the centered input if that cannot be computed from the result.
+    That is the result, the channels that lose the centered input, and ``x``, each of it or None. A
+    channel loses the centered input if that cannot be computed from the result.
     """
-    lost = bias.abs() >= MAX_OFFSET[x.dtype] * gain.abs()
-    return center(x, gain * factor, bias), lost, x if lost.any() else None
+    y = center(x, gain * factor, bias)
+    if x.dtype == torch.bfloat16:
+        return y, (None, None, x)
+    lost = bias.abs() >= MAX_OFFSET * gain.abs()
+    return y, (y, lost, x if lost.any() else None)
 
 
 def center_affine_backward(
     grad: Tensor,
-    y: Tensor,
     gain: Tensor,
     bias: Tensor,
-    lost: Tensor,
-    x: Tensor | None,
+    kept: Sequence[Any],
     factor: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``center_affine`` with respect to ``x``, gain and bias."""
+    y, lost, x = kept
+    if y is None:
+        zeros = torch.zeros_like(bias)
+        centered = center(x, torch.ones_like(gain), zeros)
+        grad_x, product_sum, grad_bias = center_backward(grad, centered, gain * factor, zeros)
+        return grad_x, product_sum * factor, grad_bias
     grad_x, offset, grad_bias = center_backward(grad, y, gain * factor, bias)
     if x is None:
         return grad_x, offset / gain, grad_bias

@@ -22,6 +22,7 @@ _VERDICTS: dict[str, bool] = {}  # a run stores them, so that it continues with 
 # up to 5 times their error.
 ERROR_RATIO = 16.0
 ROUNDINGS = 64.0  # so many units in the last place of the largest value are no fault either
+TRIAL_SAMPLES = 16  # of a batch, which are enough to fill a GPU
 STEPS = 4.0  # so many more of the type between the steps of a kernel
 PATIENCE = timedelta(minutes=1)
 

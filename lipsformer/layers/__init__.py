@@ -9,12 +9,7 @@ from lipsformer.layers.contractive import (
     orthogonalize,
 )
 from lipsformer.layers.conv import DepthwiseConv2d
-from lipsformer.layers.cosine_attention import (
-    Arrangement,
-    ScaledCosineAttention,
-    attend_in_windows,
-    cosine_normalize,
-)
+from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
 from lipsformer.layers.linear import Linear
 from lipsformer.layers.lipschitz_norm import LipschitzNormAttention
 from lipsformer.layers.residual import WeightedResidual
@@ -23,6 +18,7 @@ from lipsformer.layers.spectral import (
     spectral_init_,
     spectral_init_modules_,
 )
+from lipsformer.layers.window_attention import Arrangement, attend_in_windows
 from lipsformer.layers.windows import (
     merge_heads,
     pad_to_even,

@@ -1,7 +1,6 @@
 """Layers with the Lipschitz constant 1, whose products lose nothing: for certified models."""
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,8 +35,8 @@ class FoldShift(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Fold and shift ``x`` ([B, H, W, C])."""
-        if self.training and torch.is_grad_enabled() and kernels.active_transform() is None:
-            return _FoldShift.apply(x)
+        if torch.is_grad_enabled() and kernels.usable("fold_shift", x, training=self.training):
+            return kernels.fold_shift(x, GROUPS, MOVES)
         groups = list(x.chunk(GROUPS, dim=-1))
         groups[:4] = [group.abs() for group in groups[:4]]
         for index, (axis, step) in enumerate(MOVES, start=2):
@@ -45,42 +44,7 @@ class FoldShift(nn.Module):
         return torch.cat(groups, dim=-1)
 
 
-register_notrace_module(FoldShift)  # FX cannot trace the choice of the gather
-
-
-class _FoldShift(torch.autograd.Function):
-    """`FoldShift` as one gather, which takes a third of the time on the CPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        y = _gather(x, 0)
-        y[..., : x.shape[-1] // 2].abs_()
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        half = x.shape[-1] // 2
-        grad = _gather(grad_outputs[0], 1)
-        grad[..., :half] *= x[..., :half].sign()
-        return grad
-
-
-def _gather(x: Tensor, direction: int) -> Tensor:
-    index = _indices(*x.shape[:3], x.device)[direction]
-    return x.reshape(-1, x.shape[-1] // GROUPS).index_select(0, index).view(x.shape)
-
-
-@lru_cache(maxsize=16)
-def _indices(batch: int, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where the groups of a map come from, and where they go."""
-    place = torch.arange(batch * height * width * GROUPS, device=device)
-    place = place.view(batch, height, width, GROUPS)
-    source = place.clone()
-    for index, (axis, step) in enumerate(MOVES, start=2):
-        source[..., index] = place[..., index].roll(step, axis)
-    return source.flatten(), source.flatten().argsort()
+register_notrace_module(FoldShift)  # FX cannot trace the choice of a kernel
 
 
 class ContractiveResidual(nn.Module):

@@ -15,7 +15,8 @@ from lipsformer.layers import (
     ScaledCosineAttention,
     WeightedResidual,
 )
-from lipsformer.layers.cosine_attention import (
+from lipsformer.layers._trial import is_proven
+from lipsformer.layers._window_kernels import (
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,
@@ -74,7 +75,7 @@ def _proven(block: Any, x: Tensor, forward: Callable[[Any, Tensor], Tensor]) -> 
             residual.draw_mask = functools.partial(_alternate_mask, residual)
         return twin
 
-    return kernels.is_proven(
+    return is_proven(
         name,
         block,
         x,

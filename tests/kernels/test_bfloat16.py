@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lipsformer.kernels import linear, pointwise
-from lipsformer.layers import CenterNorm, Linear, WeightedResidual
+from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear, WeightedResidual
 from lipsformer.models.inference import FrozenLinear
 
 SHAPE = (5, 67, 3, 37)  # enough for two threads and several parts, with a rest of 5 channels
@@ -170,15 +170,47 @@ def test_linear_layer_under_autocast(path, mode, act, scaled):
         check_scale([tensor.grad for tensor in inputs], expected[1:])
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_weight_gradients_of_many_blocks_are_as_exact_as_those_of_one(monkeypatch, scaled):
+    errors = []
+    for largest_whole, block in ((linear._LARGEST_REUSED, linear._BLOCK), (0, 5 * 37 * 2)):
+        monkeypatch.setattr(linear, "_LARGEST_REUSED", largest_whole)
+        monkeypatch.setattr(linear, "_BLOCK", block)
+        torch.manual_seed(0)
+        layer = Linear(37, 101).train()
+        layer.to(torch.bfloat16).float()  # products round their weights
+        scale = torch.tensor([0.5, 2.0]).repeat(51)[:101] if scaled else None
+        x, grad = maps((5, 67, 3, 37), (5, 67, 3, 101))
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x.requires_grad_(), act_before=True, output_scale=scale).backward(grad)
+        upstream = grad.double() * (scale.double() if scaled else 1.0)
+        exact = torch.einsum("bhwo,bhwi->oi", upstream, gelu(x.double()))
+        errors.append((layer.weight.grad - exact).norm() / exact.norm())
+    assert errors[1] < 1.5 * errors[0] < 0.01
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "inference"])
+@pytest.mark.parametrize("layer", [Linear(7, 17), DepthwiseConv2d(7, 3)])
+def test_autocast_leaves_float64_alone(layer, mode):
+    layer.double().train(mode == "train")
+    x = torch.randn(2, 3, 5, 7, dtype=torch.float64)
+    with torch.inference_mode(mode == "inference"):
+        expected = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.01])
 @pytest.mark.parametrize("offset", [1.0, 100.0])
 @pytest.mark.usefixtures("compiled_kernels")
-def test_center_norm_keeps_the_type_and_gives_the_gradient_of_its_gain(offset):
-    """The gain's gradient comes from the rounded result, or from the input if that is too far."""
+def test_center_norm_keeps_the_type_and_gives_the_gradient_of_its_gain(offset, spread):
+    """Also where tokens vary less than the result is rounded, because the bias is large."""
     torch.manual_seed(0)
     norm = CenterNorm(37).train()
     nn.init.normal_(norm.weight)
     nn.init.constant_(norm.bias, offset)
     x, grad = maps(SHAPE, SHAPE)
+    x *= spread
     inputs = [x.requires_grad_(), norm.weight, norm.bias]
     expected = gradients(
         lambda x, gain, shift: gain * (37 / 36) * (x - x.mean(-1, keepdim=True)) + shift,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lipsformer import kernels
 from lipsformer.kernels import dispatch, gpu_cosine_windows, verdict
 from lipsformer.layers import ScaledCosineAttention
-from lipsformer.layers.cosine_attention import gpu_arguments
+from lipsformer.layers._trial import try_kernel
+from lipsformer.layers._window_kernels import gpu_arguments
 from lipsformer.models import _fused
 from lipsformer.models.lipsformer import LipsFormerBlock
 from lipsformer.models.lipsformer_cswin import StripeAttention
@@ -167,7 +167,7 @@ def test_the_trial_takes_the_kernels_of_a_block_and_refuses_wrong_ones(monkeypat
     try:
         fused, x = block("windows", 18).to(DEVICE).train(), torch.randn(2, 3, 5, 18, device=DEVICE)
         fused.mlp.drop_path = 0.5
-        monkeypatch.setattr(kernels, "is_proven", kernels.try_kernel)
+        monkeypatch.setattr(_fused, "is_proven", try_kernel)
         plain = LipsFormerBlock.forward.__wrapped__
         with torch.autocast(DEVICE, torch.bfloat16):
             assert _fused._proven(fused, x, plain)

@@ -11,6 +11,7 @@ from lipsformer.layers import (
     DepthwiseConv2d,
     ScaledCosineAttention,
     attend_in_windows,
+    cosine_normalize,
     merge_heads,
     partition_heads,
 )
@@ -150,6 +151,21 @@ def test_a_nan_stays_in_its_window():
         )
     assert out[:, :, :3].isnan().all()
     assert torch.equal(out[:, :, 3:], expected[:, :, 3:])
+
+
+@pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min, -torch.inf])
+def test_a_token_that_sees_no_other_has_the_weights_of_softmax(calls, mask):
+    """All of them are equal behind the least number, and not a number behind infinity."""
+    qkv, bias = torch.randn(1, 3, 5, 3, 1, 7), torch.zeros(1, 1, 15, 15)
+    bias[:, :, 2] = mask
+    with torch.no_grad():
+        out = attend_in_windows(qkv, [(3, 5)], [ScaledCosineAttention(1)], bias)
+    assert len(calls) == 1
+    q, k, v = (cosine_normalize(x) for x in qkv.double().reshape(15, 3, 7).unbind(1))
+    expected = (10.0 * q @ k.T + bias[0, 0]).softmax(-1) @ v
+    torch.testing.assert_close(
+        out.reshape(15, 7).double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("reason", ["hook", "global hook", "dropout", "float64", "second order"])

@@ -69,6 +69,20 @@ def test_frozen_parts_get_no_gradient_and_leave_the_others_alone(frozen, gelu):
         torch.testing.assert_close(tensor.grad.double(), exact[name].grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("gelu", [True, False])
+@pytest.mark.usefixtures("path", "blocks")
+def test_the_output_may_be_changed_in_place(gelu):
+    torch.manual_seed(0)
+    layer = Linear(7, 17).train()
+    x, upstream = torch.randn(1, 29, 7, requires_grad=True), torch.randn(1, 29, 17)
+    layer(x, act_before=gelu).square_().backward(upstream)
+    x64, weight64 = (t.detach().double().requires_grad_() for t in (x, layer.weight))
+    hidden = torch.nn.functional.gelu(x64) if gelu else x64
+    (hidden @ weight64.T + layer.bias).square().backward(upstream.double())
+    torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.weight.grad.double(), weight64.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_non_contiguous_input():
     torch.manual_seed(0)
     layer = Linear(7, 17).train()

@@ -56,14 +56,14 @@ def outward(value: float) -> float:
     return value * OUTWARD
 
 
-def gamma(steps: int, unit: float = UNIT32) -> float:
-    r"""Return the largest relative error of roundings in a row, :math:`nu / (1 - nu)`.
+def gamma(steps: int) -> float:
+    r"""Return the largest relative error of roundings to float32 in a row, :math:`nu / (1 - nu)`.
 
     Args:
         steps: Number of roundings n.
-        unit: Unit roundoff u; float32's by default.
     """
-    return outward(steps * unit / (1.0 - steps * unit)) if steps * unit < 0.5 else math.inf
+    share = steps * UNIT32
+    return outward(share / (1.0 - share)) if share < 0.5 else math.inf
 
 
 def log10_of(value: float) -> float:

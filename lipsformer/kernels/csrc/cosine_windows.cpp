@@ -4,6 +4,7 @@
 // A sum over a row is a chain of additions, and what needs it must wait. So a loop takes the sums of
 // all rows before the next loop uses them: then the processor works on several rows at once.
 
+#include <cmath>
 #include <initializer_list>
 #include <memory>
 
@@ -212,7 +213,7 @@ void exponentials(float *x, int64_t n, int64_t padded_n, float *sums) {
     }
 }
 
-// One head's biases [n][n], or zeros, in rows of padded_n that end in -1e30.
+// One head's biases [n][n], or zeros, in rows of padded_n that end in -infinity.
 void pad_rows(const Map &map, const float *bias, float *padded) {
     for (int64_t i = 0; i < map.n; ++i) {
         float *row = padded + i * map.padded_n;
@@ -220,7 +221,7 @@ void pad_rows(const Map &map, const float *bias, float *padded) {
             memcpy(row, bias + i * map.n, map.n * sizeof(float));
         else
             clear(row, map.n);
-        for (int64_t j = map.n; j < map.padded_n; ++j) row[j] = -1e30f;
+        for (int64_t j = map.n; j < map.padded_n; ++j) row[j] = -INFINITY;
     }
 }
 

@@ -144,7 +144,7 @@ struct bf16 {
 };
 
 typedef uint16_t half_words __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-typedef uint32_t words __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 #ifdef __AVX512F__  // one instruction each, where GCC 12 takes four or more
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lipsformer.kernels import try_kernel
-from lipsformer.kernels.trial import SAMPLES
+from lipsformer.kernels import TRIAL_SAMPLES
+from lipsformer.layers._trial import try_kernel
 
 
 class Wrong(torch.autograd.Function):
@@ -18,7 +18,7 @@ class Wrong(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad = grad.clone()
-        grad[SAMPLES - 1, 0] += 1.0 + grad.abs().max()
+        grad[TRIAL_SAMPLES - 1, 0] += 1.0 + grad.abs().max()
         return grad
 
 
@@ -31,7 +31,7 @@ def untimed():
 
 def test_a_trial_sees_gradients_and_leaves_module_and_input_alone(untimed):
     torch.manual_seed(0)
-    module, x = nn.Linear(5, 3).double().bfloat16(), torch.randn(SAMPLES + 3, 5).bfloat16()
+    module, x = nn.Linear(5, 3).double().bfloat16(), torch.randn(TRIAL_SAMPLES + 3, 5).bfloat16()
     x.requires_grad_()
     before = [p.clone() for p in module.parameters()]
     assert try_kernel("right", module, x, lambda m, y: m(y), lambda m, y: m(y))

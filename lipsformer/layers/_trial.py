@@ -7,15 +7,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from lipsformer.kernels.verdict import Work, is_used, known_verdict
+from lipsformer import kernels
 
 Apply = Callable[[nn.Module, Tensor], Tensor]
 
-SAMPLES = 16  # of the batch, which are enough to fill a GPU
-
 
 def is_proven(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: Apply) -> bool:
-    """Return whether a kernel is right and faster for inputs of this class; see `is_used`.
+    """Return whether a kernel is right and faster for inputs of this class; see `kernels.is_used`.
 
     The compiler cannot trace a trial. It takes a kernel whose verdict is known and plain operators
     otherwise. A tensor on the CPU stands for a GPU that is predicted or interpreted, where there is
@@ -33,7 +31,7 @@ def is_proven(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: Ap
     differentiates = torch.is_grad_enabled()
     name = f"{name}, {x.dtype}, {list(x.shape[1:])}, gradients {differentiates}"
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return known_verdict(name)
+        return kernels.known_verdict(name)
     return try_kernel(name, modules, x, kernel, plain)
 
 
@@ -41,8 +39,8 @@ def try_kernel(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: A
     """Return the verdict on a kernel, whatever the device; see `is_proven`."""
     differentiates = torch.is_grad_enabled()
 
-    def work(apply: Apply, exact: bool = False) -> Work:
-        twin, inputs = copy.deepcopy(modules), x[:SAMPLES].detach()
+    def work(apply: Apply, exact: bool = False) -> Callable[[], list[Tensor]]:
+        twin, inputs = copy.deepcopy(modules), x[: kernels.TRIAL_SAMPLES].detach()
         if exact:
             twin, inputs = twin.double(), inputs.double()
         inputs = inputs.clone().requires_grad_(differentiates)
@@ -57,7 +55,5 @@ def try_kernel(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: A
 
         return run
 
-    device = x.device.type
-    half = torch.is_autocast_enabled(device)
-    between = torch.get_autocast_dtype(device) if half else x.dtype
-    return is_used(name, work(kernel), work(plain), work(plain, exact=True), between)
+    between = kernels.product_dtype(x)
+    return kernels.is_used(name, work(kernel), work(plain), work(plain, exact=True), between)

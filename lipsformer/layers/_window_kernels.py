@@ -1,0 +1,167 @@
+"""Which window attention the kernels compute, and its tensors and numbers.
+
+The kernels do not check the classes, settings or sizes of modules.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipsformer import kernels
+from lipsformer.layers._trial import is_proven
+from lipsformer.layers.conv import DepthwiseConv2d
+from lipsformer.layers.cosine_attention import ScaledCosineAttention
+
+
+def cpu_obstacle(
+    channels: int,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[Any],
+    bias: Tensor | None,
+    lepes: Sequence[nn.Module],
+) -> str | None:
+    """Return why the CPU's kernel would not compute what these modules compute.
+
+    The kernel does not check sizes, and would read elsewhere in memory if they did not fit.
+
+    Args:
+        channels: Number of channels of each partition.
+        windows: As in `attend_in_windows`, like the rest.
+        attentions: The attention of each partition.
+        bias: [1, heads, h * w, h * w] or None.
+        lepes: The positional encodings.
+    """
+    if any(channels % attention.num_heads for attention in attentions):
+        return "the heads do not divide the channels"
+    tokens = math.prod(windows[0])
+    if bias is not None and bias.shape != (1, attentions[0].num_heads, tokens, tokens):
+        return f"the bias has the shape {tuple(bias.shape)}"
+    if any(h * w > kernels.MAX_WINDOW_TOKENS for h, w in windows):
+        return f"a window has more than {kernels.MAX_WINDOW_TOKENS} tokens"
+    obstacle = _module_obstacle(attentions, lepes)
+    if obstacle is not None:
+        return obstacle
+    for attention in attentions:
+        if attention.value_scale is not None and attention.value_scale <= 0.0:
+            return "the value scale is not positive, which the kernel reads as raw values"
+    return None
+
+
+def gpu_obstacle(
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[Any],
+    bias: Tensor | None,
+    lepes: Sequence[nn.Module],
+) -> str | None:
+    """Return why the GPU's kernel would not compute what these modules compute."""
+    most = kernels.MAX_GPU_TOKENS if bias is None else kernels.MAX_GPU_TOKENS_WITH_BIAS
+    if any(h * w > most for h, w in windows):
+        return f"a window has more than {most} tokens"
+    obstacle = _module_obstacle(attentions, lepes)
+    if obstacle is not None:
+        return obstacle
+    first, *others = attentions
+    for other in others:
+        same = other.num_heads == first.num_heads and other.eps == first.eps
+        if not same or (other.value_scale is None) != (first.value_scale is None):
+            return "the attentions of the partitions differ"
+        if isinstance(first.tau(), float) and other.tau() != first.tau():
+            return "the attentions of the partitions differ"
+    return None
+
+
+def gpu_proven(
+    plain: Callable[..., Tensor],
+    qkv: Tensor,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[Any],
+    bias: Tensor | None,
+    lepes: Sequence[nn.Module],
+) -> bool:
+    """Return whether the GPU's kernel is right and faster for attention of this class.
+
+    ``plain`` takes the arguments of `attend_in_windows` and computes with PyTorch's operators.
+    """
+    count, heads = len(attentions), attentions[0].num_heads
+    name = (
+        f"windows {list(windows)}, {heads} heads, bias {bias is not None}, LePE {len(lepes) > 0}, "
+        f"learned tau {isinstance(attentions[0].tau(), Tensor)}"
+    )
+    modules: Any = attentions[0]
+    if not torch.compiler.is_compiling():  # which cannot trace the copies of a trial
+        modules = nn.ModuleList([*attentions, *lepes])
+        modules.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
+
+    def parts(m: Any) -> tuple[Any, ...]:
+        return windows, list(m)[:count], m.bias, list(m)[count:]
+
+    return is_proven(
+        name,
+        modules,
+        qkv,
+        kernel=lambda m, x: kernels.gpu_cosine_windows(x, gpu_arguments(*parts(m))),
+        plain=lambda m, x: plain(x, *parts(m)),
+    )
+
+
+def gpu_arguments(
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[Any],
+    bias: Tensor | None,
+    lepes: Sequence[Any],
+) -> kernels.WindowArguments:
+    """Return what the GPU's kernel computes with, from the arguments of `attend_in_windows`."""
+    first = attentions[0]
+    tau = first.tau()
+    learned = isinstance(tau, Tensor)
+    return kernels.WindowArguments(
+        bias=bias,
+        tau=[attention.tau() for attention in attentions] if learned else [],
+        nu=[] if first.value_scale is None else [a.value_scale for a in attentions],
+        lepe=[lepe.weight for lepe in lepes],
+        offset=[lepe.bias for lepe in lepes],
+        windows=[side for window in windows for side in window],
+        heads=first.num_heads,
+        scale=1.0 if learned else tau,
+        eps=first.eps,
+    )
+
+
+def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[Any]) -> str | None:
+    """Return why no kernel would compute what these modules compute, None if it would."""
+    for attention in attentions:
+        if getattr(type(attention), "forward", None) is not ScaledCosineAttention.forward:
+            return f"the attention is {type(attention).__name__}"
+        if not attention.fused_attn:
+            return "fused attention is switched off"
+        if attention.training and attention.attn_drop > 0.0:
+            return "the attention weights have dropout"
+    for lepe in lepes:
+        if type(lepe).forward is not DepthwiseConv2d.forward or lepe.weight.shape[1:] != (1, 3, 3):
+            return f"the positional encoding is {lepe}"
+    compiling = torch.compiler.is_compiling()  # which cannot ask for global hooks
+    hooked = not compiling and bool(torch.nn.modules.module._has_any_global_hook())
+    for module in (*attentions, *lepes):
+        hooked |= bool(module._forward_hooks or module._forward_pre_hooks)
+        hooked |= bool(module._backward_hooks or module._backward_pre_hooks)
+    return "a module has hooks, which the kernel would not call" if hooked else None
+
+
+def tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:
+    """Return tau ([P, heads]), nu (0 for raw values) and eps of every partition."""
+    taus, nu = [], []
+    options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults of torch are
+    for attention in attentions:
+        tau = attention.tau()
+        fixed = isinstance(tau, float)
+        taus.append(torch.full((attention.num_heads,), tau, **options) if fixed else tau.flatten())
+        nu.append(0.0 if attention.value_scale is None else float(attention.value_scale))
+    return torch.stack(taus), nu, [attention.eps for attention in attentions]
+
+
+def lepe_tensors(lepes: Sequence[Any]) -> list[Tensor]:
+    """Return the kernels ([C, 1, 3, 3]) of all partitions, and then their biases ([C])."""
+    return [*(lepe.weight for lepe in lepes), *(lepe.bias for lepe in lepes)]

@@ -1,0 +1,94 @@
+"""Attention of any kind within the windows of a map.
+
+Shapes: B images, H x W tokens, C channels of each of P partitions.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from lipsformer import kernels
+from lipsformer.layers._window_kernels import (
+    cpu_obstacle,
+    gpu_arguments,
+    gpu_obstacle,
+    gpu_proven,
+    lepe_tensors,
+    tau_nu_eps,
+)
+from lipsformer.layers.windows import merge_heads, partition_heads
+
+# the arguments of attend_in_windows behind the projected tokens
+Arrangement = tuple[
+    Sequence[tuple[int, int]], Sequence[nn.Module], Tensor | None, Sequence[nn.Module]
+]
+
+
+def attend_in_windows(
+    qkv: Tensor,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[nn.Module],
+    bias: Tensor | None = None,
+    lepes: Sequence[nn.Module] = (),
+) -> Tensor:
+    """Attend within the windows of a map.
+
+    A partition is a group of heads that share the shape of their windows. Swin has a single one,
+    CSwin has two: vertical and horizontal stripes. Where a kernel is usable, it computes all
+    partitions at once from the parameters of the modules, which are then not called.
+
+    Args:
+        qkv: [B, H, W, 3, P, C], queries, keys and values of the P partitions of the heads.
+        windows: (h, w) in tokens of each partition.
+        attentions: The attention of each partition, with its ``num_heads``.
+        bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
+        lepes: For each partition the LePE of CSwin (locally-enhanced positional encoding): a
+            depthwise 3x3 convolution of the values, zero padded at the edge of the window, whose
+            result is added to the output. Empty for none.
+
+    Returns:
+        [B, H, W, P * C].
+    """
+    parameters = [p for module in (*attentions, *lepes) for p in module.parameters()]
+    tensors = (qkv, *parameters) if bias is None else (qkv, bias, *parameters)
+    if kernels.usable(
+        "cosine_windows",
+        *tensors,
+        training=attentions[0].training,
+        unless=lambda: cpu_obstacle(qkv.shape[-1], windows, attentions, bias, lepes),
+    ):
+        tau, nu, eps = tau_nu_eps(attentions)
+        return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, lepe_tensors(lepes))
+    if kernels.usable(
+        "cosine_windows.gpu",
+        qkv,
+        training=attentions[0].training,
+        unless=lambda: gpu_obstacle(windows, attentions, bias, lepes),
+    ) and gpu_proven(_plain_windows, qkv, windows, attentions, bias, lepes):
+        return kernels.gpu_cosine_windows(qkv, gpu_arguments(windows, attentions, bias, lepes))
+    return _plain_windows(qkv, windows, attentions, bias, lepes)
+
+
+def _plain_windows(
+    qkv: Tensor,
+    windows: Sequence[tuple[int, int]],
+    attentions: Sequence[nn.Module],
+    bias: Tensor | None,
+    lepes: Sequence[nn.Module],
+) -> Tensor:
+    bias = None if bias is None else bias.to(qkv.dtype)
+    outputs = []
+    for part, (attention, window) in enumerate(zip(attentions, windows, strict=True)):
+        num_heads: Any = attention.num_heads
+        q, k, v = partition_heads(qkv[..., part, :], window, num_heads).unbind(0)
+        out = attention(q, k, v, bias)
+        if len(lepes) > 0:
+            # contiguous: the convolution would otherwise keep the queries and keys for its backward
+            values = rearrange(v, "b n (h w) d -> b h w (n d)", h=window[0]).contiguous()
+            local = lepes[part](values)
+            out = out + rearrange(local, "b h w (n d) -> b n (h w) d", n=num_heads)
+        outputs.append(merge_heads(out, window, (qkv.shape[1], qkv.shape[2])))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
