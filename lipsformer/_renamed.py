@@ -31,7 +31,6 @@ MODULES = {
     "lipsformer.layers.norm": "lipsformer.layers.center_norm",
     "lipsformer.layers.score_norm": "lipsformer.layers.lipschitz_norm",
     "lipsformer.layers.window": "lipsformer.layers.windows",
-    "lipsformer.layers.window_attention": "lipsformer.layers",
     "lipsformer.models.convert": "lipsformer.models.official_weights",
     "lipsformer.models.lipschitz_form": "lipsformer.models.timm_conversion",
     "scripts.convert_checkpoint": "scripts.import_weights",
