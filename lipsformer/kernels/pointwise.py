@@ -44,8 +44,8 @@ class _CenteredAffine(torch.autograd.Function):
 
     The gradient of the gain needs the centered input, which is (result - bias) / gain, as in Rota
     Bulo et al. 2018 (in-place activated batch norm). Where the gain is too small against the bias
-    for that, down to zero, in any channel, the input is kept as well. A bfloat16 result is rounded
-    more than tokens may vary around a bias of any size, so there only the input is kept. The
+    for that, down to zero, in any channel, the input is kept as well. The rounding of a bfloat16
+    result may be larger than what varies between tokens, so in bfloat16 only the input is kept. The
     gradients can be differentiated again.
     """
 
