@@ -33,7 +33,7 @@ from lipsformer.graph.config import GraphConfig
 from lipsformer.graph.edge_attention.csr import plain_edges
 from lipsformer.graph.models import ConvLayer, GraphNet
 from lipsformer.graph.norm import NodeNorm
-from lipsformer.graph.training import _prepared, _Training
+from lipsformer.graph.training import Training, prepared
 from scripts._graph_seed import load_batches
 
 CONFIG = Path(__file__).parents[1] / "configs" / "graph" / "arxiv_gat.yaml"
@@ -94,7 +94,7 @@ def build(name: str, config: GraphConfig, features: int, classes: int) -> GraphN
 
 
 def measure(
-    trainings: dict[str, tuple[_Training, Any]], device: torch.device, rounds: int, warmup: int
+    trainings: dict[str, tuple[Training, Any]], device: torch.device, rounds: int, warmup: int
 ) -> dict[str, Any]:
     """Return epochs per minute over interleaved rounds, and peak memory."""
     seconds: dict[str, list[float]] = {name: [] for name in trainings}
@@ -160,8 +160,8 @@ def record_of(options: argparse.Namespace) -> dict[str, Any]:
             batches[loader] = load_batches(config)
         own = batches[loader]
         network = build(model, config, own.num_features, own.num_classes).to(device)
-        training = _Training(network, config.train, options.device)
-        trainings[name] = training, _prepared(own.train, network, options.device)
+        training = Training(network, config.train, options.device)
+        trainings[name] = training, prepared(own.train, network, options.device)
     (graph,) = own.evaluation
     return {
         "machine": machine(device) | {"torch_geometric": torch_geometric.__version__},

@@ -20,27 +20,25 @@ def plot_sweep(
     x: str,
     path: Path,
     *,
-    metrics: Sequence[str] = ("test_acc", "last_test_acc"),
     log_x: bool = False,
-    title: str = "",
 ) -> None:
     """Plot accuracy over one setting, with one line for every combination of the others.
+
+    One panel shows the epoch with the best validation accuracy, and the other the last epoch.
 
     Args:
         rows: Summaries with a `cell` of settings, as `scripts.graph_sweep` writes them.
         x: The setting on the x axis.
         path: PNG file to write.
-        metrics: Metrics with one panel each; `test_acc` is taken at the best validation epoch.
         log_x: Logarithmic x axis.
-        title: Title of the figure.
     """
     names = {"test_acc": "best validation epoch", "last_test_acc": "last epoch"}
-    figure, axes = _panels(len(metrics), sharey=True)
+    figure, axes = _panels(len(names), sharey=True)
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         label = ", ".join(value for key, value in row["cell"].items() if key != x and value)
         lines.setdefault(label or "all", []).append(row)
-    for axis, metric in zip(axes, metrics, strict=True):
+    for axis, (metric, name) in zip(axes, names.items(), strict=True):
         for label, points in lines.items():
             points = sorted(points, key=lambda row: float(row["cell"][x]))
             values = [float(row["cell"][x]) for row in points]
@@ -53,10 +51,10 @@ def plot_sweep(
         axis.xaxis.set_major_formatter(ScalarFormatter())
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel(x.rpartition(".")[2].replace("_", " "))
-        axis.set_title(names[metric], fontsize=10)
+        axis.set_title(name, fontsize=10)
     axes[0].set_ylabel("test accuracy in %")
     axes[-1].legend(**BESIDE)
-    _save(figure, path, title)
+    _save(figure, path, "")
 
 
 def plot_layers(

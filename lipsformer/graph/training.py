@@ -27,7 +27,7 @@ from lipsformer.graph.ranks import (
 )
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
-__all__ = ["NodeBatch", "evaluate", "fit"]
+__all__ = ["NodeBatch", "Training", "evaluate", "fit", "prepared"]
 
 SPLITS: tuple[str, ...] = ("train", "val", "test")
 
@@ -82,7 +82,7 @@ def _on_device(batches: Batches, device: str) -> Iterator[NodeBatch]:
         yield batch if isinstance(batch, NodeBatch) else NodeBatch.of(batch, device)
 
 
-def _prepared(batches: Batches, model: GraphNet, device: str) -> Batches:
+def prepared(batches: Batches, model: GraphNet, device: str) -> Batches:
     """Prepare a list of graphs once for all epochs; other iterables are new in every epoch."""
     if not isinstance(batches, list):
         return batches
@@ -146,7 +146,7 @@ class _Best:
             self.test_acc = record["test_acc"]
 
 
-class _Training:
+class Training:
     """The training of one seed: everything that one epoch hands to the next.
 
     Several processes that have joined a process group train together: each one computes its part
@@ -354,7 +354,7 @@ def fit(
     """
     start = time.perf_counter()
     seed_everything(seed)
-    training = _Training(build_model().to(device), settings, device)
+    training = Training(build_model().to(device), settings, device)
     if training.rank > 0:
         torch.manual_seed(2**32 * training.rank + seed)  # every process draws its own dropout
     checkpoint = None if folder is None else folder / f"seed{seed}.pt"
@@ -366,7 +366,7 @@ def fit(
     if log is not None and first:
         _drop_records(log, training.epoch)
     train_batches, eval_batches = (
-        _prepared(batches, training.model, device) for batches in (train_batches, eval_batches)
+        prepared(batches, training.model, device) for batches in (train_batches, eval_batches)
     )
 
     while not training.finished:

@@ -19,7 +19,7 @@ from lipsformer._configfile import read_config
 from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphTrainConfig
 from lipsformer.graph.ranks import on_first_rank, rank_and_count
-from lipsformer.graph.training import _Training, fit
+from lipsformer.graph.training import Training, fit
 from scripts import _graph_seed, train_graph
 from tests.launch import CONTEXT
 
@@ -260,6 +260,6 @@ def test_two_processes_continue_exactly_with_dropout(two):
 def test_a_checkpoint_of_two_processes_is_not_continued_by_one(tmp_path):
     path = tmp_path / "seed3.pt"
     torch.save({"rng": torch.stack([torch.get_rng_state()] * 2)}, path)
-    training = _Training(create_model("gcn", 5, 4, 3, 2), SETTINGS, "cpu")
+    training = Training(create_model("gcn", 5, 4, 3, 2), SETTINGS, "cpu")
     with pytest.raises(ValueError, match=r"was written by 2 processes, not 1: continue with 2"):
         training.load(path)

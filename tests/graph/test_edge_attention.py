@@ -209,6 +209,31 @@ def test_convolution_equals_its_messages(fused_calls, layer, kwargs, bipartite):
 
 
 @pytest.mark.parametrize("layer", CONVS)
+@pytest.mark.parametrize("way", ["vectorize", "jacrev", "vmap"])
+def test_batches_of_gradients_equal_single_ones(fused_calls, layer, way):
+    torch.manual_seed(3)
+    conv, edge_index = layer(FEATURES, CHANNELS, HEADS).double(), random_edges()
+    x = torch.randn(SOURCES, FEATURES, dtype=torch.double, requires_grad=True)
+
+    def apply(x):
+        return conv(x, edge_index)[:2]
+
+    expected = torch.autograd.functional.jacobian(apply, x)
+    calls = len(fused_calls)
+    if way == "jacrev":
+        jacobian = torch.func.jacrev(apply)(x)
+    elif way == "vectorize":
+        jacobian = torch.autograd.functional.jacobian(apply, x, vectorize=True)
+    else:
+        out = apply(x)
+        units = torch.eye(out.numel(), dtype=torch.double).view(-1, *out.shape)
+        (jacobian,) = torch.vmap(lambda unit: torch.autograd.grad(out, x, unit))(units)
+        jacobian = jacobian.view_as(expected)
+    torch.testing.assert_close(jacobian, expected)
+    assert len(fused_calls) == calls + (way != "jacrev")
+
+
+@pytest.mark.parametrize("layer", CONVS)
 @pytest.mark.parametrize(
     ("dtype", "autocast"),
     [(torch.float, False), (torch.bfloat16, False), (torch.half, False), (torch.float, True)],
@@ -309,6 +334,20 @@ class TestSortedEdges:
         x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
         for own in (conv, message_by_message(conv)):
             assert torch.equal(own(x, SortedEdges(edge_index, SOURCES)), own(x, edge_index))
+
+    @pytest.mark.parametrize("layer", CONVS)
+    def test_edges_sorted_in_inference_mode_can_be_trained_on(self, layer):
+        conv, edge_index = layer(FEATURES, CHANNELS, HEADS).eval(), random_edges()
+        x = torch.randn(SOURCES, FEATURES, requires_grad=True)
+        edges = SortedEdges(edge_index, SOURCES)
+        with torch.inference_mode():
+            conv(x, edges)
+
+        def penalty(edges):
+            (grad,) = torch.autograd.grad(conv(x, edges).sin().sum(), x, create_graph=True)
+            return torch.autograd.grad(grad.square().sum(), x)
+
+        torch.testing.assert_close(penalty(edges), penalty(edge_index))
 
     def test_edges_sorted_for_another_graph_raise(self):
         conv = LipschitzGATConv(FEATURES, CHANNELS)

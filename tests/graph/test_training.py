@@ -16,7 +16,7 @@ from lipsformer.engine.lock import FolderLock
 from lipsformer.graph import create_model
 from lipsformer.graph import training as training_module
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig, GraphTrainConfig
-from lipsformer.graph.training import _Training, evaluate, fit
+from lipsformer.graph.training import Training, evaluate, fit
 from scripts import _graph_seed, graph_sweep, train_graph
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ def test_layers_and_ends_have_their_own_weight_decay(graph):
     data = graph.clone()
     data.x = data.x.double()
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    training = _Training(model, settings, "cpu")
+    training = Training(model, settings, "cpu")
     training.run_epoch([data], [data])
     # Adam's first step is lr * g / (|g| + eps), where g contains the decay
     for name, parameter in model.named_parameters():
@@ -177,18 +177,18 @@ def test_a_checkpoint_holds_the_state_of_the_cuda_generator(tmp_path, monkeypatc
         torch.cuda, "set_rng_state", lambda state, device: generators.update({device: state})
     )
     path = tmp_path / "seed0.pt"
-    _Training(build(), SETTINGS, "cuda:1").save(path)
+    Training(build(), SETTINGS, "cuda:1").save(path)
     generators["cuda:1"] = torch.zeros(16, dtype=torch.uint8)
-    _Training(build(), SETTINGS, "cpu").load(path)
+    Training(build(), SETTINGS, "cpu").load(path)
     assert not generators["cuda:1"].any()
-    _Training(build(), SETTINGS, "cuda:1").load(path)
+    Training(build(), SETTINGS, "cuda:1").load(path)
     assert generators["cuda:1"].tolist() == list(range(16))
 
     old = torch.load(path)
     del old["cuda_rng"]  # as earlier versions wrote it
     torch.save(old, path)
     generators["cuda:1"] = torch.ones(16, dtype=torch.uint8)
-    _Training(build(), SETTINGS, "cuda:1").load(path)
+    Training(build(), SETTINGS, "cuda:1").load(path)
     assert generators["cuda:1"].all()
 
 
@@ -269,7 +269,7 @@ def test_tensorboard_shows_every_epoch_of_a_continued_run_once(graph, tmp_path, 
     def steps():
         return [event.step for event in EventAccumulator(curves).Reload().Scalars("loss")]
 
-    def run_epoch(self, *batches, original=_Training.run_epoch):
+    def run_epoch(self, *batches, original=Training.run_epoch):
         if self.epoch == 3:
             raise KeyboardInterrupt
         original(self, *batches)
@@ -280,7 +280,7 @@ def test_tensorboard_shows_every_epoch_of_a_continued_run_once(graph, tmp_path, 
 
     closed = []
     with monkeypatch.context() as patch:
-        patch.setattr(_Training, "run_epoch", run_epoch)
+        patch.setattr(Training, "run_epoch", run_epoch)
         patch.setattr(SummaryWriter, "close", close)
         with pytest.raises(KeyboardInterrupt):
             train_graph.main(command)
@@ -465,14 +465,14 @@ def test_a_sweep_continues_an_interrupted_run(tmp_path, monkeypatch):
     def train(folder, stop_at):
         epochs = []
 
-        def run_epoch(self, *batches, original=_Training.run_epoch):
+        def run_epoch(self, *batches, original=Training.run_epoch):
             if self.epoch == stop_at:
                 raise KeyboardInterrupt
             epochs.append(self.epoch)
             original(self, *batches)
 
         with monkeypatch.context() as patch:
-            patch.setattr(_Training, "run_epoch", run_epoch)
+            patch.setattr(Training, "run_epoch", run_epoch)
             return graph_sweep._train(config, 0, tmp_path / folder), epochs
 
     whole, _ = train("whole", stop_at=None)

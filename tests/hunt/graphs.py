@@ -119,7 +119,8 @@ for _name, _class, _options in (
     def _conv(channels: int, out: int, _class: Any = _class, **arguments: Any) -> Subject:
         graph, options = split(arguments)
         if options.get("score_norm") is None:
-            options.pop("min_att_norm", None)  # refused, because it has no effect
+            for option in ("att_norm", "min_att_norm", "scale_individually"):
+                options.pop(option, None)  # refused, because it has no effect
         return on_graph(_class(channels, out, **options), channels, graph)
 
     kind(_name, **GRAPH, **_options, channels=CHANNELS, out=st.sampled_from([1, 2]))(_conv)

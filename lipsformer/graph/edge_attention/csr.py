@@ -173,6 +173,7 @@ class EdgeCSR:
         return len(self.col)
 
     @staticmethod
+    @torch.inference_mode(False)  # autograd could not save the indices in a later training
     def build(source: Tensor, target: Tensor, num_sources: int, num_targets: int) -> "EdgeCSR":
         """Sort edges given as two [E] int64 tensors; edges of one target keep their order."""
         row, order = target.sort(stable=True)

@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch_geometric.nn import MessagePassing, SumAggregation
 
 from lipsformer import kernels
@@ -232,6 +233,11 @@ def _backend(x: Tensor) -> Any:
     return _CPU
 
 
+def _is_batch(grad: Tensor) -> bool:
+    """Return whether autograd hands over a batch of gradients, which no kernel takes."""
+    return is_batchedtensor(grad) or is_legacy_batchedtensor(grad)
+
+
 class _EdgeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -252,13 +258,15 @@ class _EdgeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, keep, *residuals = ctx.saved_tensors
         inputs, settings = (query, key, value), (*ctx.settings, keep)
-        if torch.is_grad_enabled():  # create_graph=True
-            # One input may be computed from another. The gradients end at views of them, so that
-            # none includes what flows through another input.
-            views = [x.view_as(x) for x in inputs]
-            out = _reference(ctx.csr, *views, *ctx.settings, keep=keep)
+        create_graph = torch.is_grad_enabled()
+        if create_graph or _is_batch(grads[0]):
+            with torch.enable_grad():
+                # One input may be computed from another. The gradients end at views of them, so
+                # that none includes what flows through another input.
+                views = [x.view_as(x) for x in inputs]
+                out = _reference(ctx.csr, *views, *ctx.settings, keep=keep)
             needed = [x for x in views if x.requires_grad]
-            found = iter(torch.autograd.grad(out, needed, *grads, create_graph=True))
+            found = iter(torch.autograd.grad(out, needed, *grads, create_graph=create_graph))
             own = tuple(next(found) if x.requires_grad else None for x in views)
         else:
             own = _backend(value).backward(ctx.csr, *inputs, *grads, *settings, *residuals)
@@ -277,9 +285,12 @@ class _NeighborMax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         values, largest = ctx.saved_tensors
         csr: EdgeCSR = ctx.csr
-        if torch.is_grad_enabled():
-            out = segment_max(values[csr.col], csr.row.long(), csr.num_targets)
-            return *torch.autograd.grad(out, values, *grads, create_graph=True), None
+        create_graph = torch.is_grad_enabled()
+        if create_graph or _is_batch(grads[0]):
+            with torch.enable_grad():
+                own = values.view_as(values)
+                out = segment_max(own[csr.col], csr.row.long(), csr.num_targets)
+            return *torch.autograd.grad(out, own, *grads, create_graph=create_graph), None
         return _backend(values).max_backward(csr, values, largest, *grads), None
 
 
