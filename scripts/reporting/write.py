@@ -1,11 +1,12 @@
 """Write the report of one or several runs."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lipsformer._configfile import ConfigError
+from lipsformer._configfile import ConfigError, require_writable
 from lipsformer.engine.run_folder import REPORT
 
 logger = logging.getLogger("lipsformer.report")
@@ -35,7 +36,8 @@ def write_report(
         What was written, in one line.
 
     Raises:
-        ConfigError: If a folder is not that of a run with records, or a package is missing.
+        ConfigError: If a folder is not that of a run with records, a file cannot be written, or a
+            package is missing.
     """
     started = time.perf_counter()
     try:
@@ -47,14 +49,23 @@ def write_report(
         raise ConfigError(f"{len(folders)} runs; a report shows at most {MOST_RUNS} side by side")
     if images < 0:
         raise ConfigError(f"--images {images} must be at least 0")
-    report = make_report(read_runs(folders), images, weights)
-    page = report.html()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    runs = read_runs(folders)
+    _prepare("--out", out)
+    if markdown is not None:
+        _prepare("--markdown", markdown / "report.md")
+    report = make_report(runs, images, weights)
+    out.write_text(report.html(), encoding="utf-8")
     if markdown is not None:
         report.markdown(markdown)
     size = out.stat().st_size / 2**20
     return f"{out}  ({size:.1f} MiB, made in {time.perf_counter() - started:.1f} s)"
+
+
+def _prepare(option: str, file: Path) -> None:
+    """Make the folder of a file, and raise a `ConfigError` unless the file can be written there."""
+    with contextlib.suppress(OSError):  # which the next line reports
+        file.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(option, file)
 
 
 def try_report(folder: Path) -> None:

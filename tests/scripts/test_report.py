@@ -348,10 +348,17 @@ def test_wordnet_numbers_are_shown_as_words() -> None:
         (["RUN"] * 7, "7 runs; a report shows at most 6"),
         (["RUN", "--images", "-1"], "--images -1 must be at least 0"),
         (["broken"], "broken cannot be read as a run"),
+        (["RUN", "--markdown", "FILE"], "report.md' cannot be written: Not a directory"),
+        (["RUN", "--out", "FILE/out.html"], "FILE/out.html' cannot be written: Not a directory"),
     ],
 )
 def test_mistakes_end_in_one_line_and_write_nothing(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ) -> None:
     (tmp_path / "broken").mkdir()
     shutil.copy(run / "config.yaml", tmp_path / "broken")
@@ -360,9 +367,14 @@ def test_mistakes_end_in_one_line_and_write_nothing(
         "RUN": str(run),
         "nowhere": str(tmp_path / "nowhere"),
         "broken": str(tmp_path / "broken"),
+        "FILE": str(tmp_path / "FILE"),
+        "FILE/out.html": str(tmp_path / "FILE" / "out.html"),
     }
+    (tmp_path / "FILE").touch()
+    began = lambda *arguments: pytest.fail("the work began")  # noqa: E731
+    monkeypatch.setattr("scripts.reporting.pages.make_report", began)
     out = tmp_path / "out.html"
-    assert main([*(places.get(a, a) for a in arguments), "--out", str(out)]) == 2
+    assert main(["--out", str(out), *(places.get(a, a) for a in arguments)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
     assert not out.exists()
