@@ -302,8 +302,8 @@ STEPS = {
     "python eval.py --checkpoint outputs/demo": Step(evaluated),
     "python -m scripts.profile_model": Step(profiled),
     "python -m scripts.measure_lipschitz": Step(measured),
-    "python -m scripts.export_model lipsformer_nano OUT": Step(
-        there("OUT/model.onnx", "OUT/model.pt2", "OUT/model.safetensors")
+    "python -m scripts.export_model lipsformer_nano exported": Step(
+        there("exported/model.onnx", "exported/model.pt2", "exported/model.safetensors")
     ),
     "python -m scripts.export_model outputs/demo HUB": Step(exported_for_the_hub),
 }
