@@ -18,7 +18,8 @@ from lipsformer.graph.edge_attention.csr import (
     add_one_self_loop,
     plain_edges,
 )
-from lipsformer.graph.edge_attention.operator import edge_attention, why_messages
+from lipsformer.graph.edge_attention.messages import why_messages
+from lipsformer.graph.edge_attention.operator import edge_attention
 from lipsformer.graph.norm import check_heads
 from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
 from lipsformer.layers.spectral import spectral_init_

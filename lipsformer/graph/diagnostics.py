@@ -13,7 +13,7 @@ from torch_geometric.utils import degree, scatter
 
 from lipsformer._renamed import renamed
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
-from lipsformer.graph.edge_attention.operator import changed_messages
+from lipsformer.graph.edge_attention.messages import changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.models.stack import GraphNet

@@ -23,7 +23,8 @@ from lipsformer.graph.edge_attention.csr import (
     add_one_self_loop,
     plain_edges,
 )
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
+from lipsformer.graph.edge_attention.messages import why_messages
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
 from lipsformer.graph.norm import check_heads, check_score_norm
 from lipsformer.layers.lipschitz_norm import (
     linear_scale,

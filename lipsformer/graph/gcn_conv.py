@@ -8,7 +8,7 @@ from torch_geometric.nn import GCN2Conv, GCNConv
 from torch_geometric.typing import OptTensor
 
 from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
-from lipsformer.graph.edge_attention.operator import why_messages
+from lipsformer.graph.edge_attention.messages import why_messages
 
 __all__ = ["SparseGCN2Conv", "SparseGCNConv"]
 

@@ -14,10 +14,10 @@ from torch_geometric.typing import OptTensor
 
 from lipsformer.graph.dropout import check_dropout
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
+from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import (
     edge_attention,
     neighbor_max,
-    why_messages,
     with_squared_norm,
 )
 from lipsformer.graph.norm import check_heads, check_score_norm

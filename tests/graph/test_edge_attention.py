@@ -20,9 +20,10 @@ from lipsformer.graph import (
     gat_conv,
     transformer_conv,
 )
-from lipsformer.graph.edge_attention import operator
+from lipsformer.graph.edge_attention import cpu, operator
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, why_messages
+from lipsformer.graph.edge_attention.messages import why_messages
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
 from lipsformer.graph.edge_attention.trial import triton_is_used
 from lipsformer.kernels import verdict
 from lipsformer.layers.lipschitz_norm import segment_max
@@ -47,7 +48,7 @@ CONVS = [LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv]
 @pytest.mark.parametrize("size", [1.0, 40.0])  # small and large scores
 @pytest.mark.parametrize(("slope", "dropout"), [(1.0, 0.0), (0.2, 0.0), (0.2, 0.37)])
 def test_value_and_gradient_equal_a_loop(monkeypatch, edges_per_pass, size, slope, dropout):
-    monkeypatch.setattr(operator, "_EDGES_PER_PASS", edges_per_pass)
+    monkeypatch.setattr(cpu, "_EDGES_PER_PASS", edges_per_pass)
     edge_index, inputs = random_edges(), random_inputs(size)
     keep = torch.rand(HEADS, EDGES) >= dropout if dropout else None
     out = edge_attention(

@@ -50,7 +50,7 @@ from lipsformer.graph.diagnostics import (
 )
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
-from lipsformer.graph.edge_attention.operator import changed_messages
+from lipsformer.graph.edge_attention.messages import changed_messages
 from lipsformer.graph.elu import ELU
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.gcn_conv import SparseGCN2Conv, SparseGCNConv

@@ -1,0 +1,115 @@
+"""Decide when a layer has to send messages, and when one fused pass over the edges will do."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing, SumAggregation
+
+from lipsformer import kernels
+from lipsformer.kernels import dispatch
+
+__all__ = ["changed_messages", "why_messages"]
+
+_MAX_EDGES = 2**31 - 2**24  # positions are int32, and self loops are added
+_STEPS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+_DEVICES = ("cpu", "cuda") if find_spec("triton") else ("cpu",)
+
+
+def why_messages(
+    conv: Any,
+    kind: type[MessagePassing],
+    edge_index: Tensor,
+    source: Tensor,
+    target: Tensor | None,
+    *,
+    size: tuple[int, int] | None = None,
+    edge_features: bool = False,
+    attention_weights: bool = False,
+) -> str | None:
+    """Return why a layer has to compute message by message, or None if one fused pass will do.
+
+    Args:
+        conv: The layer.
+        kind: The class that defines the layer's messages. Subclasses may override them.
+        edge_index: The edges.
+        source: Representations of the source nodes.
+        target: Representations of the target nodes.
+        size: The numbers of source and target nodes that the caller asked for.
+        edge_features: Whether the call has edge features.
+        attention_weights: Whether the call returns the attention weights.
+    """
+    return (
+        _unsupported_context(source)
+        or _unsupported_layer(conv, kind)
+        or _unsupported_edges(edge_index, source, target, size)
+        or ("edge features enter the scores" if edge_features else None)
+        or ("the attention weights are returned" if attention_weights else None)
+    )
+
+
+def _unsupported_context(x: Tensor) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile needs plain operators"
+    if (transform := kernels.active_transform()) is not None:
+        return transform
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "something records the operators or replaces the tensors"
+    if x.is_cuda and not dispatch.ENABLED:
+        return "LIPSFORMER_NATIVE=0 switches the kernels off"
+    if x.device.type not in _DEVICES:
+        return f"there is no kernel for {x.device.type}"
+    return None
+
+
+def changed_messages(conv: Any, kind: type[MessagePassing]) -> str | None:
+    """Return what makes a layer send other messages than its class, or None.
+
+    Args:
+        conv: The layer.
+        kind: The class that defines the messages.
+    """
+    for step in _STEPS:
+        if getattr(conv, f"_{step}_forward_hooks") or getattr(conv, f"_{step}_forward_pre_hooks"):
+            return f"a hook watches {step}"
+        # PyG replaces `propagate` in every class by generated code, so it is not compared
+        overridden = getattr(type(conv), step, None) is not getattr(kind, step, None)
+        if step != "propagate" and overridden:
+            return f"{type(conv).__name__} overrides {step}"
+    if conv.explain:
+        return "an explainer watches the messages"
+    if not isinstance(conv.aggr_module, SumAggregation):
+        return "the messages are not summed"
+    if conv.flow != "source_to_target":
+        return "messages flow from target to source"
+    if conv.decomposed_layers != 1:
+        return "the layer is decomposed"
+    return None
+
+
+def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
+    reason = changed_messages(conv, kind)
+    if reason is not None:
+        return reason
+    if getattr(conv, "dropout", 0.0) >= 1:
+        return "every attention weight is dropped"
+    if getattr(conv, "released_code", False):
+        return "released_code computes the maxima per edge"
+    return None
+
+
+def _unsupported_edges(
+    edge_index: Tensor, source: Tensor, target: Tensor | None, size: tuple[int, int] | None
+) -> str | None:
+    if type(edge_index) is not Tensor or edge_index.layout is not torch.strided:
+        return "the edges are not a dense tensor"
+    if edge_index.dtype is not torch.int64 or edge_index.dim() != 2 or len(edge_index) != 2:
+        return "the edges are not [2, E] in int64"
+    if not 0 < edge_index.size(1) < _MAX_EDGES:
+        return f"there are {edge_index.size(1)} edges"
+    if target is None:
+        return "the targets have no representations"
+    if size is not None and tuple(size) != (len(source), len(target)):
+        return f"size={size} is not the number of inputs"
+    return None
