@@ -144,10 +144,18 @@ def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[Any]) -> str | N
             return f"the positional encoding is {lepe}"
     compiling = torch.compiler.is_compiling()  # which cannot ask for global hooks
     hooked = not compiling and bool(torch.nn.modules.module._has_any_global_hook())
-    for module in (*attentions, *lepes):
-        hooked |= bool(module._forward_hooks or module._forward_pre_hooks)
-        hooked |= bool(module._backward_hooks or module._backward_pre_hooks)
+    hooked |= any(has_hooks(module) for module in (*attentions, *lepes))
     return "a module has hooks, which the kernel would not call" if hooked else None
+
+
+def has_hooks(module: Any) -> bool:
+    """Return whether a module has hooks of its own, which nothing calls if it is not called."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:

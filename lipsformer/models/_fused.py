@@ -20,6 +20,7 @@ from lipsformer.layers._window_kernels import (
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,
+    has_hooks,
     lepe_tensors,
     tau_nu_eps,
 )
@@ -205,12 +206,7 @@ def _module_obstacle(block: Any, modules: list[tuple[str, Any]]) -> str | None:
         known = kind.__module__ in _FILES if own else kind in _PLACES.get(place, ())
         if not known or module.__dict__.get("forward") is not None:
             return f"a module is {kind.__name__}"
-        if module is not block and (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-        ):
+        if module is not block and has_hooks(module):
             return "a module has hooks, which the kernels would not call"
     if not torch.compiler.is_compiling() and torch.nn.modules.module._has_any_global_hook():
         return "a module has hooks, which the kernels would not call"

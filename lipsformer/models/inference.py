@@ -15,11 +15,11 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lipsformer import kernels
 from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention, WeightedResidual
+from lipsformer.layers._window_kernels import has_hooks
 from lipsformer.models.recorded import RecordedForward
 
 Fold = TypeVar("Fold", bound=Callable[[Any], None])
 _FOLDS: dict[type[nn.Module], Callable[[Any], None]] = {}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def register_fold(*kinds: type[nn.Module]) -> Callable[[Fold], Fold]:
@@ -281,7 +281,7 @@ def _obstacle(module: nn.Module) -> str | None:
         return "is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
     if "forward" in module.__dict__:
         return "has a forward function of its own"
-    if any(getattr(module, hooks) for hooks in _HOOKS):
+    if has_hooks(module):
         return "has hooks, which would be lost: remove them, or register them on the folded model"
     return None
 
