@@ -4,7 +4,8 @@
     python -m benchmarks.deployment --table benchmarks/results/deployment_cpu.json
     python -m benchmarks.deployment --accuracy outputs/demo --output benchmarks/results/int8.json
     python -m benchmarks.deployment --accuracy weights/lipsformer_swin_nano.cifar10 \
-        --config configs/cifar10/small.yaml --output benchmarks/results/int8_cifar10.json
+        --config configs/cifar10/small_40ep.yaml \
+        --output benchmarks/results/int8_cifar10.json
 
 A piece of the first command is one model at one batch size beside the first model. The forms of
 both take turns within every round, so that a busy machine slows all alike. The JSON file is written
