@@ -232,7 +232,7 @@ def accuracy(record: dict[str, Any], within: str) -> float | None:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Return the table of docs/lipschitz.md, of what has been attacked so far."""
+    """Return the table of docs/certified.md, of what has been attacked so far."""
     kept: dict[tuple[str, str], list[bool]] = {}
     for at in record["attacks"]:
         kept.setdefault((at["within"], at["attack"]), []).extend(at["kept"])

@@ -3,8 +3,8 @@
     python -m benchmarks.bounds --root datasets --output benchmarks/results/bounds.json
     python -m benchmarks.bounds --table benchmarks/results/bounds.json
 
-The tables of docs/lipschitz.md and docs/graph.md are what the second command prints. Every bound is
-computed for seeds 0, 1 and 2. A cell with two numbers holds the smallest and the largest.
+The second command prints the tables of docs/lipschitz.md, docs/theorems.md and docs/graph.md. Every
+bound is computed for seeds 0, 1 and 2. A cell with two numbers holds the smallest and the largest.
 """
 
 import math

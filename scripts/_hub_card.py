@@ -48,7 +48,7 @@ classify = pipeline("image-classification", "FOLDER")  # or "USER/NAME"
 {note}
 ## Preprocessing
 
-Resize of the shorter side to {resized} pixels ({interpolation}), centre crop of {side}, values in
+Resize of the shorter side to {resized} pixels ({interpolation}), center crop of {side}, values in
 [0, 1] minus {mean}, divided by {std}.
 
 ## Training

@@ -4,7 +4,7 @@ WEIGHTS is a file of weights, its folder or a run, with timm's config.json. All 
 again from the weights, in NumPy and the standard library alone, and a stronger one is refused.
 Logits, labels, source and sizes of the data's images are taken from the certificate. It covers
 `lipsformer_swin_*` with cosine attention and normalized values, and `lipsformer_contractive_*`
-(`_check_contractive.py`). Proofs: docs/lipschitz.md.
+(`_check_contractive.py`). Proofs: docs/theorems.md.
 """
 
 import argparse

@@ -2,7 +2,7 @@ r"""Scaled cosine attention on a ball around one input: its Jacobian, and how fa
 
 The global constant (`analysis/bounds/attention.py`) allows for the worst token, :math:`q = 0`, and
 the worst attention weights. Here both are known up to what the ball can change. The theorem and its
-proof stand in docs/lipschitz.md.
+proof stand in docs/theorems.md.
 """
 
 import math

@@ -3,7 +3,7 @@ r"""Certificates from the Jacobians around each image, for trained LipsFormers.
 The product of global constants allows for the worst input of every layer at once. Here a ball
 around one image is carried through the model. Inside it the model is its linear approximation at
 the image, whose gradients are known exactly, plus a remainder of every layer, which its ball
-bounds. The radius of the image is found by bisection. Theorem and proof are in docs/lipschitz.md.
+bounds. The radius of the image is found by bisection. Theorem and proof are in docs/theorems.md.
 """
 
 import copy

@@ -179,7 +179,7 @@ def gat_attention_bound(
     .. math:: \sqrt{S} + \frac{1}{c} (\sqrt{S + 1} + \sqrt{D + 1}), \quad
         S = \max_j \sum_{i: j \in N(i)} \frac{1}{1 + (|N(i)| - 1) e^{-2/c}}
 
-    A slope of LeakyReLU above 1 multiplies 1/c. The proof is in docs/lipschitz.md. The constants
+    A slope of LeakyReLU above 1 multiplies 1/c. The proof is in docs/theorems.md. The constants
     are infinite without LipschitzNorm, and for layers that the proof does not cover: with separate
     maps of sources and targets, another direction or aggregation of the messages, or overridden
     messages.

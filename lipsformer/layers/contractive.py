@@ -71,7 +71,7 @@ class ContractiveResidual(nn.Module):
         torch.Size([1, 4, 4, 24])
 
     Reference:
-        Theorem 31 of docs/lipschitz.md.
+        Theorem 31 of docs/theorems.md.
     """
 
     def __init__(

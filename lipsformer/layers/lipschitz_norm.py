@@ -192,7 +192,7 @@ class LipschitzNormAttention(nn.Module):
 
     Lipschitz in Frobenius norm, jointly in Q, K and V, with the constant
     :math:`\cosh(1) \sqrt{m/n} + 2 \sqrt 2` for m queries and n keys if there is no bias B. With a
-    bias it is at most :math:`\sqrt{4.5 + (1 + \sqrt m)^2}` (proofs: docs/lipschitz.md, theorem 13).
+    bias it is at most :math:`\sqrt{4.5 + (1 + \sqrt m)^2}` (proofs: docs/theorems.md, theorem 13).
 
     Shape:
         q, k, v: [B, H, N, d]; bias: broadcastable to [B, H, N, N]; output [B, H, N, d].

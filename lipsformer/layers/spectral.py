@@ -91,7 +91,7 @@ def conv_sigma_bound(
         \le \max_{f \in grid} \sigma_{max}(\hat W(f)) \prod_{axes} \cos(\pi (k - 1) / 2n)^{-1}
 
     with n frequencies per axis. The cosines bound what lies between the points of the grid (M.
-    Riesz's inequality for trigonometric polynomials; the proof is in docs/lipschitz.md). Exact
+    Riesz's inequality for trigonometric polynomials; the proof is in docs/theorems.md). Exact
     where k = 1: stride equal to the kernel, 1x1 kernels.
 
     Args:

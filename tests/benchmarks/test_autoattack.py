@@ -23,7 +23,7 @@ CERTIFIED = json.loads((ROOT / "benchmarks/results/certified_digits.json").read_
 
 
 def test_the_page_shows_the_results_and_no_certified_image_fell():
-    assert table(RESULTS) in (ROOT / "docs/lipschitz.md").read_text()
+    assert table(RESULTS) in (ROOT / "docs/certified.md").read_text()
     assert RESULTS["weights_sha256"] == CERTIFIED["weights_sha256"]
     for at in CERTIFIED["robustness"]:
         rows = zip(RESULTS["right"], RESULTS["radius"], strict=True)

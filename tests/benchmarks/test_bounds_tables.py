@@ -11,7 +11,11 @@ from benchmarks.local_certificates import attacked_distances, table
 from tests.conftest import ROOT
 
 RESULTS = json.loads((ROOT / "benchmarks/results/bounds.json").read_text())
-PAGES = {"graphs": "docs/graph.md"}
+PAGES = {
+    "graphs": "docs/graph.md",
+    "heads": "docs/theorems.md",
+    "layers": "docs/theorems.md",
+}
 
 
 @pytest.mark.parametrize("name", tables(RESULTS))

@@ -1,4 +1,4 @@
-"""docs/lipschitz.md: every theorem has a number, a statement, a proof and what attacks it."""
+"""docs/theorems.md: every theorem has a number, a statement, a proof and what attacks it."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from tests.conftest import ROOT
 from tests.hunt.report import markdown
 from tests.hunt.run import kinds
 
-PAGE = (ROOT / "docs/lipschitz.md").read_text()
+PAGE = (ROOT / "docs/theorems.md").read_text()
 THEOREMS = re.findall(r"^### Theorem (\d+): [^\n]*\n(.*?)(?=^##)", PAGE, re.MULTILINE | re.DOTALL)
 
 

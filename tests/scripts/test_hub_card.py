@@ -112,7 +112,7 @@ def test_card_says_what_an_evaluation_of_the_folder_finds(run, hub, tmp_path):
         "cross entropy": f"{found['loss']:.4g}",
     }
     assert "On the 360 images of the split `val` of digits" in card.text
-    assert "shorter side to 20 pixels (bicubic), centre crop of 16" in card.text
+    assert "shorter side to 20 pixels (bicubic), center crop of 16" in card.text
     assert "\n\nA remark.\n\n" in card.text and card.data.license == "apache-2.0"
     assert str(run) not in card.content
     assert "tag" not in json.loads((hub / "config.json").read_text())["pretrained_cfg"]
@@ -129,7 +129,7 @@ def test_card_of_held_out_images_and_of_another_size(run, tmp_path):
     assert main([str(tmp_path / "run"), str(out), *options]) == 0
     card = ModelCard.load(out / "README.md")
     assert "360 images that were held out of the split `train` of digits" in card.text
-    assert "with 16 x 16 pixels" in card.text and "centre crop of 32" in card.text
+    assert "with 16 x 16 pixels" in card.text and "center crop of 32" in card.text
     assert {result.dataset_split for result in card.data.eval_results} == {"train"}
     assert json.loads((out / "config.json").read_text())["pretrained_cfg"]["input_size"][1] == 32
 

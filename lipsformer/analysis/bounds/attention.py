@@ -1,4 +1,4 @@
-r"""Bounds of attention in the 2-norm over a whole window. Proofs: docs/lipschitz.md.
+r"""Bounds of attention in the 2-norm over a whole window. Proofs: docs/theorems.md.
 
 One head of scaled cosine attention on N tokens computes
 :math:`y_i = \nu \sum_j a_{ij} \tilde v_j` with

@@ -2,7 +2,7 @@
 
 A bound rule computes the bound of one class of modules. The rule of a composite module composes the
 bounds of its children in the order in which its `forward` calls them. Import everything from
-`lipsformer.analysis.bounds`, which loads the rules. The proofs are in docs/lipschitz.md.
+`lipsformer.analysis.bounds`, which loads the rules. The proofs are in docs/theorems.md.
 """
 
 import sys

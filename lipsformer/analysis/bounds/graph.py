@@ -1,7 +1,7 @@
 r"""Bounds of graph layers and graph models. Importing this file registers their rules.
 
 A bound holds for the features of all nodes of one graph together, in the Frobenius norm. It depends
-on the edges, so the domain carries them: see `graph_domain`. Proofs: docs/lipschitz.md.
+on the edges, so the domain carries them: see `graph_domain`. Proofs: docs/theorems.md.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Bounds of single layers of PyTorch, timm and this project. Proofs: docs/lipschitz.md."""
+"""Bounds of single layers of PyTorch, timm and this project. Proofs: docs/theorems.md."""
 
 import math
 from dataclasses import replace

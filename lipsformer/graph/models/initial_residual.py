@@ -49,7 +49,7 @@ class GCN2(GraphNet):
         torch.Size([3, 3])
 
     Reference:
-        Chen et al. 2020 (GCNII). The bound is Theorem 34 of docs/lipschitz.md.
+        Chen et al. 2020 (GCNII). The bound is Theorem 34 of docs/theorems.md.
     """
 
     takes_first = True
