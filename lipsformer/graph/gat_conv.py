@@ -16,6 +16,7 @@ from torch_geometric.typing import OptTensor
 from torch_geometric.utils import is_torch_sparse_tensor, softmax
 from torch_geometric.utils.sparse import set_sparse_value
 
+from lipsformer import kernels
 from lipsformer.graph.dropout import check_dropout
 from lipsformer.graph.edge_attention.csr import (
     EdgeCSR,
@@ -227,12 +228,20 @@ class LipschitzGATConv(GATConv):
         The factor c_i of LipschitzNorm is positive, so LeakyReLU(c_i (s_j + t_i)) is the score, and
         c_i (s_j + t_i) is the dot product of the query (c_i, c_i t_i) and the key (s_j, 1).
         """
-        source_term, target_term = self._score_terms(source, target)
+        if target is source and kernels.usable(
+            "node_terms", source, self.att_src, self.att_dst, training=True
+        ):
+            source, source_term, target_term, source_sq = kernels.node_terms(
+                source, self.att_src, self.att_dst
+            )
+            target_sq = source_sq
+        else:
+            source_term, target_term = self._score_terms(source, target)
+            source_sq, target_sq = _squared_norms(source, target)
         assert target_term is not None
         scale = torch.ones_like(target_term)
         if self.score_norm is not None:
             reduce = partial(neighbor_max, csr=csr)
-            source_sq, target_sq = _squared_norms(source, target)
             assert target_sq is not None
             scale = linear_scale(source_sq, target_sq, reduce=reduce, **self._norm_settings())
         return edge_attention(

@@ -31,6 +31,7 @@ from lipsformer.kernels.gpu_windows import (
     gpu_cosine_windows,
 )
 from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
+from lipsformer.kernels.node_terms import node_terms
 from lipsformer.kernels.pointwise import (
     add_gelu,
     center,
@@ -77,6 +78,7 @@ __all__ = [
     "is_used",
     "known_verdict",
     "log",
+    "node_terms",
     "normalize_rows",
     "pack_weight",
     "packed_linear",

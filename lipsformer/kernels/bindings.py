@@ -32,6 +32,12 @@ INT, NUMBER = ctypes.c_int64, ctypes.c_float
 def _signatures() -> dict[str, tuple[Any, ...]]:
     """Return the parameter types of every kernel without the last one, the number of threads."""
     signatures: dict[str, tuple[Any, ...]] = {}
+    # x, source_weight, target_weight, source_term, target_term, squared_norm, nodes, heads,
+    # channels
+    signatures["node_terms_float32"] = (*[F32] * 6, *[INT] * 3)
+    # x, source_weight, target_weight, grad, grad_source, grad_target, grad_square, grad_x,
+    # grad_source_weight, grad_target_weight, nodes, heads, channels
+    signatures["node_terms_gradients_float32"] = (*[F32] * 10, *[INT] * 3)
     for dtype in (torch.float32, torch.bfloat16):
         name, value = name_of(dtype), _TensorOf(dtype)
         # x, y, size

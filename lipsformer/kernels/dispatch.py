@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from lipsformer.kernels.build import compiled_library
@@ -72,6 +73,7 @@ NEEDS = {
     "fold_shift": Needs((), (*_FLOAT32_BFLOAT16, torch.float64)),
     "gelu_residual": Needs((), _FLOAT32_BFLOAT16, mixed=True),
     "kept_samples": Needs((), _FLOAT32_BFLOAT16),
+    "node_terms": Needs(("csrc",), contiguous=True),
     "linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True, min_dims=3),
     "packed_linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True),
     "recording": Needs((), _FLOAT32_BFLOAT16),
@@ -172,6 +174,11 @@ def refuse_second_derivatives() -> None:
             "this kernel has no second derivatives: call model.eval() before you take gradients "
             "with create_graph=True, or set LIPSFORMER_NATIVE=0"
         )
+
+
+def is_batch(grad: Tensor) -> bool:
+    """Return whether autograd hands over a batch of gradients, which no kernel takes."""
+    return is_batchedtensor(grad) or is_legacy_batchedtensor(grad)
 
 
 def device_type(x: Tensor) -> str:

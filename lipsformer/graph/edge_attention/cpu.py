@@ -90,24 +90,44 @@ def forward(
     csr = csr.copies(count)
     query, key, value = (_by_pass(x, count) for x in (query, key, value))
     masks = _keep_by_pass(keep, csr, len(value))
-    out = value.new_empty(len(value), csr.num_targets, value.size(-1))
     shift, log_sum = value.new_zeros(2, len(value), csr.num_targets)
-    for i in range(len(value)):
-        weight = F.leaky_relu_(_edge_dot(csr, query[i], key[i]), negative_slope)
-        least, largest = weight.aminmax()
-        if not (-30 < least and largest < 30):  # exponentials or their sums could overflow
-            shift[i] = torch.segment_reduce(weight, "max", offsets=csr.ptr.long())
-            weight -= shift[i].index_select(0, csr.row)
-        total = _edge_sum(csr, weight.exp_())
-        torch.log(total, out=log_sum[i])
-        mask = masks[i]
-        if mask is not None:
-            weight *= mask
-        # a target without edges has total 0
-        scale = keep_scale / total.clamp_min_(torch.finfo(total.dtype).tiny)
-        sums = _weighted_sum(weight, value[i], csr.col, csr.ptr)
-        torch.mul(sums, scale.unsqueeze(1), out=out[i])
+    settings = (negative_slope, keep_scale)
+    passes = (
+        _pass_output(csr, (query[i], key[i], value[i]), masks[i], shift[i], log_sum[i], *settings)
+        for i in range(len(value))
+    )
+    if len(value) == 1:
+        return _from_passes(next(passes).unsqueeze(0), count), shift, log_sum
+    out = value.new_empty(len(value), csr.num_targets, value.size(-1))
+    for whole, part in zip(out, passes, strict=True):
+        whole.copy_(part)
     return _from_passes(out, count), shift, log_sum
+
+
+def _pass_output(
+    csr: EdgeCSR,
+    maps: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    shift: Tensor,
+    log_sum: Tensor,
+    negative_slope: float,
+    keep_scale: float,
+) -> Tensor:
+    """Return the output of one pass, and write its shift and the log of its sum of the softmax."""
+    query, key, value = maps
+    weight = F.leaky_relu_(_edge_dot(csr, query, key), negative_slope)
+    least, largest = weight.aminmax()
+    if not (-30 < least and largest < 30):  # exponentials or their sums could overflow
+        shift.copy_(torch.segment_reduce(weight, "max", offsets=csr.ptr.long()))
+        weight -= shift.index_select(0, csr.row)
+    total = _edge_sum(csr, weight.exp_())
+    torch.log(total, out=log_sum)
+    if mask is not None:
+        weight *= mask
+    # a target without edges has total 0
+    scale = keep_scale / total.clamp_min_(torch.finfo(total.dtype).tiny)
+    weight *= scale.index_select(0, csr.row)
+    return _weighted_sum(weight, value, csr.col, csr.ptr)
 
 
 def backward(

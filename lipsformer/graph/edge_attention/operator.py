@@ -21,11 +21,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from lipsformer.graph.edge_attention import cpu
 from lipsformer.graph.edge_attention.csr import EdgeCSR
 from lipsformer.graph.edge_attention.trial import triton_is_used
+from lipsformer.kernels.dispatch import is_batch
 from lipsformer.layers.lipschitz_norm import segment_max, squared_norm
 
 __all__ = ["edge_attention", "neighbor_max", "with_squared_norm"]
@@ -113,11 +113,6 @@ def _backend(x: Tensor) -> Any:
     return cpu
 
 
-def _is_batch(grad: Tensor) -> bool:
-    """Return whether autograd hands over a batch of gradients, which no kernel takes."""
-    return is_batchedtensor(grad) or is_legacy_batchedtensor(grad)
-
-
 class _EdgeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -139,7 +134,7 @@ class _EdgeAttention(torch.autograd.Function):
         query, key, value, keep, *residuals = ctx.saved_tensors
         inputs, settings = (query, key, value), (*ctx.settings, keep)
         create_graph = torch.is_grad_enabled()
-        if create_graph or _is_batch(grads[0]):
+        if create_graph or is_batch(grads[0]):
             with torch.enable_grad():
                 # One input may be computed from another. The gradients end at views of them, so
                 # that none includes what flows through another input.
@@ -166,7 +161,7 @@ class _NeighborMax(torch.autograd.Function):
         values, largest = ctx.saved_tensors
         csr: EdgeCSR = ctx.csr
         create_graph = torch.is_grad_enabled()
-        if create_graph or _is_batch(grads[0]):
+        if create_graph or is_batch(grads[0]):
             with torch.enable_grad():
                 own = values.view_as(values)
                 out = segment_max(own[csr.col], csr.row.long(), csr.num_targets)
