@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lipsformer.layers import DepthwiseConv2d, WeightedResidual
+from lipsformer.layers._precision import without_autocast
 from lipsformer.layers.spectral import conv_sigma_bound
 
 # Dimensions of the Krylov space of a measurement, and of the first one, from random vectors.
@@ -94,6 +95,7 @@ def assign(weight: Tensor, values: Tensor) -> None:
         weight.copy_(values)
 
 
+@without_autocast
 def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Estimate largest singular values by the Rayleigh-Ritz method in a Krylov space of W^T W.
 

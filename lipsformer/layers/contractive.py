@@ -8,6 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer.layers._precision import without_autocast
 
 GROUPS = 8  # of channels: 0 to 3 are folded, 2 to 5 move by one token
 MOVES = ((1, 1), (1, -1), (2, 1), (2, -1))  # (axis of [B, H, W, C], step) of the groups 2 to 5
@@ -147,6 +148,7 @@ register_notrace_module(JoinTokens)  # FX cannot trace the size of a batch
 
 
 @torch.no_grad()
+@without_autocast
 def orthogonalize(weight: Tensor, exact: bool = False) -> Tensor:
     r"""Move a weight towards the nearest orthogonal matrix, by a step of Newton and Schulz.
 

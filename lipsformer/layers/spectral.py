@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipsformer.layers._precision import without_autocast
 from lipsformer.layers.conv import DepthwiseConv2d
 
 
+@without_autocast
 def largest_singular_value(weight: Tensor) -> Tensor:
     r"""Return the largest singular value of a weight reshaped to [out, in * ...].
 
@@ -17,8 +19,8 @@ def largest_singular_value(weight: Tensor) -> Tensor:
 
     It is the operator norm of a linear layer, a 1x1 convolution and a convolution whose stride
     equals its kernel size. For any other convolution it is the norm of the reshaped kernel only.
-    Computed in float32 (float64 for a float64 weight) from the smaller Gram matrix, which is exact
-    to about 1e-6 and much cheaper than a singular value decomposition.
+    Computed in float32 (float64 for a float64 weight), under autocast too, from the smaller Gram
+    matrix, which is exact to about 1e-6 and much cheaper than a singular value decomposition.
 
     Args:
         weight: [out, in, ...].
@@ -78,6 +80,7 @@ def spectral_init_modules_(module: nn.Module, zero_conv_bias: bool = True) -> No
                 nn.init.zeros_(layer.bias)
 
 
+@without_autocast
 def conv_sigma_bound(
     weight: Tensor, stride: tuple[int, int] = (1, 1), groups: int = 1, oversampling: int = 8
 ) -> Tensor:
@@ -155,6 +158,7 @@ def conv_symbols(
         yield symbols.movedim((1, 2), (3, 4))
 
 
+@without_autocast
 def depthwise_operator(weight: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the dense matrices of a zero padded depthwise convolution, for small maps only.
 
@@ -173,6 +177,7 @@ def depthwise_operator(weight: Tensor, size: tuple[int, int]) -> Tensor:
     return F.conv2d(basis, kernel, padding=weight.shape[-1] // 2).flatten(2).transpose(0, 1)
 
 
+@without_autocast
 def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
     """Return the nearest weight (Frobenius norm) with no singular value above a cap.
 
