@@ -92,8 +92,13 @@ class ContractiveResidual(nn.Module):
                 because a mean of values is shorter than the values.
             device: Device of the parameter.
             dtype: Data type of the parameter.
+
+        Raises:
+            ValueError: If ``least`` is not in [0, 1].
         """
         super().__init__()
+        if not 0.0 <= least <= 1.0:
+            raise ValueError(f"least={least} must be in [0, 1]")
         self.branch: Any = branch
         self.dim = dim
         self.least = least

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipsformer.layers._checks import check_positive
 from lipsformer.layers._precision import without_autocast
 from lipsformer.layers.conv import DepthwiseConv2d
 
@@ -187,7 +188,11 @@ def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
     Args:
         weight: [out, in, ...], reshaped to [out, in * ...].
         cap: Largest allowed singular value, > 0.
+
+    Raises:
+        ValueError: If ``cap`` is not positive and finite.
     """
+    check_positive("cap", cap)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     matrix = weight.detach().flatten(1).to(dtype)
     wide = matrix.shape[0] <= matrix.shape[1]
@@ -242,8 +247,12 @@ class SpectralScale(nn.Module):
             bound: Largest singular value c > 0 that the weight shall have.
             only_shrink: Whether to leave a weight whose largest singular value is below c as it is.
                 Weight decay then acts on it as usual.
+
+        Raises:
+            ValueError: If ``bound`` is not positive and finite.
         """
         super().__init__()
+        check_positive("bound", bound)
         self.bound = bound
         self.only_shrink = only_shrink
 
