@@ -1,4 +1,4 @@
-"""Computations on weights that keep their precision in a region of autocast."""
+"""Computations on weights that keep their precision under autocast and at every scale."""
 
 import functools
 from collections.abc import Callable
@@ -24,3 +24,14 @@ def without_autocast(
             return function(x, *args, **kwargs)
 
     return in_full_precision
+
+
+def power_of_two(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
+    """Return a power of two near the largest absolute value over some dimensions, which are kept.
+
+    Dividing by it is exact, and neither squares nor their sums under- or overflow then. It is 1 if
+    all values are 0 or one is not finite.
+    """
+    largest = x.abs().amax(dim, keepdim=True)
+    largest = torch.where((largest > 0.0) & largest.isfinite(), largest, 1.0)
+    return largest / torch.frexp(largest).mantissa

@@ -94,3 +94,18 @@ def test_autocast_takes_no_precision_away(function, shape):
     with torch.autocast("cpu", torch.bfloat16):
         found = function(weight)
     torch.testing.assert_close(found.double(), function(weight.double()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e25])
+def test_squares_of_tiny_and_huge_weights_neither_vanish_nor_overflow(scale):
+    torch.manual_seed(0)
+    weight, start = scale * torch.randn(11, 7), torch.randn(1, 7)
+    exact = torch.linalg.svdvals(weight.double())[0]
+    cap = 0.5 * exact.item()
+    for found, expected in (
+        (largest_singular_value(weight), exact),
+        (krylov_sigma(weight[None], start, 7)[0][0], exact),
+        (torch.linalg.svdvals(clip_singular_values(weight, cap).double())[0], 0.5 * exact),
+        (conv_sigma_bound(weight[..., None, None])[0], exact),
+    ):
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5, abs=0)
