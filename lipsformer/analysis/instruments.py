@@ -24,6 +24,7 @@ from lipsformer.analysis.sigma import (
     residual_scale_of,
 )
 from lipsformer.layers import CenterNorm
+from lipsformer.layers._checks import check_positive
 from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
 
 Write = Callable[[int, Mapping[str, float]], None]
@@ -254,8 +255,8 @@ class SpectralCap(_Instrument):
             ValueError: If an argument is out of range.
         """
         for name, limit in (("sigma", sigma), ("residual_scale", residual_scale), ("gain", gain)):
-            if limit is not None and limit <= 0.0:
-                raise ValueError(f"{name} must be > 0, got {limit}")
+            if limit is not None:
+                check_positive(name, limit)
         if mode not in ("project", "soft"):
             raise ValueError(f"mode must be 'project' or 'soft', got {mode!r}")
         if not 0.0 < strength <= 1.0:
@@ -356,8 +357,7 @@ class UpdateLimit(_Instrument):
         Raises:
             ValueError: If `share` is not positive.
         """
-        if share <= 0.0:
-            raise ValueError(f"share must be > 0, got {share}")
+        check_positive("share", share)
         self.share = share
         self.operators = operators(model)
         self.weights = SigmaTracker(self.operators)
@@ -417,7 +417,12 @@ class BoundCheck(_Instrument):
             models: The models without the wrappers of DDP or the compiler, by kind of weights.
             domain: Domain of the bound.
             limit: Largest allowed bound, > 0; None for no limit.
+
+        Raises:
+            ValueError: If `limit` is not positive and finite.
         """
+        if limit is not None:
+            check_positive("limit", limit)
         self.models, self.domain, self.limit = models, domain, limit
         self.trackers = {}
 

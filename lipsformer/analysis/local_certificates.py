@@ -167,6 +167,7 @@ def balls(segments: list[Segment], radius: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+@torch.autocast("cpu", enabled=False)
 def local_certificates(
     model: nn.Module, images: Tensor, failure: float = 0.0
 ) -> tuple[Tensor, Tensor]:

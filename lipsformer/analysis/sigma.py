@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lipsformer.layers import DepthwiseConv2d, WeightedResidual
+from lipsformer.layers._precision import power_of_two, without_autocast
 from lipsformer.layers.spectral import conv_sigma_bound
 
 # Dimensions of the Krylov space of a measurement, and of the first one, from random vectors.
@@ -94,6 +95,7 @@ def assign(weight: Tensor, values: Tensor) -> None:
         weight.copy_(values)
 
 
+@without_autocast
 def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Estimate largest singular values by the Rayleigh-Ritz method in a Krylov space of W^T W.
 
@@ -109,6 +111,8 @@ def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, T
         The estimates [G] and the right singular vectors [G, n].
     """
     floor = torch.finfo(matrices.dtype).tiny
+    size = power_of_two(matrices, (1, 2))
+    matrices = matrices / size
     direction = start / start.norm(dim=1, keepdim=True).clamp_min(floor)
     basis: list[Tensor] = []
     for _ in range(min(steps, matrices.shape[1] + 1, matrices.shape[2])):
@@ -123,7 +127,7 @@ def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, T
     image = matrices @ space
     values, vectors = torch.linalg.eigh(image.mT @ image)
     found = (space @ vectors[:, :, -1:]).squeeze(2)
-    return values[:, -1].clamp_min(0.0).sqrt(), found
+    return values[:, -1].clamp_min(0.0).sqrt() * size[:, 0, 0], found
 
 
 class SigmaTracker:

@@ -12,7 +12,6 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import OptTensor
 from torch_geometric.utils import softmax
 
-from lipsformer.graph.dropout import check_dropout
 from lipsformer.graph.edge_attention.csr import (
     SortedEdges,
     add_one_self_loop,
@@ -21,6 +20,7 @@ from lipsformer.graph.edge_attention.csr import (
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention
 from lipsformer.graph.norm import check_heads
+from lipsformer.layers._checks import check_dropout
 from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
 from lipsformer.layers.spectral import spectral_init_
 

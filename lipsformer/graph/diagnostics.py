@@ -199,7 +199,7 @@ def gat_attention_bound(
     learns = conv.min_att_norm is not None
     c = conv.min_att_norm if reachable and learns else conv.constant(torch.float64)
     c = torch.as_tensor(c, dtype=torch.float64, device="cpu").view(-1)
-    inverse = max(1.0, abs(conv.negative_slope)) / c.abs()
+    inverse = max(abs(conv.negative_slope), 1.0) / c.abs()  # in this order NaN stays NaN
     s = attention_column_sum(csr, inverse)
     d = csr.ptr_t.diff().max().item()
     return (s.sqrt() + inverse * ((s + 1).sqrt() + math.sqrt(d + 1))).expand(conv.heads)

@@ -3,13 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Dropout", "check_dropout"]
+from lipsformer.layers._checks import check_dropout
 
-
-def check_dropout(name: str, probability: float) -> None:
-    """Raise a `ValueError` that names the setting unless a dropout probability is in [0, 1]."""
-    if not 0 <= probability <= 1:
-        raise ValueError(f"{name}={probability} must be in [0, 1]")
+__all__ = ["Dropout"]
 
 
 class Dropout(nn.Dropout):

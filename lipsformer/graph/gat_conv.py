@@ -3,7 +3,6 @@
 Shapes: S source nodes, T target nodes, E edges, H heads, C channels per head.
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch_geometric.utils import is_torch_sparse_tensor, softmax
 from torch_geometric.utils.sparse import set_sparse_value
 
 from lipsformer import kernels
-from lipsformer.graph.dropout import check_dropout
 from lipsformer.graph.edge_attention.csr import (
     EdgeCSR,
     SortedEdges,
@@ -27,6 +25,7 @@ from lipsformer.graph.edge_attention.csr import (
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
 from lipsformer.graph.norm import check_heads, check_score_norm
+from lipsformer.layers._checks import check_dropout, check_positive
 from lipsformer.layers.lipschitz_norm import (
     linear_scale,
     released_linear_scale,
@@ -111,8 +110,7 @@ class LipschitzGATConv(GATConv):
         """
         check_heads(heads)
         check_score_norm(score_norm, released_code)
-        if not 0 < att_norm < math.inf:
-            raise ValueError(f"att_norm={att_norm} must be > 0 and finite")
+        check_positive("att_norm", att_norm)
         settings = {"att_norm": (att_norm, 4.0), "min_att_norm": (min_att_norm, None)}
         settings["scale_individually"] = (scale_individually, True)
         for name, (value, default) in settings.items():

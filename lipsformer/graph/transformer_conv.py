@@ -12,7 +12,6 @@ from torch import Tensor
 from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor
 
-from lipsformer.graph.dropout import check_dropout
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import (
@@ -21,6 +20,7 @@ from lipsformer.graph.edge_attention.operator import (
     with_squared_norm,
 )
 from lipsformer.graph.norm import check_heads, check_score_norm
+from lipsformer.layers._checks import check_dropout
 from lipsformer.layers.lipschitz_norm import quadratic_scale, segment_max, squared_norm
 
 __all__ = ["LipschitzTransformerConv"]

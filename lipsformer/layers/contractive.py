@@ -8,6 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer.layers._precision import without_autocast
 
 GROUPS = 8  # of channels: 0 to 3 are folded, 2 to 5 move by one token
 MOVES = ((1, 1), (1, -1), (2, 1), (2, -1))  # (axis of [B, H, W, C], step) of the groups 2 to 5
@@ -91,8 +92,13 @@ class ContractiveResidual(nn.Module):
                 because a mean of values is shorter than the values.
             device: Device of the parameter.
             dtype: Data type of the parameter.
+
+        Raises:
+            ValueError: If ``least`` is not in [0, 1].
         """
         super().__init__()
+        if not 0.0 <= least <= 1.0:
+            raise ValueError(f"least={least} must be in [0, 1]")
         self.branch: Any = branch
         self.dim = dim
         self.least = least
@@ -147,6 +153,7 @@ register_notrace_module(JoinTokens)  # FX cannot trace the size of a batch
 
 
 @torch.no_grad()
+@without_autocast
 def orthogonalize(weight: Tensor, exact: bool = False) -> Tensor:
     r"""Move a weight towards the nearest orthogonal matrix, by a step of Newton and Schulz.
 

@@ -11,6 +11,7 @@ from timm.layers import register_notrace_function, register_notrace_module, use_
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer.layers._checks import check_dropout, check_positive
 
 MAX_LOGIT_SCALE = 100.0  # the ceiling of a learned logit scale, as in SwinV2
 
@@ -112,15 +113,15 @@ class ScaledCosineAttention(nn.Module):
             dtype: Data type of the parameters.
 
         Raises:
-            ValueError: If ``logit_scale``, ``value_scale`` or ``eps`` is out of range.
+            ValueError: If a number is out of range.
         """
         super().__init__()
         if not 0.0 < logit_scale <= MAX_LOGIT_SCALE:
             raise ValueError(f"logit_scale must lie in (0, {MAX_LOGIT_SCALE:g}], got {logit_scale}")
-        if value_scale is not None and value_scale <= 0.0:
-            raise ValueError(f"value_scale must be > 0 or None for raw values, got {value_scale}")
-        if eps <= 0.0:
-            raise ValueError(f"eps must be > 0, got {eps}")
+        if value_scale is not None:
+            check_positive("value_scale", value_scale)
+        check_positive("eps", eps)
+        check_dropout("attn_drop", attn_drop)
         self.num_heads = num_heads
         self.init_logit_scale = float(logit_scale)  # YAML gives an int for 12
         self.init_value_scale = value_scale

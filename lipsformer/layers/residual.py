@@ -1,5 +1,6 @@
 """WeightedResidual: a shortcut whose branch enters with a small learnable weight."""
 
+import math
 from typing import Any
 
 import torch
@@ -64,11 +65,13 @@ class WeightedResidual(nn.Module):
             dtype: Data type of the parameter.
 
         Raises:
-            ValueError: If ``drop_path`` is outside [0, 1).
+            ValueError: If ``drop_path`` is outside [0, 1), or ``init_value`` is not finite.
         """
         super().__init__()
         if not 0.0 <= drop_path < 1.0:
             raise ValueError(f"drop_path must lie in [0, 1), got {drop_path}")
+        if not math.isfinite(init_value):
+            raise ValueError(f"init_value={init_value} must be finite")
         self.init_value = init_value
         self.drop_path = drop_path
         # A number would be a constant of compiled kernels, which blocks could then not share.

@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lipsformer.layers._checks import check_positive
+from lipsformer.layers._precision import power_of_two, without_autocast
 from lipsformer.layers.conv import DepthwiseConv2d
 
 
+@without_autocast
 def largest_singular_value(weight: Tensor) -> Tensor:
     r"""Return the largest singular value of a weight reshaped to [out, in * ...].
 
@@ -17,8 +20,8 @@ def largest_singular_value(weight: Tensor) -> Tensor:
 
     It is the operator norm of a linear layer, a 1x1 convolution and a convolution whose stride
     equals its kernel size. For any other convolution it is the norm of the reshaped kernel only.
-    Computed in float32 (float64 for a float64 weight) from the smaller Gram matrix, which is exact
-    to about 1e-6 and much cheaper than a singular value decomposition.
+    Computed in float32 (float64 for a float64 weight), under autocast too, from the smaller Gram
+    matrix, which is exact to about 1e-6 and much cheaper than a singular value decomposition.
 
     Args:
         weight: [out, in, ...].
@@ -33,8 +36,10 @@ def largest_singular_value(weight: Tensor) -> Tensor:
         raise ValueError(f"a weight needs at least 2 dimensions, got shape {tuple(weight.shape)}")
     dtype = torch.promote_types(weight.dtype, torch.float32)
     matrix = weight.detach().reshape(weight.shape[0], -1).to(dtype)
+    size = power_of_two(matrix, (0, 1))
+    matrix = matrix / size
     gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
-    return torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt()
+    return torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt() * size[0, 0]
 
 
 @torch.no_grad()
@@ -78,6 +83,7 @@ def spectral_init_modules_(module: nn.Module, zero_conv_bias: bool = True) -> No
                 nn.init.zeros_(layer.bias)
 
 
+@without_autocast
 def conv_sigma_bound(
     weight: Tensor, stride: tuple[int, int] = (1, 1), groups: int = 1, oversampling: int = 8
 ) -> Tensor:
@@ -104,15 +110,18 @@ def conv_sigma_bound(
     Returns:
         [groups], in float32, or float64 for a float64 weight.
     """
+    kernel = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    size = power_of_two(kernel.unflatten(0, (groups, -1)).flatten(1), 1)
+    kernel = (kernel.unflatten(0, (groups, -1)) / size[:, :, None, None, None]).flatten(0, 1)
     sigmas = []
-    for symbols in conv_symbols(weight, stride, groups, oversampling):
+    for symbols in conv_symbols(kernel, stride, groups, oversampling):
         if min(symbols.shape[-2:]) == 1:
             peak = torch.linalg.vector_norm(symbols, dim=(-2, -1))
         else:
             rows = symbols if symbols.shape[-2] <= symbols.shape[-1] else symbols.mT
             peak = torch.linalg.eigvalsh(rows @ rows.mH)[..., -1].clamp_min(0.0).sqrt()
         sigmas.append(peak.flatten(1).amax(1))
-    return torch.cat(sigmas) * grid_excess(weight, stride, oversampling)
+    return torch.cat(sigmas) * size[:, 0] * grid_excess(weight, stride, oversampling)
 
 
 def grid_excess(weight: Tensor, stride: tuple[int, int], oversampling: int) -> float:
@@ -155,6 +164,7 @@ def conv_symbols(
         yield symbols.movedim((1, 2), (3, 4))
 
 
+@without_autocast
 def depthwise_operator(weight: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the dense matrices of a zero padded depthwise convolution, for small maps only.
 
@@ -173,25 +183,32 @@ def depthwise_operator(weight: Tensor, size: tuple[int, int]) -> Tensor:
     return F.conv2d(basis, kernel, padding=weight.shape[-1] // 2).flatten(2).transpose(0, 1)
 
 
+@without_autocast
 def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
     """Return the nearest weight (Frobenius norm) with no singular value above a cap.
 
     Computed from the smaller Gram matrix, in float32 or better. A weight within the cap is returned
-    as it is, bit for bit.
+    as it is, bit for bit. Rounding may leave singular values above the cap, by up to about 1e-4 of
+    it in float32, and by more if the weight is in half precision.
 
     Args:
         weight: [out, in, ...], reshaped to [out, in * ...].
         cap: Largest allowed singular value, > 0.
+
+    Raises:
+        ValueError: If ``cap`` is not positive and finite.
     """
+    check_positive("cap", cap)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     matrix = weight.detach().flatten(1).to(dtype)
     wide = matrix.shape[0] <= matrix.shape[1]
-    rows = matrix if wide else matrix.mT
+    size = power_of_two(matrix, (0, 1))
+    rows = (matrix if wide else matrix.mT) / size
     values, vectors = torch.linalg.eigh(rows @ rows.mT)
-    shrink = (cap / values.clamp_min(cap**2).sqrt()).clamp(max=1.0)
-    clipped = (vectors * shrink) @ (vectors.mT @ rows)
+    sigmas = values.clamp_min(0.0).sqrt() * size[0]
+    clipped = (vectors * (cap / sigmas.clamp_min(cap)) * size) @ (vectors.mT @ rows)
     clipped = (clipped if wide else clipped.mT).reshape(weight.shape).to(weight.dtype)
-    return torch.where(values[-1] > cap**2, clipped, weight.detach())
+    return torch.where(sigmas[-1] > cap, clipped, weight.detach())
 
 
 def spectral_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -237,8 +254,12 @@ class SpectralScale(nn.Module):
             bound: Largest singular value c > 0 that the weight shall have.
             only_shrink: Whether to leave a weight whose largest singular value is below c as it is.
                 Weight decay then acts on it as usual.
+
+        Raises:
+            ValueError: If ``bound`` is not positive and finite.
         """
         super().__init__()
+        check_positive("bound", bound)
         self.bound = bound
         self.only_shrink = only_shrink
 

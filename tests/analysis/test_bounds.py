@@ -210,6 +210,13 @@ def refined_theorem(num_tokens, nu, tau, eps, norms) -> Tensor:
     return nu * eps**-0.5 * (n * tau * (query + n * key) + 2 * n * value)
 
 
+@pytest.mark.parametrize("name", ["radius", "norm", "error", "ball"])
+def test_a_negative_length_of_a_domain_is_refused(name):
+    """A negative radius lowered the bound of attention on raw values."""
+    with pytest.raises(ValueError, match=f"{name}=-1.0 is a length: use at least 0"):
+        Domain(size=(3,), **{name: -1.0})
+
+
 def test_theorem_of_the_paper():
     norms = [torch.tensor([2.0]), torch.tensor([3.0]), torch.tensor([5.0])]
     tau = torch.tensor([7.0])

@@ -8,7 +8,14 @@ from torch_geometric.nn import GCNConv
 
 from lipsformer.analysis.bounds import UnknownModuleError, flatten_bound, lipschitz_bound
 from lipsformer.analysis.bounds.graph import graph_domain
-from lipsformer.graph import GCN2, LipschitzGATConv, LipsGAT, ResidualGCN, create_model
+from lipsformer.graph import (
+    GCN2,
+    LipschitzGATConv,
+    LipschitzTransformerConv,
+    LipsGAT,
+    ResidualGCN,
+    create_model,
+)
 from lipsformer.graph.models.create import _MODELS
 
 NODES = 7
@@ -111,6 +118,19 @@ def test_raw_values_need_a_radius_and_normalized_ones_do_not():
         domain = graph_domain(DIRECTED, NODES, radius)
         found = {scale: lipschitz_bound(model, domain).value for scale, model in models.items()}
         assert {scale for scale, value in found.items() if value < math.inf} == finite
+
+
+@pytest.mark.parametrize("radius", [0.7, 0.9])  # less in float32
+@pytest.mark.parametrize("kind", [LipschitzGATConv, LipschitzTransformerConv])
+def test_the_radius_is_not_rounded_to_float32(kind, radius):
+    """The identity as projection, so a node with one neighbor gets the features of that."""
+    layer = kind(3, 3, score_norm=None).double()
+    for parameter in layer.parameters():
+        torch.nn.init.zeros_(parameter)
+    values = layer.lin if kind is LipschitzGATConv else layer.lin_value
+    torch.nn.init.eye_(values.weight)
+    edges = torch.tensor([[0], [1]])
+    assert radius <= lipschitz_bound(layer, graph_domain(edges, 2, radius)).output.radius
 
 
 def test_every_network_but_the_two_that_have_no_rule_has_a_bound():

@@ -13,7 +13,7 @@ from lipsformer.analysis.bounds import (
     gathered_bound,
     lipschitz_bound,
 )
-from lipsformer.analysis.instruments import Monitor, SpectralCap, UpdateLimit
+from lipsformer.analysis.instruments import BoundCheck, Monitor, SpectralCap, UpdateLimit
 from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma, operators
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.layers import DepthwiseConv2d
@@ -287,7 +287,10 @@ def test_update_limit_shortens_large_updates_only():
         (lambda model: SpectralCap(model, 0.0), "sigma"),
         (lambda model: SpectralCap(model, 1.0, mode="hard"), "mode"),
         (lambda model: SpectralCap(model, 1.0, strength=0.0), "strength"),
-        (lambda model: UpdateLimit(model, -1.0), "share"),
+        (lambda model: SpectralCap(model, gain=math.nan), "gain=nan must be > 0"),
+        (lambda model: UpdateLimit(model, -1.0), "share=-1.0 must be > 0"),
+        (lambda model: UpdateLimit(model, math.nan), "share=nan must be > 0"),
+        (lambda model: BoundCheck({}, Domain(size=()), math.nan), "limit=nan must be > 0"),
         (lambda model: Monitor(model, lambda *_: None, every=0), "every"),
     ],
 )

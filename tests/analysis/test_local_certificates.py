@@ -317,3 +317,20 @@ def test_a_tie_has_no_certificate():
         model.head.fc.weight[1] = model.head.fc.weight[0]
         model.head.fc.bias[:] = torch.tensor([9.0, 9.0, 0.0, 0.0, 0.0])
     assert math.isclose(local.local_certificates(model, torch.zeros(1, 3, 20, 20))[1].item(), 0.0)
+
+
+def test_autocast_takes_no_precision_from_the_probes(monkeypatch):
+    norms: list[Tensor] = []
+
+    def probe(*args: Any) -> Tensor:
+        norms.append(probed_norm(*args))
+        return norms[-1]
+
+    monkeypatch.setattr(local, "probed_norm", probe)
+    model, images = trained("swin", size=8), torch.randn(2, 3, 8, 8)
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            local.local_certificates(model, images, failure=1e-6)
+    plain, cast = torch.stack(norms).chunk(2)
+    torch.testing.assert_close(cast, plain, rtol=1e-6, atol=0.0)

@@ -26,6 +26,7 @@ from lipsformer.graph import (
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.layers import (
     CenterNorm,
+    ContractiveResidual,
     DepthwiseConv2d,
     ScaledCosineAttention,
     WeightedResidual,
@@ -436,7 +437,7 @@ def test_a_fixed_logit_scale_is_not_rounded_down():
     assert max_abs_score(ScaledCosineAttention(1, logit_scale=0.7)).item() >= 0.7
 
 
-@pytest.mark.parametrize("eps", [0.0, -0.01])
+@pytest.mark.parametrize("eps", [0.0, -0.01, math.inf])
 def test_an_attention_without_smoothing_has_no_bound(eps):
     attention = WindowAttention(4, 2, 2, replaced(ScaledCosineAttention(2), eps=eps))
     with pytest.raises(UnknownModuleError, match=f"eps={eps}"):
@@ -473,6 +474,34 @@ def test_weights_that_are_not_finite_have_no_finite_bound(value):
         module = make()
         module.weight.data.flatten()[0] = value
         assert lipschitz_bound(module, Domain(size=(3, 3))).value == math.inf
+
+
+def test_settings_that_are_not_numbers_have_no_finite_bound():
+    graph, mixing = graph_domain(EDGES, 4), contractive()
+    mixing.mix.data.fill_(math.nan)
+    for module, domain in (
+        (nn.ELU(math.nan), graph),
+        (LipschitzGATConv(3, 2, negative_slope=math.nan), graph),
+        (LipschitzGATConv(3, 2, negative_slope=math.nan, score_norm=None), graph),
+        (mixing, Domain(size=(4, 6))),
+    ):
+        assert lipschitz_bound(module, domain).value == math.inf
+
+
+def contractive() -> ContractiveResidual:
+    core = ScaledCosineAttention(2, logit_scale=0.5, value_scale=0.7)
+    return ContractiveResidual(WindowAttention(6, 2, (2, 3), core), 6)
+
+
+@pytest.mark.parametrize("value", [math.inf, -2.0])
+def test_scales_of_a_contractive_residual_that_are_not_positive_are_refused(value):
+    """An infinite scale makes the divisor infinite, and the output is not a number."""
+    scaled, steep = contractive(), contractive()
+    scaled.branch.attention.value_scale.fill_(value)
+    steep.branch.attention.init_logit_scale = value
+    for module in (scaled, steep):
+        with pytest.raises(UnknownModuleError, match="use positive numbers"):
+            lipschitz_bound(module, Domain(size=(4, 6)))
 
 
 @pytest.mark.parametrize("size", [1e-200, 1e-310])

@@ -107,3 +107,9 @@ def test_queries_keys_and_values_are_orthogonal_each_and_the_classifier_is_left(
     assert math.isclose(
         torch.linalg.matrix_norm(model.qkv.weight.detach(), 2).item(), 3**0.5, rel_tol=1e-5
     )
+
+
+@pytest.mark.parametrize("least", [-0.1, 1.1, math.nan])
+def test_a_least_weight_outside_the_unit_interval_is_refused(least):
+    with pytest.raises(ValueError, match=rf"least={least} must be in \[0, 1\]"):
+        ContractiveResidual(nn.Identity(), 3, least)

@@ -164,8 +164,11 @@ def test_zero_tokens_are_finite_under_autocast(dtype):
     [
         ({"logit_scale": 0.0}, r"logit_scale must lie in \(0, 100\], got 0.0"),
         ({"logit_scale": 101.0}, r"logit_scale must lie in \(0, 100\], got 101.0"),
-        ({"value_scale": -1.0}, r"value_scale must be > 0 or None for raw values, got -1.0"),
-        ({"eps": 0.0}, r"eps must be > 0, got 0.0"),
+        ({"value_scale": -1.0}, "value_scale=-1.0 must be > 0 and finite"),
+        ({"value_scale": math.nan}, "value_scale=nan must be > 0 and finite"),
+        ({"eps": 0.0}, "eps=0.0 must be > 0 and finite"),
+        ({"eps": math.nan}, "eps=nan must be > 0 and finite"),
+        ({"attn_drop": math.nan}, r"attn_drop=nan must be in \[0, 1\]"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):

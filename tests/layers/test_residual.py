@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,6 +92,12 @@ def test_drop_path_is_off_in_evaluation():
 def test_drop_path_out_of_range_is_refused(rate):
     with pytest.raises(ValueError, match=rf"drop_path must lie in \[0, 1\), got {rate}"):
         WeightedResidual(nn.Identity(), 3, 1.0, drop_path=rate)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_initial_weight_that_is_not_finite_is_refused(value):
+    with pytest.raises(ValueError, match=f"init_value={value} must be finite"):
+        WeightedResidual(nn.Identity(), 3, value)
 
 
 @pytest.mark.parametrize("kept", [[1, 3, 4], [], [0, 1, 2, 3, 4], None])

@@ -1,7 +1,10 @@
+import math
+
 import pytest
 import torch
 
 from lipsformer.layers import largest_singular_value, spectral_init_
+from lipsformer.layers.spectral import SpectralScale, clip_singular_values
 
 SHAPES = [(7, 5), (5, 7), (11, 1, 7, 7), (13, 3, 4, 4), (384, 96)]
 
@@ -39,3 +42,11 @@ def test_spectral_init_on_meta_keeps_the_tensor():
 def test_vectors_are_refused():
     with pytest.raises(ValueError, match=r"at least 2 dimensions, got shape \(5,\)"):
         largest_singular_value(torch.ones(5))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_limits_that_are_not_positive_numbers_are_refused(value):
+    with pytest.raises(ValueError, match=f"bound={value} must be > 0 and finite"):
+        SpectralScale(value)
+    with pytest.raises(ValueError, match=f"cap={value} must be > 0 and finite"):
+        clip_singular_values(torch.eye(3), value)

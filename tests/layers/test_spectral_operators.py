@@ -4,7 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipsformer.layers.spectral import conv_sigma_bound, depthwise_operator
+from lipsformer.analysis.sigma import krylov_sigma
+from lipsformer.layers import largest_singular_value, orthogonalize
+from lipsformer.layers.spectral import (
+    clip_singular_values,
+    conv_sigma_bound,
+    depthwise_operator,
+)
 
 
 def dense_operator(weight: Tensor, size, stride=1, padding=0, groups=1) -> Tensor:
@@ -69,3 +75,37 @@ def test_depthwise_operator_has_the_singular_values_of_the_dense_operator(size):
     for channel, operator in zip(weight, depthwise_operator(weight, size), strict=True):
         exact = torch.linalg.svdvals(dense_operator(channel[None], size, padding=3))
         torch.testing.assert_close(torch.linalg.svdvals(operator), exact)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (largest_singular_value, (17, 31)),
+        (lambda weight: clip_singular_values(weight, 2.0), (17, 31)),
+        (lambda weight: orthogonalize(weight / 10.0), (17, 31)),
+        (lambda weight: krylov_sigma(weight[None], weight[:1], 16)[0], (17, 31)),
+        (conv_sigma_bound, (5, 7, 1, 1)),
+        (lambda weight: depthwise_operator(weight, (3, 5)), (5, 1, 3, 3)),
+    ],
+)
+def test_autocast_takes_no_precision_away(function, shape):
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = function(weight)
+    torch.testing.assert_close(found.double(), function(weight.double()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e25])
+def test_squares_of_tiny_and_huge_weights_neither_vanish_nor_overflow(scale):
+    torch.manual_seed(0)
+    weight, start = scale * torch.randn(11, 7), torch.randn(1, 7)
+    exact = torch.linalg.svdvals(weight.double())[0]
+    cap = 0.5 * exact.item()
+    for found, expected in (
+        (largest_singular_value(weight), exact),
+        (krylov_sigma(weight[None], start, 7)[0][0], exact),
+        (torch.linalg.svdvals(clip_singular_values(weight, cap).double())[0], 0.5 * exact),
+        (conv_sigma_bound(weight[..., None, None])[0], exact),
+    ):
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5, abs=0)

@@ -116,7 +116,9 @@ def check_core(core: Any, num_heads: int) -> None:
     if isinstance(core, LipschitzNormAttention):
         return
     fixed, learned, eps = core.init_logit_scale, core.log_logit_scale, core.eps
-    if not (isinstance(fixed, (int, float)) and isinstance(eps, (int, float)) and eps > 0):
+    if not (
+        isinstance(fixed, (int, float)) and isinstance(eps, (int, float)) and 0 < eps < math.inf
+    ):
         raise UnknownModuleError(f"no Lipschitz bound is known for tau={fixed} with eps={eps}")
     if learned is not None and learned.shape != (num_heads, 1, 1):
         raise UnknownModuleError(

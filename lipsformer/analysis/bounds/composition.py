@@ -56,6 +56,9 @@ class Domain:
     def __post_init__(self) -> None:
         if any(side < 1 for side in self.size):
             raise ValueError(f"a map of size {self.size} has no tokens: use sides of at least 1")
+        for name in ("radius", "norm", "error", "ball"):
+            if getattr(self, name) < 0.0:
+                raise ValueError(f"{name}={getattr(self, name)} is a length: use at least 0")
         if math.isnan(self.radius):  # 0 * inf, or weights that are not finite
             object.__setattr__(self, "radius", math.inf)
         if not self.norm <= MAX_NORM32:  # float32 might overflow

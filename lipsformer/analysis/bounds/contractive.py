@@ -69,10 +69,11 @@ def _contractive_residual(module: Any, domain: Domain, scale: Tensor | None) -> 
     unchanged(core, ScaledCosineAttention)
     learned = core.log_logit_scale is not None or module.mix.ndim > 0
     learned = learned or not 0.0 <= module.least <= 1.0
-    if learned or core.value_scale is None or not (core.tau() > 0.0 and core.value_scale > 0.0):
+    scales = (core.tau(), math.inf if core.value_scale is None else core.value_scale)
+    if learned or not all(0.0 < scale < math.inf for scale in scales):
         raise UnknownModuleError(
             "no Lipschitz bound is known for ContractiveResidual with a learned logit scale, "
-            "several weights, raw values or negative scales: use positive numbers"
+            "several weights, raw values or other scales: use positive numbers"
         )
     domain = entered(module, domain, None)
     if domain.channels is not None and domain.channels < module.dim:
@@ -90,7 +91,8 @@ def _contractive_residual(module: Any, domain: Domain, scale: Tensor | None) -> 
     scaled = lipschitz_bound(
         module.branch, part, torch.full((module.dim,), factor, dtype=torch.float64)
     )
-    added, largest = scaled.output, max(1.0, outward(1.0 - a + scaled.value))
+    added = scaled.output
+    largest = max(outward(1.0 - a + scaled.value), 1.0)  # in this order NaN stays NaN
     mixed = simple_bound(
         largest,
         domain,

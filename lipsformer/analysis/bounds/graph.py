@@ -207,10 +207,10 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     weight = _weight(module.lin, without_bias=True).unflatten(0, (module.heads, -1))
     _check_heads(module, weight, module.att_src, module.att_dst)
     norms = sigma_bound(weight)
-    reach = _product(norms, torch.tensor(domain.radius).to(norms))
+    reach = _product(norms, norms.new_tensor(domain.radius))
     if module.score_norm is None:
         csr = edges.csr_with_self_loops if module.add_self_loops else edges.csr
-        slope = max(1.0, abs(module.negative_slope))
+        slope = max(abs(module.negative_slope), 1.0)  # in this order NaN stays NaN
         source, target = (
             slope * vector.detach().double().expand(1, *weight.shape[:2]).norm(dim=-1)[0]
             for vector in (module.att_src, module.att_dst)
@@ -245,7 +245,7 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     _check_heads(module, query)
     kappa = 1.0 / math.sqrt(query.shape[1])
     norms = [sigma_bound(weight) for weight in (query, key, value)]
-    reach = [_product(norm, torch.tensor(domain.radius).to(norm)) for norm in norms]
+    reach = [_product(norm, norm.new_tensor(domain.radius)) for norm in norms]
     longest = [
         spread + _bias(linear).view(module.heads, -1).norm(dim=1)
         for spread, linear in zip(reach, linears, strict=True)
@@ -316,7 +316,7 @@ def _dropout(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
 
 @bound_rule(nn.ELU, ELU)
 def _elu(module: nn.ELU, domain: Domain, scale: Tensor | None) -> Bound:
-    value = max(1.0, abs(module.alpha)) * max_abs(scale)
+    value = max(abs(module.alpha), 1.0) * max_abs(scale)  # in this order NaN stays NaN
     return simple_bound(value, domain, radius=value * domain.radius)
 
 

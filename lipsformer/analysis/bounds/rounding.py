@@ -20,6 +20,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from lipsformer.layers._precision import power_of_two
+
 UNIT = 2.0**-53  # unit roundoff of float64
 UNIT32 = 2.0**-24  # unit roundoff of float32
 
@@ -113,20 +115,9 @@ def norm_bound(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     """
     x = x.detach().double()
     axes = tuple(range(x.ndim)) if dim is None else dim
-    scale = _size_of(x, axes)
+    scale = power_of_two(x, axes)
     norm = torch.linalg.vector_norm(x / scale, dim=axes, keepdim=True) * scale
     return norm.squeeze(axes) * (1.0 + 2.0 * UNIT * (x.numel() + 8))
-
-
-def _size_of(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Return a power of two near the largest absolute value over some dimensions, which are kept.
-
-    Dividing by it is exact, and neither squares nor their sums underflow then. It is 1 if all
-    values are 0 or one is not finite.
-    """
-    largest = x.abs().amax(dim, keepdim=True)
-    largest = torch.where((largest > 0.0) & largest.isfinite(), largest, 1.0)
-    return largest / torch.frexp(largest).mantissa
 
 
 def eigenvalue_bound(gram: Tensor, terms: int) -> Tensor:
@@ -180,7 +171,7 @@ def sigma_bound(matrices: Tensor) -> Tensor:
         True
     """
     finite = matrices.isfinite().all(-1).all(-1)
-    scale = _size_of(matrices, (-2, -1))
+    scale = power_of_two(matrices, (-2, -1))
     rows = torch.where(finite[..., None, None], matrices / scale, 0.0)
     if min(rows.shape[-2:]) == 1:  # such as the symbol of a depthwise convolution
         norm = torch.linalg.vector_norm(rows, dim=(-2, -1))

@@ -1,6 +1,5 @@
 """Residual networks of hundreds of layers, in which the weights keep a Lipschitz bound."""
 
-import math
 import typing
 from collections.abc import Sequence
 
@@ -71,8 +70,6 @@ def _residual_layers(
         raise ValueError(f"weight_norm={weight_norm!r} is not known; choose spectral or none")
     if bound is not None and weight_norm == "none":
         raise ValueError(f"bound={bound} has no effect with weight_norm='none'")
-    if bound is not None and not 0 < bound < math.inf:
-        raise ValueError(f"bound={bound} must be > 0 and finite")
     if weight_norm == "spectral" and bound is None:
         bound = default_bound(len(convs))
     return [ResidualLayer(conv, bound, residual, dropout) for conv in convs]

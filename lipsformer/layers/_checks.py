@@ -1,0 +1,15 @@
+"""Checks of the numbers that layers are built with. NaN is out of every range."""
+
+import math
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise a `ValueError` that names the setting unless its value is positive and finite."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value} must be > 0 and finite")
+
+
+def check_dropout(name: str, probability: float) -> None:
+    """Raise a `ValueError` that names the setting unless a dropout probability is in [0, 1]."""
+    if not 0 <= probability <= 1:
+        raise ValueError(f"{name}={probability} must be in [0, 1]")
