@@ -1,6 +1,7 @@
 """Read and append to JSON-lines files, which hold one record per line."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,11 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     """Append one record to a file, and create the file if it is missing.
 
-    A line that an interruption cut off is removed first.
+    A line that an interruption cut off is removed first. The lines before it are not written anew,
+    because a full disk or a killed process would lose them.
     """
     text = path.read_bytes() if path.exists() else b""
-    if not text.endswith(b"\n"):
-        path.write_bytes(text[: text.rfind(b"\n") + 1])
+    if text and not text.endswith(b"\n"):
+        os.truncate(path, text.rfind(b"\n") + 1)
     with path.open("a") as stream:
         stream.write(json.dumps(record) + "\n")
