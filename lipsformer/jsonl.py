@@ -9,23 +9,27 @@ from typing import Any
 __all__ = ["append_jsonl", "read_jsonl"]
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path, size: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the records of a file; a missing file has none.
 
     Empty lines are left out, and so is a last line that an interruption cut off.
+
+    Args:
+        path: The file.
+        size: Number of bytes to read; None for the whole file.
 
     Raises:
         ValueError: If another line is damaged.
     """
     if not path.exists():
         return
-    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+    for number, line in enumerate(path.read_bytes()[:size].splitlines(keepends=True), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
-            if not line.endswith("\n"):
+        except ValueError:
+            if not line.endswith(b"\n"):
                 return
             raise ValueError(
                 f"line {number} of {path} is no JSON: repair it, or remove it if its record may be "

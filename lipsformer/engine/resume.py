@@ -81,6 +81,11 @@ def _find_start(config: Config) -> Path | None:
             "run.resume=auto or name another folder"
         )
     newest = run.checkpoints().newest()
+    if newest is None and run.checkpoints().numbered():
+        raise ConfigError(
+            f"{run.checkpoints().path} holds no intact checkpoint: restore one of them, or remove "
+            "them all to train from the beginning"
+        )
     if newest is not None and not run.exists():
         raise ConfigError(
             f"run.output_dir={str(output_dir)!r} holds checkpoints, but their {CONFIG} is missing: "
@@ -120,15 +125,17 @@ def _require_format(start: Path) -> None:
 
 
 def _require_records(run: RunFolder, start: Path) -> None:
-    """Refuse to continue a run whose records up to the checkpoint are lost."""
+    """Refuse to continue a run whose records up to the checkpoint are lost or damaged."""
     path = run.path / METRICS
     found = path.stat().st_size if path.exists() else 0
     expected = read_state(start)["metrics_bytes"]
     if found < expected:
         raise ConfigError(
             f"{path} has {found} bytes, but had {expected} at {start.name}: records are lost; "
-            "restore the file, or start a new run in another run.output_dir"
+            f"restore the file, or continue without them by run.resume={start} and another "
+            "run.output_dir"
         )
+    run.metrics(expected)
 
 
 def _require_same(before: Config, now: Config, where: str, skipped: Path) -> None:

@@ -177,6 +177,16 @@ def test_checkpoints_without_their_config_are_refused(run, finished: Path, resum
     assert "holds checkpoints, but their config.yaml is missing" in text
 
 
+def test_a_run_without_an_intact_checkpoint_does_not_begin_anew(run, finished: Path) -> None:
+    for path in (finished / "checkpoints").iterdir():
+        (path / "model.safetensors").write_bytes(b"")
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    code, text = run()
+    assert code == 2
+    assert f"{finished / 'checkpoints'} holds no intact checkpoint: restore one of them" in text
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.filterwarnings("ignore:1 images of train are left out")
 def test_another_list_of_skipped_images_is_another_run(run, tmp_path: Path) -> None:
     for split in ("train", "val"):
