@@ -152,7 +152,7 @@ def _require_same(before: Config, now: Config, where: str, skipped: Path) -> Non
     refused = [text for key, text in changed.items() if not _may_change(key)]
     if old["data.skip_list"] and new["data.skip_list"] and skipped.exists():
         file = Path(new["data.skip_list"])  # building the data reports a missing one
-        same_list = not file.exists() or file.read_text() == skipped.read_text()
+        same_list = not file.exists() or file.read_bytes() == skipped.read_bytes()
     else:
         same_list = old["data.skip_list"] == new["data.skip_list"]
     if not same_list:
