@@ -260,6 +260,11 @@ def _check_keys(given: Any, schema: type, prefix: str) -> None:
                 f"{path}={value} is text, but YAML reads an unquoted no, yes, on or off "
                 'as a boolean; quote it, e.g. "no"'
             )
+        elif isinstance(value, int | float) and str in (hint, *typing.get_args(hint)):
+            raise ConfigError(
+                f"{path}={value} is text, but YAML reads it unquoted as a number, so that 010 "
+                'becomes 8; quote it, e.g. "010"'
+            )
         else:
             _check_container(path, value, hint)
 
