@@ -22,7 +22,7 @@ FORMAT = 2  # of checkpoints; version 1 had other names of parameters
 # run.allow_world_size_change. skip_list and teacher are paths; `_require_same` compares the content
 # of the list, and `TrainState.load_checkpoint` the weights of the teacher.
 _NOT_IDENTITY = {
-    "data": ("root", "download", "num_workers", "in_memory", "exact_eval", "skip_list"),
+    "data": ("root", "download", "num_workers", "exact_eval", "skip_list"),
     "train": (
         "eval_batch_size",
         "batch_size_per_device",

@@ -300,7 +300,7 @@ def test_a_result_of_other_settings_is_named_and_not_replaced(tmp_path, monkeypa
         # Neither where a run was nor how fast matters, nor a setting that is newer than the line.
         config["run"]["output_dir"] = "elsewhere"
         config["train"]["compile"] = True
-        config["data"]["in_memory"] = True
+        config["data"]["num_workers"] = 7
         del config["optim"]["layer_decay"], config["lipschitz"]
         lines.append(line(row, 0, 90.0) | {"wall_seconds": 1, "config": yaml.safe_dump(config)})
     queue.results.write_text("".join(f"{json.dumps(entry)}\n" for entry in lines))
