@@ -34,7 +34,7 @@ import yaml
 
 from benchmarks.machine import machine
 from benchmarks.records import markdown
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, quiet_pipe
 from lipsformer._configfile import ConfigError, dump_config, read_config, require
 from lipsformer.analysis.cost import count_parameters, part_costs
 from lipsformer.config import Config
@@ -345,6 +345,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@quiet_pipe()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(argv)

@@ -20,7 +20,7 @@ from benchmarks.league.plots import plot_all
 from benchmarks.league.pool import run
 from benchmarks.league.results import read_results
 from benchmarks.league.table import page
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, quiet_pipe
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@quiet_pipe()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 means that the data are missing."""
     options = make_parser().parse_args(argv)
