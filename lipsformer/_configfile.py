@@ -270,7 +270,18 @@ def _check_keys(given: Any, schema: type, prefix: str) -> None:
 
 
 def _override(config: Any, override: str) -> Any:
-    """Return a config with one `key=value` replaced."""
+    """Return a config with one `key=value` replaced.
+
+    Raises:
+        ConfigError: If the value does not fit, or a part of it would be lost as a comment.
+    """
+    value = override.partition("=")[2]
+    node = yaml.compose(value)
+    if comment := value[node.end_mark.index if node else 0 :].strip():
+        raise ConfigError(
+            f"override {override!r} is not possible: YAML reads {comment!r} as a comment; quote "
+            "the whole value within the quotes of the shell"
+        )
     try:
         return OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
     except TypeError:  # a list in place of a mapping

@@ -1,6 +1,7 @@
 """The config schema: what it accepts comes out typed, the rest is refused in one clear line."""
 
 import dataclasses
+import json
 import re
 import typing
 from pathlib import Path
@@ -68,6 +69,14 @@ def test_dump_loads_to_equal_config(tmp_path: Path, minimal: Path) -> None:
     assert read_config(Config, saved) == config
 
 
+@pytest.mark.parametrize(
+    "name", ["a b #2", "a#2", "a: b", "a, b", "'a", 'a "b"', "a=b", " a ", "010"]
+)
+def test_a_quoted_override_is_taken_as_it_is(minimal: Path, name: str) -> None:
+    config = read_config(Config, minimal, [f"run.output_dir={json.dumps(name)}"])
+    assert config.run.output_dir == name
+
+
 def test_config_is_frozen(minimal: Path) -> None:
     with pytest.raises(AttributeError):
         read_config(Config, minimal).optim.lr = 1.0
@@ -93,6 +102,8 @@ def test_config_is_frozen(minimal: Path) -> None:
         ("lipschitz={sigma_cap: 2, cap_strength: 0.2}", ["cap_strength=0.2 has no effect"]),
         ("lipschitz.cap_mode=soft", ["lipschitz.cap_mode='soft'", "without a cap"]),
         ("=3", ["override '=3'", "key=value"]),
+        ("run.output_dir=/a b #2", ["override 'run.output_dir=/a b #2'", "'#2' as a comment"]),
+        ("data.root=#2", ["override 'data.root=#2'", "'#2' as a comment"]),
         ("model.name=no", ["model.name=False", "quote it"]),
         ("run.output_dir=010", ["run.output_dir=8", "reads it unquoted as a number", "quote it"]),
         ("data.root=1e3", ["data.root=1000.0", "quote it"]),
