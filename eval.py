@@ -26,7 +26,7 @@ import torch
 
 from data import DataError
 from data.evalsets import STANDARD, corruption_summary
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, quiet_pipe
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
 from lipsformer.engine import exits
@@ -146,6 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@quiet_pipe()
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     options = (parser or make_parser()).parse_intermixed_args(argv)

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from data import DataError
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, quiet_pipe
 from lipsformer._configfile import ConfigError, describe, dump_config, read_config
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
@@ -118,6 +118,7 @@ def _many_ranks(config: Config, options: argparse.Namespace) -> int:
     return 0
 
 
+@quiet_pipe()
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     options = (parser or make_parser()).parse_intermixed_args(argv)

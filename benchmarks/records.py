@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lipsformer._commands import quiet_pipe
+
 
 def as_json(record: object) -> str:
     """Return a record as text."""
@@ -25,6 +27,7 @@ def markdown(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     return "\n".join([first, "|" + "---|" * len(header), *others])
 
 
+@quiet_pipe()
 def run(
     parser: argparse.ArgumentParser,
     measure: Callable[[argparse.Namespace], dict[str, Any]],

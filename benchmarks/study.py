@@ -15,6 +15,7 @@ or data; 75 a signal stopped the queue, after the runs had been saved.
 """
 
 import argparse
+import json
 import os
 import signal
 import statistics
@@ -34,8 +35,8 @@ import yaml
 
 from benchmarks.machine import machine
 from benchmarks.records import markdown
-from lipsformer._commands import documented_parser
-from lipsformer._configfile import ConfigError, dump_config, read_config, require
+from lipsformer._commands import documented_parser, quiet_pipe
+from lipsformer._configfile import dump_config, read_config, require
 from lipsformer.analysis.cost import count_parameters, part_costs
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
@@ -138,7 +139,8 @@ def train(
     If the queue is killed, that is the last line of the training, which may go on without it. The
     lock of the run then refuses a new start.
     """
-    settings = [*study.settings(row, seed), f"run.output_dir={folder}", "run.report=false"]
+    where = json.dumps(str(folder))  # quoted, because YAML reads a blank and # as a comment
+    settings = [*study.settings(row, seed), f"run.output_dir={where}", "run.report=false"]
     path = folder / LOGS / f"{time.time():.2f}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as log:
@@ -345,6 +347,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@quiet_pipe()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(argv)
@@ -355,10 +358,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         unknown = sorted(set(options.only) - set(study.rows))
         require(options.workers >= 1, "--workers", options.workers, "must be >= 1")
         require(not unknown, "--only", unknown, f"must name rows: {', '.join(study.rows)}")
-    except ConfigError as error:
+        changed = stale(study)
+    except ValueError as error:  # a `ConfigError`, or of `read_jsonl`
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    for sentence in stale(study):
+    for sentence in changed:
         print(sentence, file=sys.stderr)
     if options.plot is not None:
         plot(study, options.plot)

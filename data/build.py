@@ -16,7 +16,7 @@ from data.batch import Normalize, TrainBatchTransform
 from data.dataset import ImageDataset, TrainDataset
 from data.errors import DataError
 from data.evalsets import EvalSet, find_sets
-from data.parquet import ParquetSource
+from data.parquet import ParquetSource, files_of
 from data.root import data_root
 from data.shards import ShardSource
 from data.sources import (
@@ -260,8 +260,14 @@ def _skipped(data: DataConfig, split: str) -> frozenset[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.skip_list={data.skip_list!r} cannot be read: {error}") from error
     folder = data_root(data.root) / (data.name or "")
-    stray = [line for line in lines if line and not _is_inside(folder, line)]
-    if stray and data.source == "folder":
+    if data.source == "parquet":
+        named = {line.rpartition("/")[0] for line in lines if line}
+        if stray := sorted(name for name in named if not files_of(folder, name)):
+            raise DataError(
+                f"data.skip_list={data.skip_list!r} names images of the split {stray[0]!r}, of "
+                f"which {folder} has no files: its lines are split/number, as {split}/0"
+            )
+    elif stray := [line for line in lines if line and not _is_inside(folder, line)]:
         raise DataError(
             f"data.skip_list={data.skip_list!r} names {len(stray)} files that are not in {folder}, "
             f"such as {stray[0]!r}: its paths are relative to that folder, as {split}/..."

@@ -6,6 +6,7 @@ row group, so that reading in the files' order is cheap. In a shuffled epoch nea
 costs one row group.
 """
 
+import glob
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -19,6 +20,7 @@ from data.errors import DataError
 from data.images import ADVICE, EncodedPicture
 
 MAX_GROUP_BYTES = 2**30  # the largest row group that is read into memory
+PATTERNS = ("{}-*.parquet", "data/{}-*.parquet", "{}/*.parquet")  # of the files of a split
 PNG = b"\x89PNG"
 
 
@@ -103,13 +105,19 @@ class ParquetSource:
         return EncodedPicture(image["bytes"], f"{file}/{index}/{path}", ADVICE)
 
 
+def files_of(folder: Path, split: str) -> list[Path]:
+    """Return the split's files in order; none if there is no such split."""
+    patterns = [pattern.format(glob.escape(split)) for pattern in PATTERNS] if split else []
+    return next((files for p in patterns if (files := sorted(folder.glob(p)))), [])
+
+
 def _files(folder: Path, split: str) -> list[Path]:
     """Find the split's files in order, and check their number against the one in their names."""
-    patterns = (f"{split}-*.parquet", f"data/{split}-*.parquet", f"{split}/*.parquet")
-    found = next((files for p in patterns if (files := sorted(folder.glob(p)))), [])
+    found = files_of(folder, split)
     if not found:
+        expected = ", ".join(pattern.format(split) for pattern in PATTERNS)
         raise DataError(
-            f"no parquet files of split {split!r} in {folder}: expected {', '.join(patterns)}; "
+            f"no parquet files of split {split!r} in {folder}: expected {expected}; "
             "set data.root, data.name and data.train_split or data.val_split"
         )
     stated = {int(n) for file in found for n in re.findall(r"-of-(\d+)", file.name)}

@@ -1,10 +1,14 @@
 """The table of commands of the console program `lipsformer`, and how their parsers are built."""
 
 import argparse
+import contextlib
 import functools
 import importlib
+import os
+import select
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 
@@ -54,17 +58,48 @@ def documented_parser(text: str | None, **options: Any) -> argparse.ArgumentPars
     return argparse.ArgumentParser(description=text, formatter_class=style, **options)
 
 
+@contextlib.contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """End the process without a traceback when nobody reads its output any more, as after `| head`.
+
+    The exit code is then that of a Unix tool which the signal SIGPIPE has ended. The signal itself
+    would also end a training whose connection to another process breaks.
+    """
+    try:
+        try:
+            yield
+        except SystemExit:  # of --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout.fileno()):
+            raise
+        # Python writes what is left at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Return whether a descriptor is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def user_errors(*kinds: type[Exception]) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Return a decorator for the `main` of a command, which prints errors of these kinds.
 
-    The command then prints one line and returns 2. Other errors keep their traceback.
+    The command then prints one line and returns 2. Other errors keep their traceback, apart from
+    those of `quiet_pipe`.
     """
 
     def decorate(main: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(main)
         def run(*arguments: Any, **options: Any) -> int:
             try:
-                return main(*arguments, **options)
+                with quiet_pipe():
+                    return main(*arguments, **options)
             except kinds as error:
                 sys.stderr.write(f"error: {error}\n")
                 return 2

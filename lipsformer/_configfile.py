@@ -260,12 +260,28 @@ def _check_keys(given: Any, schema: type, prefix: str) -> None:
                 f"{path}={value} is text, but YAML reads an unquoted no, yes, on or off "
                 'as a boolean; quote it, e.g. "no"'
             )
+        elif isinstance(value, int | float) and str in (hint, *typing.get_args(hint)):
+            raise ConfigError(
+                f"{path}={value} is text, but YAML reads it unquoted as a number, so that 010 "
+                'becomes 8; quote it, e.g. "010"'
+            )
         else:
             _check_container(path, value, hint)
 
 
 def _override(config: Any, override: str) -> Any:
-    """Return a config with one `key=value` replaced."""
+    """Return a config with one `key=value` replaced.
+
+    Raises:
+        ConfigError: If the value does not fit, or a part of it would be lost as a comment.
+    """
+    value = override.partition("=")[2]
+    node = yaml.compose(value)
+    if comment := value[node.end_mark.index if node else 0 :].strip():
+        raise ConfigError(
+            f"override {override!r} is not possible: YAML reads {comment!r} as a comment; quote "
+            "the whole value within the quotes of the shell"
+        )
     try:
         return OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
     except TypeError:  # a list in place of a mapping

@@ -139,6 +139,7 @@ class DataConfig:
             ("name", ("folder", "shards", "parquet")),
             ("skip_list", ("folder", "parquet")),
             ("in_memory", ("folder",)),
+            ("download", ("cifar10", "cifar100", "fashion_mnist")),
         ):
             value = getattr(self, name)
             if self.source not in sources and value not in (None, False):

@@ -34,6 +34,7 @@ from data.sources import FolderSource
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, read_json
 from lipsformer.config import DataConfig
+from lipsformer.engine.checkpoint import write_atomically
 
 PLAN = "plan.json"
 
@@ -70,7 +71,8 @@ def make(
             f"{path} is not empty and its files do not belong to {plan}; choose another folder"
         )
     path.mkdir(parents=True, exist_ok=True)
-    (path / PLAN).write_text(json.dumps(plan))
+    if not (path / PLAN).exists():
+        write_atomically(path / PLAN, json.dumps(plan))
     members = shard_members(source, images_per_shard, seed)
     checksums = []
     for number, indices in enumerate(_progress(members)):

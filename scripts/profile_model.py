@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, quiet_pipe
 from lipsformer.analysis.cost import (
     PartCost,
     PeakMemory,
@@ -154,6 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@quiet_pipe()
 def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     parser = parser or make_parser()

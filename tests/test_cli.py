@@ -2,7 +2,10 @@
 
 import importlib
 import math
+import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lipsformer import cli
-from lipsformer._commands import COMMANDS
+from lipsformer._commands import COMMANDS, quiet_pipe
 from lipsformer._configfile import describe, make_config
 from lipsformer.config import Config
 from tests.conftest import ROOT
@@ -182,3 +185,23 @@ def test_dry_run_shows_what_training_would_do_and_writes_nothing(
     assert f"{4 * weights / 2**30:8.3f} GiB  weights" in text
     assert "# memory of one process on a CPU, estimated" in text and "A GPU keeps more" in text
     assert "nothing was written" in text
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["lipsformer --help", "benchmarks.study benchmarks/studies/cifar10_bf16.yaml --table"],
+)
+def test_a_command_whose_reader_has_left_ends_as_a_unix_tool(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    arguments = [sys.executable, "-m", *command.split()]
+    result = subprocess.run(
+        arguments, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_another_broken_pipe_keeps_its_traceback() -> None:
+    with pytest.raises(BrokenPipeError, match="of a worker"), quiet_pipe():
+        raise BrokenPipeError("of a worker")

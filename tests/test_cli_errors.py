@@ -147,12 +147,18 @@ def test_a_damaged_file_of_a_run_ends_its_next_start_in_one_line_and_loses_nothi
     config = write_config(tmp_path, DIGITS, output)
     arguments = ("--config", str(config), "train.epochs=1")
     assert train.main(list(arguments)) == 0
-    for name in ("exit.json", "environment.json"):
+    for name, says in {
+        "exit.json": "cannot be read as JSON",
+        "environment.json": "cannot be read as JSON",
+        "lock.json": "is damaged: remove it if no other process trains",
+        "metrics.jsonl": "is no JSON: repair it",
+    }.items():
         intact = (output / name).read_bytes() if (output / name).exists() else None
-        (output / name).write_text("{")
+        # as long as the records were, which a run that continues demands
+        (output / name).write_text("{" + (len(intact or b"") - 2) * " " + "\n")
         capsys.readouterr()
         before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-        assert f"{output / name} cannot be read as JSON" in refused(capsys, *arguments)
+        assert f"{output / name} {says}" in refused(capsys, *arguments)
         assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
         if intact is None:
             (output / name).unlink()

@@ -1,3 +1,6 @@
+import resource
+import signal
+
 import pytest
 
 from lipsformer.jsonl import append_jsonl, read_jsonl
@@ -24,3 +27,20 @@ def test_an_empty_line_hides_nothing_and_a_damaged_one_is_named(tmp_path):
     path.write_text('{"a": 1}\n{"a":\n{"a": 2}\n')
     with pytest.raises(ValueError, match=r"line 2 of .*log\.jsonl is no JSON"):
         list(read_jsonl(path))
+
+
+def test_a_full_disk_costs_no_earlier_record(tmp_path):
+    path = tmp_path / "log.jsonl"
+    append_jsonl(path, {"epoch": 0})
+    with path.open("a") as stream:
+        stream.write('{"epoch": 1, "lo')
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3, limits[1]))  # no file may be longer
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_jsonl(path, {"epoch": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(read_jsonl(path)) == [{"epoch": 0}]

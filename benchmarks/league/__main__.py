@@ -20,7 +20,8 @@ from benchmarks.league.plots import plot_all
 from benchmarks.league.pool import run
 from benchmarks.league.results import read_results
 from benchmarks.league.table import page
-from lipsformer._commands import documented_parser
+from lipsformer._commands import documented_parser, quiet_pipe
+from lipsformer._configfile import require
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,13 +38,20 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@quiet_pipe()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 2 means that the data are missing."""
+    """Run the command; 2 means that the data are missing, or what was given is wrong."""
     options = make_parser().parse_args(argv)
+    try:
+        require(options.workers >= 1, "--workers", options.workers, "must be >= 1")
+        records = read_results(options.results)
+    except ValueError as error:  # a `ConfigError`, or of `read_jsonl`
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.table:
-        print(page(read_results(options.results)))
+        print(page(records))
     if options.plot is not None:
-        for path in plot_all(read_results(options.results), options.plot):
+        for path in plot_all(records, options.plot):
             print(path)
     if not options.table and options.plot is None:
         try:

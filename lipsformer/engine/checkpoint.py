@@ -67,9 +67,10 @@ class CheckpointFolder(Checkpoints):
             CheckpointError: If it cannot be written; the earlier ones are intact.
         """
         final = self.path_of(step)
-        temporary = self.path / f".{final.name}"
+        temporary, aside = self.path / f".{final.name}", self.path / f".{final.name}.old"
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for left in (temporary, aside):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir(parents=True)
             for name, content in tensors.items():
                 save_file(dict(content), temporary / name)
@@ -78,15 +79,14 @@ class CheckpointFolder(Checkpoints):
             manifest = {path.name: fingerprint(path) for path in sorted(temporary.iterdir())}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
             for path in (*temporary.iterdir(), temporary):
-                _flush(path)
+                flush(path)
             # A run reaches a step twice if a signal stopped it there before the evaluation, or if
             # its checkpoint of this step was damaged and it continued an earlier one. The old one
             # is set aside, because removing its files one by one takes time.
-            aside = self.path / f".{final.name}.old"
             if final.exists():
                 final.rename(aside)
             temporary.rename(final)
-            _flush(self.path)
+            flush(self.path)
             shutil.rmtree(aside, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -119,11 +119,11 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace the content of a file, or leave it unchanged if that fails."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(text)
-    _flush(temporary)
+    flush(temporary)
     temporary.replace(path)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -110,7 +110,10 @@ class Claim:
         write_atomically(path / ENVIRONMENT, json.dumps(starts, indent=1))
         write_atomically(path / CONFIG, dump_config(config))
         if config.data.skip_list is not None:
-            shutil.copy(config.data.skip_list, path / SKIPPED)
+            # The list may be the run's own copy, and a full disk must not cut that copy short.
+            temporary = path / f".{SKIPPED}"
+            shutil.copyfile(config.data.skip_list, temporary)
+            temporary.replace(path / SKIPPED)
         (path / EXIT).unlink(missing_ok=True)
 
     def complete(self) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lipsformer._configfile import ConfigError
+from lipsformer.engine.checkpoint import flush
 from lipsformer.engine.run_folder import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class FolderLock:
         """Take the lock.
 
         Raises:
-            ConfigError: If another process owns it; the message names that process.
+            ConfigError: If another process owns it; the message names that process. Also if the
+                lock is damaged.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # long enough to watch an owner elsewhere once, and then to compete for its lock
@@ -84,7 +86,8 @@ class FolderLock:
     def release(self) -> None:
         """Give the lock back if it is still owned, and if the disk lets it."""
         self._ended.set()
-        with contextlib.suppress(OSError):  # a broken disk, or a folder that is not empty
+        # a broken disk, a damaged lock, or a folder that is not empty
+        with contextlib.suppress(OSError, ConfigError):
             owner = self._read()
             if owner is not None and owner["token"] == self.token:
                 self.path.unlink(missing_ok=True)
@@ -124,6 +127,7 @@ class FolderLock:
         temporary = self.path.with_name(f".{LOCK}-{self.token}")
         try:
             temporary.write_text(json.dumps({"token": self.token, **_own_identity()}, indent=1))
+            flush(temporary)  # a power cut must not leave an empty lock
         except OSError:  # a full disk
             temporary.unlink(missing_ok=True)
             raise
@@ -134,6 +138,10 @@ class FolderLock:
             return json.loads(self.path.read_text())
         except FileNotFoundError:
             return None
+        except ValueError:
+            raise ConfigError(
+                f"{self.path} is damaged: remove it if no other process trains in its folder"
+            ) from None
 
     def _is_dead(self, owner: dict[str, Any]) -> bool:
         here = _own_identity()
@@ -161,7 +169,7 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(self.heartbeat):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ConfigError):
                 owner = self._read()
                 if owner is None or owner["token"] != self.token:
                     return

@@ -1,5 +1,6 @@
 """The optimizer of a run, by timm's name for it: parameter groups, state, learning rate."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -111,6 +112,11 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
     for key in FILLED_BY_CONFIG:
         if key in optim.kwargs:
             raise ConfigError(f"optim.kwargs.{key} must not be set: set optim.{key} or leave it")
+    for key in optim.kwargs.keys() & inspect.signature(create_optimizer_v2).parameters.keys():
+        raise ConfigError(
+            f"optim.kwargs.{key} has no effect: optim.weight_decay and optim.layer_decay decide "
+            "how parameters are grouped"
+        )
     fused = {"fused": True} if info.opt_class is torch.optim.AdamW else {}
     try:
         return create_optimizer_v2(
@@ -121,7 +127,7 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
             **fused,
             **optim.kwargs,
         )
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         more = f" with optim.kwargs={optim.kwargs}" if optim.kwargs else ""
         raise ConfigError(f"optim.name={optim.name!r} cannot be built{more}: {message}") from error

@@ -22,7 +22,7 @@ FORMAT = 2  # of checkpoints; version 1 had other names of parameters
 # run.allow_world_size_change. skip_list and teacher are paths; `_require_same` compares the content
 # of the list, and `TrainState.load_checkpoint` the weights of the teacher.
 _NOT_IDENTITY = {
-    "data": ("root", "download", "num_workers", "in_memory", "exact_eval", "skip_list"),
+    "data": ("root", "download", "num_workers", "exact_eval", "skip_list"),
     "train": (
         "eval_batch_size",
         "batch_size_per_device",
@@ -81,6 +81,11 @@ def _find_start(config: Config) -> Path | None:
             "run.resume=auto or name another folder"
         )
     newest = run.checkpoints().newest()
+    if newest is None and run.checkpoints().numbered():
+        raise ConfigError(
+            f"{run.checkpoints().path} holds no intact checkpoint: restore one of them, or remove "
+            "them all to train from the beginning"
+        )
     if newest is not None and not run.exists():
         raise ConfigError(
             f"run.output_dir={str(output_dir)!r} holds checkpoints, but their {CONFIG} is missing: "
@@ -120,15 +125,17 @@ def _require_format(start: Path) -> None:
 
 
 def _require_records(run: RunFolder, start: Path) -> None:
-    """Refuse to continue a run whose records up to the checkpoint are lost."""
+    """Refuse to continue a run whose records up to the checkpoint are lost or damaged."""
     path = run.path / METRICS
     found = path.stat().st_size if path.exists() else 0
     expected = read_state(start)["metrics_bytes"]
     if found < expected:
         raise ConfigError(
             f"{path} has {found} bytes, but had {expected} at {start.name}: records are lost; "
-            "restore the file, or start a new run in another run.output_dir"
+            f"restore the file, or continue without them by run.resume={start} and another "
+            "run.output_dir"
         )
+    run.metrics(expected)
 
 
 def _require_same(before: Config, now: Config, where: str, skipped: Path) -> None:
@@ -145,7 +152,7 @@ def _require_same(before: Config, now: Config, where: str, skipped: Path) -> Non
     refused = [text for key, text in changed.items() if not _may_change(key)]
     if old["data.skip_list"] and new["data.skip_list"] and skipped.exists():
         file = Path(new["data.skip_list"])  # building the data reports a missing one
-        same_list = not file.exists() or file.read_text() == skipped.read_text()
+        same_list = not file.exists() or file.read_bytes() == skipped.read_bytes()
     else:
         same_list = old["data.skip_list"] == new["data.skip_list"]
     if not same_list:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError, read_config, read_json
 from lipsformer.config import Config
+from lipsformer.jsonl import read_jsonl
 from lipsformer.models.pretrained import UNTRAINED
 
 logger = logging.getLogger(__name__)
@@ -187,10 +188,19 @@ class RunFolder:
         path = self.path / ENVIRONMENT
         return read_json(path, list) if path.exists() else []
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Return all records. A last line that a killed process left incomplete is left out."""
-        lines = (self.path / METRICS).read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+    def metrics(self, size: int | None = None) -> list[dict[str, Any]]:
+        """Return the records. A last line that a killed process left incomplete is left out.
+
+        Args:
+            size: Number of bytes to read; None for the whole file.
+
+        Raises:
+            ConfigError: If a line is damaged.
+        """
+        try:
+            return list(read_jsonl(self.path / METRICS, size))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def summary(self) -> dict[str, Any] | None:
         """Return the summary of a run that has ended; None for others."""
@@ -432,6 +442,9 @@ def find_fault(path: Path) -> str | None:
         return f"{MANIFEST} cannot be read: {error}"
     if not isinstance(manifest, dict) or not {MODEL, STATE} <= manifest.keys():
         return f"{MANIFEST} does not list {MODEL} and {STATE}"
+    keys = {"bytes", "sha256"}
+    if not all(isinstance(entry, dict) and entry.keys() == keys for entry in manifest.values()):
+        return f"{MANIFEST} does not give bytes and sha256 of every file"
     for name, expected in manifest.items():
         file = path / name
         if not file.is_file():

@@ -99,9 +99,10 @@ def test_a_queue_that_is_stopped_goes_on_where_it_was(tmp_path):
 # A train.py that takes its name from its folder and does what the test says.
 FAKE = """
 import json, os, pathlib, signal, sys, time
+from omegaconf import OmegaConf
 
-(folder,) = [a.partition("=")[2] for a in sys.argv if a.startswith("run.output_dir=")]
-folder = pathlib.Path(folder)
+settings = [a for a in sys.argv if a.startswith("run.output_dir=")]
+folder = pathlib.Path(OmegaConf.from_dotlist(settings).run.output_dir)
 row = folder.name.removesuffix("-seed0")
 with open("starts.txt", "a") as starts:
     starts.write(row + chr(10))
@@ -147,6 +148,21 @@ def save_checkpoint(run: Path, classes: int) -> RunFolder:
         best_step=None,
     )
     return RunFolder(run)
+
+
+def test_every_row_has_its_folder_whatever_its_name_means_in_yaml(tmp_path, monkeypatch):
+    rows = dict.fromkeys(("a", "a #1", "a: b", "'a", 'a "b"', "a\\n"), "")
+    queue = Queue(tmp_path, monkeypatch, rows, "records()\nsys.exit(3)")
+    assert queue.run() == 0
+    assert queue.lines().keys() == rows.keys()
+
+
+def test_damaged_results_are_one_sentence(tmp_path, monkeypatch, capsys):
+    queue = Queue(tmp_path, monkeypatch, {"a": ""}, "")
+    queue.results.write_text('{"row"\n{}\n')
+    assert queue.run() == 2
+    assert capsys.readouterr().err.startswith(f"error: line 1 of {queue.results} is no JSON: ")
+    assert queue.starts() == []
 
 
 def test_only_complete_and_diverged_runs_are_results(tmp_path, monkeypatch, capsys):
@@ -300,7 +316,7 @@ def test_a_result_of_other_settings_is_named_and_not_replaced(tmp_path, monkeypa
         # Neither where a run was nor how fast matters, nor a setting that is newer than the line.
         config["run"]["output_dir"] = "elsewhere"
         config["train"]["compile"] = True
-        config["data"]["in_memory"] = True
+        config["data"]["num_workers"] = 7
         del config["optim"]["layer_decay"], config["lipschitz"]
         lines.append(line(row, 0, 90.0) | {"wall_seconds": 1, "config": yaml.safe_dump(config)})
     queue.results.write_text("".join(f"{json.dumps(entry)}\n" for entry in lines))

@@ -251,6 +251,11 @@ def test_broken_images_are_listed_and_left_out(tmp_path, capsys):
             pytest.warns(UserWarning, match="1 images of train"),
         ):
             build_source(data, "train")
+    for split in ("trian", "", "[t]rain", "a/b"):
+        bad.write_text(f"train/4\n{split}/4\n" if split else "train/4\n4\n")
+        with pytest.raises(DataError) as caught:
+            build_source(data, "train")
+        assert f"names images of the split {split!r}, of which" in str(caught.value)
 
 
 def test_a_split_that_is_not_there_is_one_clear_line(tmp_path, capsys):

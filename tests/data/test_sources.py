@@ -13,6 +13,7 @@ from torchvision.datasets import CIFAR10, FashionMNIST, ImageFolder
 from data import DataError, build_datasets, build_eval_dataset
 from data.sources import FolderSource, digits, held_out, image_files, torchvision_set
 from lipsformer.config import AugmentConfig, DataConfig
+from tests.data.photos import encoded, photo
 from tests.data.trees import write_tree
 
 
@@ -117,6 +118,19 @@ def test_images_in_memory_are_those_of_the_files_and_are_read_once(tmp_path):
     for _ in range(2):
         assert all((kept[0][2, index][0] == expected[index]).all() for index in range(5))
         shutil.rmtree(tmp_path / "train", ignore_errors=True)
+
+
+def test_large_jpegs_in_memory_are_not_cropped_at_a_reduced_size(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / "1.jpg").write_bytes(encoded(photo(211, 197)))
+    augment = AugmentConfig(scale=(1, 1))
+    (train, val), (kept_train, kept_val) = (
+        build_datasets(folder_config(tmp_path, in_memory=kept), augment, seed=0)
+        for kept in (False, True)
+    )
+    assert not torch.equal(train[0, 0][0], kept_train[0, 0][0]), "so a run must keep the setting"
+    assert torch.equal(val[0][0], kept_val[0][0])
 
 
 def test_a_skip_list_that_does_not_fit_is_one_clear_error(tmp_path):

@@ -75,6 +75,11 @@ def garble_the_manifest(path: Path) -> None:
     (path / "manifest.json").write_text('{"model')
 
 
+def flip_a_bit_of_the_manifest(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"bytes"', '"bytus"', 1))
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -83,6 +88,7 @@ def garble_the_manifest(path: Path) -> None:
         (remove_a_file, "state.json is missing"),
         (remove_the_manifest, "incomplete, manifest.json is missing"),
         (garble_the_manifest, "manifest.json cannot be read"),
+        (flip_a_bit_of_the_manifest, "manifest.json does not give bytes and sha256 of every file"),
         (empty_the_manifest, "manifest.json does not list model.safetensors and state.json"),
     ],
 )
@@ -115,6 +121,19 @@ def test_an_unfinished_save_is_invisible(tmp_path: Path) -> None:
     assert folder.newest() == good
     save(folder, 10)
     assert numbers(folder) == ["update-000000005", "update-000000010"]
+
+
+def test_a_step_is_saved_again_though_the_last_save_of_it_was_killed_in_its_cleaning(
+    tmp_path: Path,
+) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=3)
+    good = save(folder, 5)
+    aside = good.with_name(".update-000000005.old")
+    aside.mkdir()
+    (aside / MODEL).touch()
+    save(folder, 5, size=7)
+    assert numbers(folder) == ["update-000000005"]
+    assert len(load_file(good / MODEL)["w"]) == 7
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_stays(

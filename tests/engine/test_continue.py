@@ -177,20 +177,35 @@ def test_checkpoints_without_their_config_are_refused(run, finished: Path, resum
     assert "holds checkpoints, but their config.yaml is missing" in text
 
 
+def test_a_run_without_an_intact_checkpoint_does_not_begin_anew(run, finished: Path) -> None:
+    for path in (finished / "checkpoints").iterdir():
+        (path / "model.safetensors").write_bytes(b"")
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    code, text = run()
+    assert code == 2
+    assert f"{finished / 'checkpoints'} holds no intact checkpoint: restore one of them" in text
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.filterwarnings("ignore:1 images of train are left out")
 def test_another_list_of_skipped_images_is_another_run(run, tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_tree(tmp_path / "set" / split, {"a": 6, "b": 6}, size=(19, 17))
     for name, image in {"one": "a/001.png", "two": "b/002.png"}.items():
-        (tmp_path / name).write_text(f"train/{image}\n")
+        (tmp_path / name).write_bytes(f"train/{image}\r\n".encode())
     shutil.copy(tmp_path / "one", tmp_path / "three")
     data = ["data.source=folder", f"data.root={tmp_path / 'set'}", "train.global_batch_size=11"]
     data += ["train.epochs=1"]
     assert run(*data, f"data.skip_list={tmp_path / 'one'}")[0] == 0
     assert run(*data, f"data.skip_list={tmp_path / 'three'}")[0] == 0
+    kept = tmp_path / "out" / "skipped.txt"
+    assert run(*data, f"data.skip_list={kept}")[0] == 0, "the run's own copy of a lost list"
+    assert kept.read_bytes() == (tmp_path / "one").read_bytes()
     code, text = run(*data, f"data.skip_list={tmp_path / 'two'}")
     assert code == 2
     assert "data.skip_list" in text
+    (tmp_path / "two").write_bytes(b"\xff")
+    assert run(*data, f"data.skip_list={tmp_path / 'two'}")[0] == 2
     assert run(*data)[0] == 2
 
 

@@ -26,8 +26,8 @@ MOMENTS = {
     ("lipsformer.engine.tracking", "Tracking.record"): 12,
     ("lipsformer.engine.train_state", "TrainState.state_dict"): 11,
     (CHECKPOINT, "save_file"): 33,
-    (CHECKPOINT, "_fingerprint"): 66,
-    (CHECKPOINT, "_flush"): 90,
+    (CHECKPOINT, "fingerprint"): 66,
+    (CHECKPOINT, "flush"): 90,
     (CHECKPOINT, "CheckpointFolder._prune"): 11,
 }
 
@@ -91,7 +91,7 @@ def test_killed_in_every_phase(tmp_path: Path) -> None:
         Event("lipsformer.engine.steps", "train_step", 2),  # before the first checkpoint
         Event("torch.optim", "AdamW.step", 5),  # in an update, between two checkpoints
         Event(CHECKPOINT, "save_file", 2),  # in a save: some files written
-        Event(CHECKPOINT, "_flush", 8),  # all but the rename
+        Event(CHECKPOINT, "flush", 8),  # all but the rename
         Event(CHECKPOINT, "CheckpointFolder._prune", 1),  # renamed, the old ones still there
         Event("lipsformer.engine.steps", "EvalSums.add", 1),  # in an evaluation
         Event("lipsformer.engine.tracking", "Tracking.record", 5),  # between two records

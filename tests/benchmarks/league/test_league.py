@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -174,6 +175,19 @@ def test_the_command_continues(tmp_path, monkeypatch):
     assert command.main(options) == 0
     records = read_results(results)
     assert len(records) == 2 * 4 * 6 * 2 + 2 and len(given) == len(records) - 20
+
+
+@pytest.mark.parametrize(
+    ("content", "workers", "said"),
+    [
+        ("", "0", "--workers=0 is not possible"),
+        ('{"row"\n', "1", "line 1 of .*cifar10.jsonl is no"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, capsys, content, workers, said):
+    (tmp_path / "cifar10.jsonl").write_text(content)
+    assert command.main(["--results", str(tmp_path), "--workers", workers, "--table"]) == 2
+    assert re.match(rf"error: {said}[^\n]*\n$", capsys.readouterr().err)
 
 
 @pytest.mark.slow
