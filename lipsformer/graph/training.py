@@ -15,16 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric import seed_everything
 from torch_geometric.data import Data
 
-from lipsformer.graph.config import GraphTrainConfig
-from lipsformer.graph.diagnostics import gradient_norms, layer_profile
-from lipsformer.graph.edge_attention.csr import SortedEdges, silence_beta_notice
-from lipsformer.graph.models.stack import GraphNet
-from lipsformer.graph.ranks import (
+from lipsformer._ranks import (
     gather_from_ranks,
     on_first_rank,
     rank_and_count,
     sum_over_ranks,
 )
+from lipsformer.graph.config import GraphTrainConfig
+from lipsformer.graph.diagnostics import gradient_norms, layer_profile
+from lipsformer.graph.edge_attention.csr import SortedEdges, silence_beta_notice
+from lipsformer.graph.models.stack import GraphNet
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
 __all__ = ["NodeBatch", "Training", "evaluate", "fit", "prepared"]
