@@ -51,6 +51,13 @@ def attend_in_windows(
 
     Returns:
         [B, H, W, P * C].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import ScaledCosineAttention, attend_in_windows
+        >>> qkv = torch.randn(1, 5, 7, 3, 1, 8)
+        >>> attend_in_windows(qkv, [(2, 4)], [ScaledCosineAttention(num_heads=2)]).shape
+        torch.Size([1, 5, 7, 8])
     """
     parameters = [p for module in (*attentions, *lepes) for p in module.parameters()]
     tensors = (qkv, *parameters) if bias is None else (qkv, bias, *parameters)
