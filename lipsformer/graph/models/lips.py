@@ -31,7 +31,11 @@ class AttentionBranch(nn.Module):
 
 
 class LipsLayer(nn.Module):
-    """Add attention and an MLP to the input, each after CenterNorm and with a weighted residual."""
+    """Add attention and an MLP to the input, each after CenterNorm and with a weighted residual.
+
+    Raises:
+        ValueError: If `mlp_ratio` is neither 0 nor gives at least one channel.
+    """
 
     def __init__(
         self,
