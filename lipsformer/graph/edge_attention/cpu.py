@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer.graph.edge_attention.csr import EdgeCSR
+from lipsformer.graph.edge_attention.settings import Settings
 
 __all__ = ["backward", "forward", "max_backward", "max_forward"]
 
@@ -73,13 +74,7 @@ def _edge_dot(csr: EdgeCSR, target: Tensor, source: Tensor) -> Tensor:
 
 
 def forward(
-    csr: EdgeCSR,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    negative_slope: float,
-    keep_scale: float,
-    keep: Tensor | None,
+    csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and the shift and the log of the sum of the softmax for `backward`.
 
@@ -89,11 +84,11 @@ def forward(
     count = _heads_per_pass(csr, value.size(1))
     csr = csr.copies(count)
     query, key, value = (_by_pass(x, count) for x in (query, key, value))
-    masks = _keep_by_pass(keep, csr, len(value))
+    masks = _keep_by_pass(settings.keep, csr, len(value))
     out = value.new_empty(len(value), csr.num_targets, value.size(-1))
     shift, log_sum = value.new_zeros(2, len(value), csr.num_targets)
     for i in range(len(value)):
-        weight = F.leaky_relu_(_edge_dot(csr, query[i], key[i]), negative_slope)
+        weight = F.leaky_relu_(_edge_dot(csr, query[i], key[i]), settings.negative_slope)
         least, largest = weight.aminmax()
         if not (-30 < least and largest < 30):  # exponentials or their sums could overflow
             shift[i] = torch.segment_reduce(weight, "max", offsets=csr.ptr.long())
@@ -104,7 +99,7 @@ def forward(
         if mask is not None:
             weight *= mask
         # a target without edges has total 0
-        scale = keep_scale / total.clamp_min_(torch.finfo(total.dtype).tiny)
+        scale = settings.keep_scale / total.clamp_min_(torch.finfo(total.dtype).tiny)
         sums = _weighted_sum(weight, value[i], csr.col, csr.ptr)
         torch.mul(sums, scale.unsqueeze(1), out=out[i])
     return _from_passes(out, count), shift, log_sum
@@ -116,9 +111,7 @@ def backward(
     key: Tensor,
     value: Tensor,
     grad: Tensor,
-    negative_slope: float,
-    keep_scale: float,
-    keep: Tensor | None,
+    settings: Settings,
     shift: Tensor,
     log_sum: Tensor,
 ) -> tuple[Tensor, ...]:
@@ -126,16 +119,10 @@ def backward(
     count = _heads_per_pass(csr, value.size(1))
     csr = csr.copies(count)
     maps = query, key, value, grad = tuple(_by_pass(x, count) for x in (query, key, value, grad))
-    masks = _keep_by_pass(keep, csr, len(value))
+    masks = _keep_by_pass(settings.keep, csr, len(value))
     passes = (
         _pass_gradients(
-            csr,
-            tuple(x[i] for x in maps),
-            masks[i],
-            shift[i],
-            log_sum[i],
-            negative_slope,
-            keep_scale,
+            csr, tuple(x[i] for x in maps), settings._replace(keep=masks[i]), shift[i], log_sum[i]
         )
         for i in range(len(value))
     )
@@ -151,13 +138,13 @@ def backward(
 def _pass_gradients(
     csr: EdgeCSR,
     maps: tuple[Tensor, ...],
-    mask: Tensor | None,
+    settings: Settings,
     shift: Tensor,
     log_sum: Tensor,
-    negative_slope: float,
-    keep_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the queries, keys and values of one pass, whose mask is `keep`."""
     query, key, value, grad = maps
+    negative_slope, keep_scale, mask = settings
     score = _edge_dot(csr, query, key)
     attn = F.leaky_relu(score, negative_slope)
     if shift.any():
