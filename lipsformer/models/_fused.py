@@ -124,7 +124,7 @@ def gpu_block(block: Any, x: Tensor) -> Tensor:
     masks = [r.draw_mask(x) for r in residuals(block)]
     tensors = _tensors(block, [None if mask is None else mask.flatten() for mask in masks])
     arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
-    return kernels.gpu_block(x, tensors, gpu_arguments(*arrangement))
+    return kernels.gpu_block(x, tensors, gpu_arguments(arrangement))
 
 
 def _tensors(block: Any, masks: Sequence[Tensor | None]) -> kernels.BlockTensors:
@@ -152,7 +152,7 @@ def _gpu_obstacle(block: Any, x: Tensor) -> str | None:
     obstacle = _module_obstacle(block, _modules(block))
     if obstacle is not None:
         return obstacle
-    return gpu_obstacle(*block.attn.branch.arrangement(x.shape[1], x.shape[2]))
+    return gpu_obstacle(block.attn.branch.arrangement(x.shape[1], x.shape[2]))
 
 
 def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
@@ -171,8 +171,8 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
                 return "a parameter is frozen or replaced"
             if parameter.dtype != torch.float32 or not parameter.is_contiguous():
                 return "a parameter is not float32 or not contiguous"
-    windows, attentions, bias, lepes = block.attn.branch.arrangement(x.shape[1], x.shape[2])
-    return cpu_obstacle(x.shape[-1] // len(attentions), windows, attentions, bias, lepes)
+    arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
+    return cpu_obstacle(x.shape[-1] // len(arrangement.attentions), arrangement)
 
 
 def _modules(block: Any) -> list[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from torch import nn
 from lipsformer.kernels import dispatch, gpu_cosine_windows, verdict
 from lipsformer.layers import ScaledCosineAttention
 from lipsformer.layers._trial import try_kernel
-from lipsformer.layers._window_kernels import gpu_arguments
+from lipsformer.layers._window_kernels import Arrangement, gpu_arguments
 from lipsformer.models import _fused
 from lipsformer.models.lipsformer import LipsFormerBlock
 from lipsformer.models.lipsformer_cswin import StripeAttention
@@ -86,7 +86,7 @@ def test_windows_equal_float64(size, windows, heads, dim, lepe, learned, dtype):
         if exact:
             out = reference(x, windows, attentions, table, lepes)
         else:
-            arguments = gpu_arguments(windows, list(attentions), table, list(lepes))
+            arguments = gpu_arguments(Arrangement(windows, list(attentions), table, list(lepes)))
             out = gpu_cosine_windows(x, arguments)
         out.backward(upstream.to(out.dtype))
         leaves = [x, *([] if table is None else [table]), *modules.parameters()]
