@@ -27,6 +27,7 @@ import torch
 from data import DataError
 from lipsformer._commands import documented_parser, quiet_pipe
 from lipsformer._configfile import ConfigError, describe, dump_config, read_config
+from lipsformer._ranks import on_first_rank
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
 from lipsformer.engine import distributed, exits
@@ -69,7 +70,7 @@ def _train(config: Config) -> int:
     folder, settings = Path(config.run.output_dir), dump_config(config)
     origin = start and start.name
     begin = {"config": settings, "checkpoint": origin}
-    distributed.on_main(accelerator, lambda: exits.refuse_to_repeat(folder, **begin))
+    on_first_rank(lambda: exits.refuse_to_repeat(folder, **begin))
     trainer = Trainer(config, assemble(config, accelerator, start), start)
     stop_signal, code, reason = 0, None, ""
     try:

@@ -172,11 +172,7 @@ def measure(
         "radius": radii.tolist(),
         "attacks": [],
     }
-    if output.exists():
-        known = json.loads(output.read_text())
-        if any(known[key] != record[key] for key in ("weights_sha256", "right", "radius")):
-            raise ValueError(f"{output} holds the results of another certificate: remove it")
-        record = known
+    record = continued(output, record)
     done = {(at["within"], at["attack"], i) for at in record["attacks"] for i in at["images"]}
     tried = {within: attacked(record, within) for within in (*distances, OWN)}
     for within, name in itertools.product(tried, ATTACKS):
@@ -196,6 +192,20 @@ def measure(
             written.write_text(json.dumps(record) + "\n")
             written.replace(output)
     return record
+
+
+def continued(output: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record in the output if it is there, and a new one otherwise.
+
+    Raises:
+        ValueError: If the output holds the record of another certificate.
+    """
+    if not output.exists():
+        return record
+    known = json.loads(output.read_text())
+    if any(known[key] != record[key] for key in ("weights_sha256", "right", "radius")):
+        raise ValueError(f"{output} holds the results of another certificate: remove it")
+    return known
 
 
 def attacked(record: dict[str, Any], within: str) -> list[int]:

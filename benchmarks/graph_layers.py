@@ -33,6 +33,7 @@ from torch_geometric.nn import GATConv, GCNConv, TransformerConv
 
 from benchmarks.machine import machine, peak_memory, synchronize
 from benchmarks.records import markdown, run
+from benchmarks.turns import SPEED, compare, take_turns
 from data.graphs import graph_root, load_graph
 from lipsformer._commands import documented_parser
 from lipsformer.graph import (
@@ -133,28 +134,19 @@ class Candidate:
 
 def measure(candidates: dict[str, Candidate], rounds: int, warmup: int) -> dict[str, Any]:
     """Return times over interleaved rounds, and peak memory."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
-    for index in range(warmup + rounds):
-        for name in random.sample(list(candidates), len(candidates)):
-            own = candidates[name].seconds()
-            if index >= warmup:
-                seconds[name].append(own)
-    base = next(iter(candidates))
+    seconds = take_turns(
+        candidates, lambda name: candidates[name].seconds(), rounds=rounds, warmup=warmup
+    )
     memory = {name: candidate.peak() for name, candidate in candidates.items()}
-    result = {}
-    for name, own in seconds.items():
-        forward, step = zip(*own, strict=True)
-        ratios = [b / s for (_, b), s in zip(seconds[base], step, strict=True)]
-        result[name] = {
-            "forward_ms": 1e3 * statistics.median(forward),
-            "step_ms": 1e3 * statistics.median(step),
-            "speed_ratio": statistics.median(ratios),
-            "speed_ratio_min": min(ratios),
-            "speed_ratio_max": max(ratios),
-            "peak_mb": memory[name] / 2**20,
-            "memory_ratio": memory[name] / memory[base],
+    forward, step = ({n: [pair[i] for pair in own] for n, own in seconds.items()} for i in (0, 1))
+    return {
+        name: {
+            "forward_ms": 1e3 * statistics.median(forward[name]),
+            "step_ms": 1e3 * statistics.median(step[name]),
+            **ratios,
         }
-    return result
+        for name, ratios in compare(step, memory).items()
+    }
 
 
 def edges(graph: str, root: str) -> tuple[int, Tensor]:
@@ -196,8 +188,7 @@ def table(record: dict[str, Any]) -> str:
         f"{host['device']} ({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
         f"PyG {host['torch_geometric']}, {record['options']['rounds']} rounds, {host['date']}"
     )
-    speed = "{speed_ratio:.2f} ({speed_ratio_min:.2f} to {speed_ratio_max:.2f})"
-    cells = ("{forward_ms:.1f}", "{step_ms:.1f}", speed, "{peak_mb:.0f}", "{memory_ratio:.2f}")
+    cells = ("{forward_ms:.1f}", "{step_ms:.1f}", SPEED, "{peak_mb:.0f}", "{memory_ratio:.2f}")
     rows = (
         (name, *(cell.format(**own) for cell in cells)) for name, own in record["layers"].items()
     )

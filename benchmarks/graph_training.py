@@ -26,6 +26,7 @@ from torch_geometric.nn import GATConv, GCN2Conv
 
 from benchmarks.machine import machine, peak_memory, synchronize
 from benchmarks.records import markdown, run
+from benchmarks.turns import SPEED, compare, take_turns
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
 from lipsformer.graph import create_model
@@ -33,7 +34,7 @@ from lipsformer.graph.config import GraphConfig
 from lipsformer.graph.edge_attention.csr import plain_edges
 from lipsformer.graph.models import ConvLayer, GraphNet
 from lipsformer.graph.norm import NodeNorm
-from lipsformer.graph.training import Training, prepared
+from lipsformer.graph.training import Training, prepare_batches
 from scripts._graph_seed import load_batches
 
 CONFIG = Path(__file__).parents[1] / "configs" / "graph" / "arxiv_gat.yaml"
@@ -97,34 +98,26 @@ def measure(
     trainings: dict[str, tuple[Training, Any]], device: torch.device, rounds: int, warmup: int
 ) -> dict[str, Any]:
     """Return epochs per minute over interleaved rounds, and peak memory."""
-    seconds: dict[str, list[float]] = {name: [] for name in trainings}
-    for index in range(warmup + rounds):
-        for name in random.sample(list(trainings), len(trainings)):
-            training, batches = trainings[name]
-            synchronize(device)
-            start = time.perf_counter()
-            training._train(batches)
-            synchronize(device)
-            if index >= warmup:
-                seconds[name].append(time.perf_counter() - start)
-            training.optimizer.zero_grad(set_to_none=True)
+
+    def epoch_seconds(name: str) -> float:
+        training, batches = trainings[name]
+        synchronize(device)
+        start = time.perf_counter()
+        training._train(batches)
+        synchronize(device)
+        seconds = time.perf_counter() - start
+        training.optimizer.zero_grad(set_to_none=True)
+        return seconds
+
+    seconds = take_turns(trainings, epoch_seconds, rounds=rounds, warmup=warmup)
     memory = {}
     for name, (training, batches) in trainings.items():
         memory[name] = peak_memory(lambda t=training, b=batches: t._train(b), device)
         training.optimizer.zero_grad(set_to_none=True)
-    base = next(iter(trainings))
-    result = {}
-    for name, own in seconds.items():
-        ratios = [b / s for b, s in zip(seconds[base], own, strict=True)]
-        result[name] = {
-            "epochs_per_minute": 60 / statistics.median(own),
-            "speed_ratio": statistics.median(ratios),
-            "speed_ratio_min": min(ratios),
-            "speed_ratio_max": max(ratios),
-            "peak_mb": memory[name] / 2**20,
-            "memory_ratio": memory[name] / memory[base],
-        }
-    return result
+    return {
+        name: {"epochs_per_minute": 60 / statistics.median(seconds[name]), **ratios}
+        for name, ratios in compare(seconds, memory).items()
+    }
 
 
 def table(record: dict[str, Any]) -> str:
@@ -136,8 +129,7 @@ def table(record: dict[str, Any]) -> str:
         f"{host['device']} ({host['cpu']}, {host['threads']} threads), torch {host['torch']}, PyG "
         f"{host['torch_geometric']}, {record['options']['rounds']} rounds, {host['date']}"
     )
-    speed = "{speed_ratio:.2f} ({speed_ratio_min:.2f} to {speed_ratio_max:.2f})"
-    cells = ("{epochs_per_minute:.1f}", speed, "{peak_mb:.0f}", "{memory_ratio:.2f}")
+    cells = ("{epochs_per_minute:.1f}", SPEED, "{peak_mb:.0f}", "{memory_ratio:.2f}")
     rows = (
         (name, *(cell.format(**own) for cell in cells)) for name, own in record["models"].items()
     )
@@ -161,7 +153,7 @@ def record_of(options: argparse.Namespace) -> dict[str, Any]:
         own = batches[loader]
         network = build(model, config, own.num_features, own.num_classes).to(device)
         training = Training(network, config.train, options.device)
-        trainings[name] = training, prepared(own.train, network, options.device)
+        trainings[name] = training, prepare_batches(own.train, network, options.device)
     (graph,) = own.evaluation
     return {
         "machine": machine(device) | {"torch_geometric": torch_geometric.__version__},

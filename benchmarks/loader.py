@@ -14,7 +14,6 @@ index gives for the originals (JPEG quality 90), and the untouched originals amo
 import csv
 import os
 import platform
-import random
 import shutil
 import tempfile
 import time
@@ -35,6 +34,7 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import v2
 
 from benchmarks.records import as_json, write_record
+from benchmarks.turns import take_turns
 from data import TrainBatches, build_batch_transform, build_datasets, eval_loader
 from data.augment import Sample, finish
 from data.build import train_transform
@@ -121,10 +121,9 @@ def compare(folder: Path, rounds: int) -> dict[str, Any]:
         "eval_ours_exact": lambda: our_loader(folder, train=False),
         "eval_ours_fast": lambda: our_loader(folder, train=False, exact_eval=False),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in makers}
-    for _ in range(rounds):
-        for name in random.sample(list(makers), len(makers)):
-            seconds[name].append(cpu_seconds_per_image(makers[name]()))
+    seconds = take_turns(
+        makers, lambda name: cpu_seconds_per_image(makers[name]()), rounds=rounds, warmup=0
+    )
     rates = {name: 1 / min(times) for name, times in seconds.items()}
     return {
         "images_per_s_per_core": {name: round(rate, 1) for name, rate in rates.items()},

@@ -33,9 +33,10 @@ from benchmarks.machine import machine
 from benchmarks.records import as_json, write_record
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
+from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
-from lipsformer.engine.distributed import on_main, start
+from lipsformer.engine.distributed import start
 from lipsformer.engine.parts import Parts
 from lipsformer.engine.steps import train_epoch
 from lipsformer.engine.trainer import Trainer
@@ -89,7 +90,7 @@ def engine_loop(trainer: Trainer) -> Turn:
             stopwatch=trainer.stopwatch,
             after_step=trainer._after_step,
         )
-        on_main(trainer.accelerator, trainer.writer.wait)
+        on_first_rank(trainer.writer.wait)
         if trainer.stopped:
             raise KeyboardInterrupt
 

@@ -203,7 +203,16 @@ def sizes_by_epoch(sizes: Sequence[int], epochs: int) -> list[int]:
 def train_transform(
     data: DataConfig, augment: AugmentConfig, size: int | None = None
 ) -> TrainTransform:
-    """Build the transform of training images, for a size other than `data.img_size` if given."""
+    """Build the transform of training images.
+
+    Args:
+        data: Size, filter, mean and standard deviation.
+        augment: The augmentation.
+        size: Height and width in pixels; None for `data.img_size`.
+
+    Raises:
+        DataError: See `TrainTransform`.
+    """
     return TrainTransform(
         size or data.img_size,
         scale=augment.scale,
@@ -224,7 +233,15 @@ def eval_transform(data: DataConfig) -> Transform:
 
 
 def build_source(data: DataConfig, split: str) -> Source:
-    """Find the images and labels of one split."""
+    """Find the images and labels of one split.
+
+    Args:
+        data: Which images, and where they are.
+        split: Name of the split, such as "train" or "val".
+
+    Raises:
+        DataError: If the images or `data.skip_list` are missing or unexpected.
+    """
     root = data_root(data.root)
     folder = root / (data.name or "") / split
     if data.source == "digits":

@@ -103,7 +103,17 @@ class TrainDataset(ImageDataset):
 
 
 def match_classes(found: Sequence[str], classes: Sequence[str]) -> np.ndarray:
-    """Return the index into `classes` of each name in `found`."""
+    """Return the index into `classes` of each name in `found`, [len(found)].
+
+    A name in `classes` that is not in `found` warns, because the class has no images.
+
+    Args:
+        found: Names of the classes of a source.
+        classes: Names of the classes in the order of the model.
+
+    Raises:
+        DataError: If a name in `found` is not in `classes`.
+    """
     index_of = {name: index for index, name in enumerate(classes)}
     unknown = [name for name in found if name not in index_of]
     if unknown:

@@ -142,7 +142,16 @@ def _without_download(kind: Any) -> Any:
 
 
 def missing_nodes(train_mask: Tensor, rate: float, seed: int) -> Tensor:
-    """Draw the nodes that lose their features, `rate` of those outside the training set, as [V]."""
+    """Draw the nodes that lose their features.
+
+    Args:
+        train_mask: The training nodes, which keep theirs, [V].
+        rate: Share of the other nodes, in [0, 1].
+        seed: Seed of the draw.
+
+    Returns:
+        [V], True for a node that loses its features.
+    """
     candidates = (~train_mask).nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(candidates), generator=generator)

@@ -215,7 +215,15 @@ class _Keys:
 def eval_loader(
     dataset: ImageDataset, *, batch_size: int, rank: int, world_size: int, num_workers: int
 ) -> "EvalBatches":
-    """Load this rank's share of a data set. All ranks together load every image once."""
+    """Load this rank's share of a data set. All ranks together load every image once.
+
+    Args:
+        dataset: Data set with integer keys.
+        batch_size: Largest number of images per batch.
+        rank: Rank of this process.
+        world_size: Number of processes.
+        num_workers: Number of worker processes; 0 loads in this process.
+    """
     return EvalBatches(dataset, batch_size, range(rank, len(dataset), world_size), num_workers)
 
 

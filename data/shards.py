@@ -100,7 +100,7 @@ def read_index(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         index, names, whole = {}, [], False
     if not whole:
-        raise DataError(f"{path / INDEX} is damaged: write it again with scripts.make_shards")
+        raise DataError(f"{path / INDEX} is damaged: write it again with `lipsformer make-shards`")
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise DataError(f"{path / INDEX}: {name!r} is not the bare name of a file")
@@ -113,7 +113,7 @@ def _read_places(file: Path) -> dict[str, np.ndarray]:
         with np.load(file) as found:
             places = {name: found[name] for name in PLACES}
     except FileNotFoundError:
-        raise DataError(f"{file} is missing; scripts.make_shards writes it") from None
+        raise DataError(f"{file} is missing; `lipsformer make-shards` writes it") from None
     except Exception as error:  # NumPy and zipfile raise whatever a damaged file makes them raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(f"{file} is damaged: {reason}") from None

@@ -54,7 +54,18 @@ def require(condition: bool, path: str, value: object, allowed: str) -> None:
 
 
 def require_effect(section: object, prefix: str, name: str, works: bool, needs: str) -> None:
-    """Refuse a value that is not the default where it would be ignored in silence."""
+    """Refuse a value that is not the default where it would be ignored in silence.
+
+    Args:
+        section: The section of the config.
+        prefix: Its name.
+        name: Name of the setting.
+        works: Whether the setting has an effect.
+        needs: What would give it an effect, for the message.
+
+    Raises:
+        ConfigError: If the setting has no effect and another value than its default.
+    """
     value = getattr(section, name)
     if not works and value != getattr(type(section), name):
         raise ConfigError(

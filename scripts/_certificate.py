@@ -84,31 +84,6 @@ def certificate(
     """
     settings = asdict(data)
     preprocessing = {key: settings[key] for key in PREPROCESSING}
-    scale = 1.0 - 3.0 * SLACK  # SLACK in the decimal logarithm is 2.3 times as much in the value
-    listed = {}
-    for name, (eval_set, rows, norms) in sets.items():
-        own = own_sizes(eval_set.dataset, data)
-        sizes = sorted(set(own))
-        premises = {
-            "outputs": eval_set.outputs,
-            "sizes": sizes,
-            "size_of": [sizes.index(size) for size in own],
-            "labels": [row["label"] for row in rows],
-            "logits": [row["logits"] for row in rows],
-            "norms": dict(norms),
-            "levels": [row["level"] for row in rows],
-        }
-        radii = {key: [row[key] * scale for row in rows] for key in ("real", "executed")}
-        listed[name] = {
-            "premises": premises,
-            "premises_sha256": digest(premises),
-            "own_pixel_factors": [own_factor(size, data) for size in sizes],
-            **radii,
-            "shares": [
-                {"distance": distance, **shares(premises, radii, distance)}
-                for distance in distances
-            ],
-        }
     return {
         "format": FORMAT,
         "says": SAYS,
@@ -127,7 +102,47 @@ def certificate(
         ],
         "dtype": str(dtype).removeprefix("torch."),
         "logit_rounding": bound.output.error * (1.0 + SLACK),
-        "sets": listed,
+        "sets": {name: set_claims(*content, data, distances) for name, content in sets.items()},
+    }
+
+
+def set_claims(
+    eval_set: EvalSet,
+    rows: Sequence[Mapping[str, Any]],
+    norms: Mapping[str, float],
+    data: DataConfig,
+    distances: Sequence[float],
+) -> dict[str, Any]:
+    """Return the premises, radii and shares of one set of images.
+
+    Args:
+        eval_set: The set.
+        rows: Label, logits, level and radii of each image, in order.
+        norms: Largest norms of the inputs of modules.
+        data: The preprocessing.
+        distances: The distances for which shares are stated.
+    """
+    own = own_sizes(eval_set.dataset, data)
+    sizes = sorted(set(own))
+    premises = {
+        "outputs": eval_set.outputs,
+        "sizes": sizes,
+        "size_of": [sizes.index(size) for size in own],
+        "labels": [row["label"] for row in rows],
+        "logits": [row["logits"] for row in rows],
+        "norms": dict(norms),
+        "levels": [row["level"] for row in rows],
+    }
+    scale = 1.0 - 3.0 * SLACK  # SLACK in the decimal logarithm is 2.3 times as much in the value
+    radii = {key: [row[key] * scale for row in rows] for key in ("real", "executed")}
+    return {
+        "premises": premises,
+        "premises_sha256": digest(premises),
+        "own_pixel_factors": [own_factor(size, data) for size in sizes],
+        **radii,
+        "shares": [
+            {"distance": distance, **shares(premises, radii, distance)} for distance in distances
+        ],
     }
 
 

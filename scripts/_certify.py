@@ -1,7 +1,6 @@
 """Certified and attacked accuracy, for `eval.py --certify`."""
 
 import copy
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -149,61 +148,108 @@ def certify(
         outputs: Which of the model's logits count; None for all.
         attack_every: The first of so many images is attacked.
     """
-    dtype, generator = next(classifier.parameters()).dtype, torch.Generator().manual_seed(0)
-    normalize, exact = Normalize(data.mean, data.std, dtype), copy.deepcopy(classifier).double()
-    mean, std = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in (data.mean, data.std))
-
-    def logits(pixels: Tensor) -> Tensor:
-        return classifier(normalize(pixels * 255.0))
-
+    dtype, exact = next(classifier.parameters()).dtype, copy.deepcopy(classifier).double()
     model, watched = (x if outputs is None else x.model for x in (classifier, exact))
     norms = watch_norms(watched)
-    with torch.no_grad():
-        shown = tqdm(batches, "certify", unit="batch", leave=False, disable=None)
-        computed = [(exact((x.double() / 255.0 - mean) / std), y) for x, y in shown]
-    starts = [0, *itertools.accumulate(len(y) for _, y in computed)][:-1]
-    precise, labels = (torch.cat(parts) for parts in zip(*computed, strict=True))
+    logits, labels = _exact_logits(exact, batches, data)
+    real, executed, levels, largest = _radii(model, bound, logits, norms, outputs, dtype)
     # Normalization stretches distances by at most 1 / min(std).
     stretch = min(data.std) * (1.0 - 2.0**-44)
-    num_logits = precise.shape[1] if bound.last is None else len(bound.last.weight)
-    real = certified_radius(precise, bound, real_errors(bound, num_logits), outputs)
-    largest, levels, bounds = local_bounds(model, bound, norms, real)
-    executed = real.clone()  # which bounds the balls
-    for level, local in bounds.items():
-        here, errors = levels == level, executed_errors(local, num_logits, dtype)
-        radii = certified_radius(precise[here], bound, errors, outputs)
-        executed[here] = torch.minimum(real[here], radii)
     real, executed = real * stretch, executed * stretch
-    right = precise.argmax(1) == labels
-    counts = torch.zeros(len(distances), 3, dtype=torch.long)
-    for row, distance in zip(counts, distances, strict=True):
-        row[:2] = torch.stack([(right & (radius > distance)).sum() for radius in (executed, real)])
-    attacked = 0
-    shown = tqdm(batches, "attack", unit="batch", leave=False, disable=None)
-    for start, (images, targets) in zip(starts, shown, strict=True):
-        chosen = slice(-start % attack_every, None, attack_every)
-        pixels, radii = images[chosen].to(dtype) / 255.0, executed[start:][: len(images)][chosen]
-        attacked += len(pixels)
-        if len(pixels) == 0:  # no image of this batch is attacked
-            continue
-        for row, distance in zip(counts, distances, strict=True):
-            at = (pixels, targets[chosen], distance, radii)
-            row[2] += robust_mask(logits, *at, generator=generator)[1].sum()
-    values = (labels, precise, real, executed, levels)
+    right = logits.argmax(1) == labels
+    held, attacked = _attack(classifier, batches, data, distances, executed, attack_every)
+
+    def share(radii: Tensor, distance: float) -> float:
+        return 100.0 * int((right & (radii > distance)).sum()) / len(labels)
+
+    values = (labels, logits, real, executed, levels)
     rows = [
         {"label": label, "logits": z, "real": r, "executed": e, "level": level}
         for label, z, r, e, level in zip(*(value.tolist() for value in values), strict=True)
     ]
-    shares = (100.0 * counts.double() / torch.tensor([len(rows), len(rows), attacked])).tolist()
     return {
         "pixel_bound_log10": bound.log10 - math.log10(min(data.std)),
         "logit_rounding": bound.output.error,
         "dtype": str(dtype).removeprefix("torch."),
         "attacked": attacked,
         "robustness": [
-            {"eps": distance, "certified": executed, "certified_real": real, "pgd": held}
-            for distance, (executed, real, held) in zip(distances, shares, strict=True)
+            {
+                "eps": distance,
+                "certified": share(executed, distance),
+                "certified_real": share(real, distance),
+                "pgd": 100.0 * kept / attacked,
+            }
+            for distance, kept in zip(distances, held, strict=True)
         ],
         "radii": {"real": histogram(real.tolist()), "executed": histogram(executed.tolist())},
         "certificates": (rows, largest),
     }
+
+
+@torch.no_grad()
+def _exact_logits(
+    exact: nn.Module, batches: SizedBatches, data: DataConfig
+) -> tuple[Tensor, Tensor]:
+    """Return the logits of all images in float64, [N, K], and their labels, [N]."""
+    mean, std = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in (data.mean, data.std))
+    shown = tqdm(batches, "certify", unit="batch", leave=False, disable=None)
+    computed = [(exact((x.double() / 255.0 - mean) / std), y) for x, y in shown]
+    logits, labels = (torch.cat(parts) for parts in zip(*computed, strict=True))
+    return logits, labels
+
+
+def _radii(
+    model: nn.Module,
+    bound: Bound,
+    logits: Tensor,
+    norms: Mapping[str, list[Tensor]],
+    outputs: Sequence[int] | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
+    """Return the certified radii of all images, in units of normalized images.
+
+    Returns:
+        Radii of the exact network, [N], and of the program, [N]; the level of the local bound that
+        gives the latter, [N]; the largest norms of the inputs of modules.
+    """
+    num_logits = logits.shape[1] if bound.last is None else len(bound.last.weight)
+    real = certified_radius(logits, bound, real_errors(bound, num_logits), outputs)
+    largest, levels, bounds = local_bounds(model, bound, norms, real)
+    executed = real.clone()  # which bounds the balls
+    for level, local in bounds.items():
+        here, errors = levels == level, executed_errors(local, num_logits, dtype)
+        radii = certified_radius(logits[here], bound, errors, outputs)
+        executed[here] = torch.minimum(real[here], radii)
+    return real, executed, levels, largest
+
+
+def _attack(
+    classifier: Any,
+    batches: SizedBatches,
+    data: DataConfig,
+    distances: Sequence[float],
+    radii: Tensor,
+    attack_every: int,
+) -> tuple[list[int], int]:
+    """Attack the program; return how many images keep their label, by distance, and of how many.
+
+    Raises:
+        RuntimeError: If the attack breaks a certificate.
+    """
+    dtype, generator = next(classifier.parameters()).dtype, torch.Generator().manual_seed(0)
+    normalize = Normalize(data.mean, data.std, dtype)
+
+    def logits(pixels: Tensor) -> Tensor:
+        return classifier(normalize(pixels * 255.0))
+
+    held, attacked, start = [0] * len(distances), 0, 0
+    for images, labels in tqdm(batches, "attack", unit="batch", leave=False, disable=None):
+        chosen = slice(-start % attack_every, None, attack_every)
+        pixels, own = images[chosen].to(dtype) / 255.0, radii[start:][: len(images)][chosen]
+        start, attacked = start + len(images), attacked + len(pixels)
+        if len(pixels) == 0:  # no image of this batch is attacked
+            continue
+        for index, distance in enumerate(distances):
+            at = (pixels, labels[chosen], distance, own)
+            held[index] += int(robust_mask(logits, *at, generator=generator)[1].sum())
+    return held, attacked

@@ -18,11 +18,11 @@ from data.clusters import ClusterBatches, metis_clusters
 from data.errors import DataError
 from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
 from lipsformer._configfile import ConfigError, require
+from lipsformer._ranks import on_first_rank, rank_and_count
 from lipsformer.engine.lock import FolderLock
 from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphDataConfig
 from lipsformer.graph.models.stack import GraphNet
-from lipsformer.graph.ranks import on_first_rank, rank_and_count
 from lipsformer.graph.training import SPLITS, fit
 from lipsformer.jsonl import read_jsonl
 

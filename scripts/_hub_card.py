@@ -1,6 +1,7 @@
 """The README.md of a model on the Hugging Face Hub, written from the records of its run."""
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import count_parameters
+from lipsformer.config import Config
 from lipsformer.engine.run_folder import Weights
 
 TEXT = """---
@@ -77,43 +79,22 @@ def model_card(model: Any, weights: Weights, *, which: str, note: str | None) ->
             f"{run.path} holds no evaluation of {weights.file}: "
             "export a checkpoint that was evaluated"
         )
-    config = run.config()
+    config, start = run.config(), run.environment()[-1]
     data = config.data.name or config.data.source
     name = f"{cfg['architecture']}.{data}"
     split, part = config.data.val_split, "images"
     if config.data.holdout > 0:
         split, part = config.data.train_split, "images that were held out"
     metrics = {"top-1 accuracy (%)": figures["top1"], "top-5 accuracy (%)": figures["top5"]}
-    metadata = ModelCardData(
-        model_name=name,
-        license=cfg.get("license"),
-        library_name="timm",
-        pipeline_tag="image-classification",
-        tags=["image-classification", "timm", "transformers", "lipsformer"],
-        eval_results=[
-            EvalResult(
-                task_type="image-classification",
-                dataset_type=data,
-                dataset_name=data,
-                dataset_split=split,
-                metric_type="accuracy",
-                metric_name=metric,
-                metric_value=value,
-            )
-            for metric, value in metrics.items()
-        ],
-    )
     chosen, summary = "", run.summary()
     is_best = summary is not None and summary["best"]["update"] == weights.step
     if which == "best" and is_best:
         chosen = " The weights were chosen among those of the run by their top-1 on these images."
-    start = run.environment()[-1]
-    packages = ", ".join(f"{package} {version}" for package, version in start["packages"].items())
     program, *settings = start["command"][1:]
     settings = [setting for setting in settings if not setting.startswith("run.")]
     side = cfg["input_size"][-1]
     return TEXT.format(
-        metadata=metadata.to_yaml(),
+        metadata=_metadata(name, cfg.get("license"), data, split, metrics).to_yaml(),
         name=name,
         architecture=cfg["architecture"],
         classes=model.num_classes,
@@ -135,11 +116,42 @@ def model_card(model: Any, weights: Weights, *, which: str, note: str | None) ->
         interpolation=cfg["interpolation"],
         mean=tuple(cfg["mean"]),
         std=tuple(cfg["std"]),
-        training=(
-            f"{config.train.epochs} epochs of {data} with a global batch of "
-            f"{config.train.global_batch_size}, {config.optim.name} at a learning rate of "
-            f"{config.optim.lr:g} after {config.schedule.warmup_epochs:g} epochs of warmup, "
-            f"precision {config.train.precision}, seed {config.train.seed}; code at commit "
-            f"{start['git_commit']}{' with changes' if start['git_changed'] else ''}. {packages}."
-        ),
+        training=_training(config, data, start),
+    )
+
+
+def _metadata(
+    name: str, license: str | None, data: str, split: str, metrics: Mapping[str, float]
+) -> ModelCardData:
+    """Return the head of the card, which the Hub reads."""
+    return ModelCardData(
+        model_name=name,
+        license=license,
+        library_name="timm",
+        pipeline_tag="image-classification",
+        tags=["image-classification", "timm", "transformers", "lipsformer"],
+        eval_results=[
+            EvalResult(
+                task_type="image-classification",
+                dataset_type=data,
+                dataset_name=data,
+                dataset_split=split,
+                metric_type="accuracy",
+                metric_name=metric,
+                metric_value=value,
+            )
+            for metric, value in metrics.items()
+        ],
+    )
+
+
+def _training(config: Config, data: str, start: Mapping[str, Any]) -> str:
+    """Return how the model was trained, from its config and the environment of its last start."""
+    packages = ", ".join(f"{package} {version}" for package, version in start["packages"].items())
+    return (
+        f"{config.train.epochs} epochs of {data} with a global batch of "
+        f"{config.train.global_batch_size}, {config.optim.name} at a learning rate of "
+        f"{config.optim.lr:g} after {config.schedule.warmup_epochs:g} epochs of warmup, "
+        f"precision {config.train.precision}, seed {config.train.seed}; code at commit "
+        f"{start['git_commit']}{' with changes' if start['git_changed'] else ''}. {packages}."
     )

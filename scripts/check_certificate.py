@@ -42,15 +42,18 @@ PARTS = {
 }
 SET = {"premises", "premises_sha256", "own_pixel_factors", "real", "executed", "shares"}
 SHARE = {"distance", "real", "executed"}
+FLOAT32_SHARES = {"float32": 1.0, "float64": 2.0**-28}  # error of a program over float32's
 ROW, PREMISES = "name class proof log10", "outputs sizes size_of labels logits norms levels"
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dictionary; a key that appears twice is refused."""
     require(len(dict(pairs)) == len(pairs), "a key appears twice")
     return dict(pairs)
 
 
 def require(holds: Any, otherwise: str) -> None:
+    """Refuse the certificate, with a reason, unless a condition holds."""
     if not holds:
         raise ValueError(otherwise)
 
@@ -66,21 +69,25 @@ class Map(NamedTuple):
 
     @property
     def rms(self) -> Any:
+        """Root mean square of the lengths of the tokens, which float32 computes."""
         total = self.norm + self.error
         known = UP * total / math.sqrt(math.prod(self.size))
         return np.where(total <= MAX_NORM, known, math.inf)
 
 
 def gamma(steps: int) -> float:
+    """Bound the relative error of so many additions and products in float32."""
     return UP * (steps * U32 / (1.0 - steps * U32))
 
 
 def carried(value: float, error: Any, added: Any, tokens: int) -> Any:
+    """Bound the error behind a layer: that of its input times its constant, and its own."""
     total = value * error + math.sqrt(tokens) * added
     return np.where(total < math.inf, UP * total + TINY, math.inf)
 
 
 def layer(value: float, x: Map, shift: float, rounding: Any) -> Map:
+    """Return the output of a layer with a constant, the length of its bias, and its rounding."""
     known = ((x.norm, shift), (x.error, rounding), (x.ball, 0.0))
     norm, error, ball = (carried(value, *pair, math.prod(x.size)) for pair in known)
     return Map(x.size, norm, error, UP * value, ball)
@@ -100,12 +107,14 @@ def eigenvalue(gram: np.ndarray, terms: int) -> float:
 
 
 def sigma(matrix: np.ndarray) -> float:
+    """Bound the largest singular value of a matrix."""
     scale = 2.0 ** math.frexp(float(np.abs(matrix).max()))[1]
     rows = matrix / scale if matrix.shape[0] <= matrix.shape[1] else matrix.T / scale
     return UP * scale * math.sqrt(eigenvalue(rows @ rows.T, rows.shape[1]))
 
 
 def product_rounding(matrix: np.ndarray, value: float, bias: float, length: Any) -> Any:
+    """Bound the error of matrix x + bias in float32, for |x| of a length and |matrix| = value."""
     m, v, more = np.abs(matrix), np.ones(len(matrix)), 1.0 + 4.0 * U * (sum(matrix.shape) + 8)
     for _ in range(3):
         v = m @ (m.T @ v)
@@ -116,6 +125,7 @@ def product_rounding(matrix: np.ndarray, value: float, bias: float, length: Any)
 
 
 def channel_sigmas(kernels: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+    """Bound the norms of zero padded depthwise convolutions, [C, k, k], on maps of a size."""
     k, (height, width) = kernels.shape[-1], size
     if height * width <= MAX_DENSE_TOKENS:
         y, x = np.divmod(np.arange(height * width), width)
@@ -144,16 +154,19 @@ class Model:
         require(covered, f"{name} with {args} is not covered")
 
     def of(self, name: str) -> np.ndarray:
+        """Return a tensor of the weights, and note that a layer has read it."""
         require(name in self.weights, f"the weights have no {name}")
         self.used.add(name)
         return self.weights[name]
 
     def bias(self, path: str, scale: Any = 1.0) -> float:
+        """Bound the length of the bias of a layer; 0 without one."""
         name = f"{path}.bias"
         bias = scale * self.of(name) if name in self.weights else np.zeros(1)
         return UP * (1.0 + 2.0 * U * (bias.size + 8)) * float(np.linalg.norm(bias))
 
     def block(self) -> Any:
+        """Return the parts of a block: names, each with its rule or its own parts."""
         linear, gelu = self.linear, ("", self.gelu)
         conv2 = (("depthwise", self.depthwise), gelu)
         conv1 = (*conv2, ("pointwise", linear), gelu)
@@ -165,6 +178,7 @@ class Model:
         )
 
     def bound(self, x: Map) -> Map:
+        """Return the logits of images; every weight must have been read by a layer."""
         norm, blocks = ("norm", self.center_norm), partial(self.numbered, self.block())
         stage = (("downsample", self.merging), ("blocks", blocks))
         head = (("global_pool", self.pool), ("drop", self.identity), ("fc", self.linear))
@@ -176,10 +190,12 @@ class Model:
         return whole
 
     def around(self, path: str, x: Map) -> Map:
+        """Return the inputs of a layer that are in the ball around the inputs at the images."""
         norm = UP * (self.centers.get(path, math.inf) + x.ball + 2.0**-28 * x.error)
         return x._replace(norm=np.minimum(x.norm, norm))
 
     def apply(self, rule: Any, path: str, x: Map, scale: Any) -> Map:
+        """Apply a rule, or parts one after the other; scale multiplies the output."""
         x = self.around(path, x)
         if callable(rule):
             return rule(path, x, scale)
@@ -193,6 +209,7 @@ class Model:
         return x._replace(value=value)
 
     def numbered(self, rule: Any, path: str, x: Map, scale: Any) -> Map:
+        """Apply a rule to the modules path.0, path.1 and so on."""
         parts = [(str(i), rule) for i in range(99) if f"{path}.{i}" in self.paths]
         return self.apply(parts, path, x, scale)
 
@@ -313,6 +330,7 @@ class Model:
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a file in float64, by name."""
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header, arrays = json.loads(content[8:start]), {}
@@ -325,6 +343,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def resize_norm(old: int, new: int, interpolation: str) -> float:
+    """Return the norm of Pillow's resize of a line of pixels."""
     centers = (np.arange(new)[:, None] + 0.5) * old / new
     t = np.abs(np.arange(old) + 0.5 - centers) / max(old / new, 1.0)
     cubic = np.where(t < 1, (1.5 * t - 2.5) * t**2 + 1, ((2.5 - 0.5 * t) * t - 4) * t + 2)
@@ -333,6 +352,7 @@ def resize_norm(old: int, new: int, interpolation: str) -> float:
 
 
 def own_factor(size: list[int], settings: dict[str, Any]) -> float:
+    """Return how much a change of an image, [height, width, channels], grows before the net."""
     *sides, channels = size
     new, kind, factor = settings["img_size"], settings["interpolation"], math.sqrt(3.0 / channels)
     if settings["source"] == "digits":
@@ -343,6 +363,7 @@ def own_factor(size: list[int], settings: dict[str, Any]) -> float:
 
 
 def digest(content: Any) -> str:
+    """Return the SHA-256 of the canonical JSON of a value."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -359,10 +380,39 @@ def differences(
 
 
 def check(claims: dict[str, Any], path: Path) -> str:
+    """Derive all claims again from the weights of a file or folder; return what was found."""
+    check_form(claims)
+    file, config = claimed_weights(claims, path)
+    data = claims["preprocessing"]
+    x, domain = images(data)
+    require(claims["domain"] == domain, f"the domain is not {domain}")
+    swin = config["architecture"].startswith(Model.prefix)
+    kind: Any = Model if swin else contractive(sys.modules[__name__])
+    model = kind(read_safetensors(file), config)
+    whole = model.bound(x)
+    check_layers(claims["layers"], model.nodes)
+    error = whole.error if whole.norm <= MAX_NORM else math.inf
+    require(claims["logit_rounding"] >= error, f"the rounding of the logits is {error}")
+    rows, last = model.of("head.fc.weight"), model.nodes["head.fc"]
+    apart = np.array([np.linalg.norm(row - rows, axis=1) for row in rows]) * UP**2
+    between = apart * (whole.value / last if last > 0.0 else 0.0)  # of the differences of logits
+    for name, content in claims["sets"].items():
+        check_premises(name, content, data)
+        check_radii(name, content, model, x, apart, between, min(data["std"]), claims["dtype"])
+    follow = f"all claims follow: bound {whole.value:.6g}, rounding {whole.error:.3e}"
+    return f"{follow}; taken from the file: logits, labels, source and sizes of the images"
+
+
+def check_form(claims: dict[str, Any]) -> None:
+    """Refuse a file that claims more, or something else, than is checked here."""
     require(claims["format"] == "lipsformer certificate 2", "the format is unknown")
     require(digest(claims["says"]) == SAYS and set(claims) == set(FILE.split()), "other claims")
     for part, keys in PARTS.items():
         require(set(claims[part]) == set(keys.split()), f"{part}: there are other claims")
+
+
+def claimed_weights(claims: dict[str, Any], path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the file of weights that is meant, and its config.json, which must say the same."""
     files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
     hashes = {hashlib.sha256(file.read_bytes()).hexdigest(): file for file in files}
     require(claims["weights"]["sha256"] in hashes, f"{path} holds no weights with this SHA-256")
@@ -372,67 +422,84 @@ def check(claims: dict[str, Any], path: Path) -> str:
     config["img_size"] = config["pretrained_cfg"]["input_size"][1]
     require({**known, **config, **config["pretrained_cfg"]} == known, "config.json is another")
     require(data.pop("sha256") == digest(data), "the hash of the preprocessing is another")
+    return file, config
+
+
+def images(data: dict[str, Any]) -> tuple[Map, dict[str, Any]]:
+    """Return all normalized images of pixels in [0, 1], and what the certificate says of them."""
     channels = list(zip(data["mean"], data["std"], strict=True))
     size, pixels = [data["img_size"]] * 2, data["img_size"] ** 2
     radius = UP * math.hypot(*(max(m, 1.0 - m) / s for m, s in channels))
     added = gamma(8) * math.hypot(*((1.0 + abs(m)) / s for m, s in channels))
     x = Map(tuple(size), UP * math.sqrt(pixels) * radius, carried(0.0, 0.0, added, pixels))
-    domain = {"size": size, "pixels": [0, 1], "radius": radius}
-    require(claims["domain"] == domain, f"the domain is not {domain}")
-    swin = config["architecture"].startswith(Model.prefix)
-    kind: Any = Model if swin else contractive(sys.modules[__name__])
-    model = kind(read_safetensors(file), config)
-    whole = model.bound(x)
-    require(all(set(row) == set(ROW.split()) for row in claims["layers"]), "a layer claims more")
-    stated = unique([(row["name"], row["log10"]) for row in claims["layers"]])
-    require(set(stated) == set(model.nodes), f"other layers: {set(stated) ^ set(model.nodes)}")
-    for name, value in model.nodes.items():
+    return x, {"size": size, "pixels": [0, 1], "radius": radius}
+
+
+def check_layers(claimed: list[dict[str, Any]], nodes: dict[str, float]) -> None:
+    """Compare the constants of all layers with those that were derived."""
+    require(all(set(row) == set(ROW.split()) for row in claimed), "a layer claims more")
+    stated = unique([(row["name"], row["log10"]) for row in claimed])
+    require(set(stated) == set(nodes), f"other layers: {set(stated) ^ set(nodes)}")
+    for name, value in nodes.items():
         derived = math.log10(UP * value) if value > 0.0 else -400.0
         require(stated[name] >= derived, f"{name!r}: {stated[name]} is below {derived}")
-    error = whole.error if whole.norm <= MAX_NORM else math.inf
-    require(claims["logit_rounding"] >= error, f"the rounding of the logits is {error}")
-    rows, last = model.of("head.fc.weight"), model.nodes["head.fc"]
-    apart = np.array([np.linalg.norm(row - rows, axis=1) for row in rows]) * UP**2
-    between = apart * (whole.value / last if last > 0.0 else 0.0)  # of the differences of logits
-    shares = {"float32": 1.0, "float64": 2.0**-28}  # of the error of float32
-    for name, content in claims["sets"].items():
-        only = set(content) == SET and all(set(share) == SHARE for share in content["shares"])
-        given, every = content["premises"], range(len(rows))
-        require(only and set(given) == set(PREMISES.split()), f"{name}: there are other claims")
-        require(content["premises_sha256"] == digest(given), f"{name}: other premises")
-        for size, factor in zip(given["sizes"], content["own_pixel_factors"], strict=True):
-            require(factor >= own_factor(size, data), f"{name}: {factor} for {size} is too small")
-        images = [given[key] for key in ("labels", "levels", "size_of", "logits")]
-        lengths = {len(values) for values in (*images, content["real"], content["executed"])}
-        require(len(lengths) == 1, f"{name}: lists of images of several lengths {lengths}")
-        for key, known in (("levels", range(1, 17)), ("size_of", range(len(given["sizes"])))):
-            inside = all(type(value) is int and value in known for value in given[key])
-            require(inside, f"{name}: {key} must be integers in {known}")
-        logits, chosen = np.array(given["logits"]), [every[i] for i in given["outputs"] or every]
-        require(np.isfinite(logits).all(), f"{name}: the logits are not finite")
-        require(len(set(chosen)) == logits.shape[1], f"{name}: not one logit for every output")
-        best, every = logits.argmax(1), np.arange(len(logits))
-        levels, level = np.unique(given["levels"], return_inverse=True)
-        parts, balls = UP * levels / 16.0, np.zeros(len(levels))
-        np.maximum.at(balls, level, np.array(content["executed"]) * UP / min(data["std"]))
-        allowance = {"real": 2.0**-28 * differences(model, x, apart, {}, chosen)[0, best]}
-        around = x._replace(ball=balls)
-        centers = {path: norm * parts for path, norm in given["norms"].items()}
-        errors = differences(model, around, apart, centers, chosen)[level, best]
-        allowance["executed"] = (shares[claims["dtype"]] + 2.0**-28) * errors
-        for key, errors in allowance.items():
-            margins = logits[every, best][:, None] - logits - UP**2 * errors
-            radii = margins.clip(0.0) / between[np.ix_(chosen, chosen)][best].clip(1e-300)
-            radii[every, best] = np.inf
-            claimed = np.array(content[key], dtype=float)
-            follows = claimed <= radii.min(1) * min(data["std"]) / UP**2
-            require(follows.all(), f"{name}: {key} radii {np.flatnonzero(~follows)[:9]} too large")
-            right = best == np.array(given["labels"])
-            for share in content["shares"]:
-                held = 100.0 * float((right & (claimed > share["distance"])).mean())
-                require(share[key] <= held, f"{name}: the {key} share {share[key]} exceeds {held}")
-    follow = f"all claims follow: bound {whole.value:.6g}, rounding {whole.error:.3e}"
-    return f"{follow}; taken from the file: logits, labels, source and sizes of the images"
+
+
+def check_premises(name: str, content: dict[str, Any], data: dict[str, Any]) -> None:
+    """Check the form of a set of images, and the factors of the data's own pixels."""
+    only = set(content) == SET and all(set(share) == SHARE for share in content["shares"])
+    given = content["premises"]
+    require(only and set(given) == set(PREMISES.split()), f"{name}: there are other claims")
+    require(content["premises_sha256"] == digest(given), f"{name}: other premises")
+    for size, factor in zip(given["sizes"], content["own_pixel_factors"], strict=True):
+        require(factor >= own_factor(size, data), f"{name}: {factor} for {size} is too small")
+    listed = [given[key] for key in ("labels", "levels", "size_of", "logits")]
+    lengths = {len(values) for values in (*listed, content["real"], content["executed"])}
+    require(len(lengths) == 1, f"{name}: lists of images of several lengths {lengths}")
+    for key, known in (("levels", range(1, 17)), ("size_of", range(len(given["sizes"])))):
+        inside = all(type(value) is int and value in known for value in given[key])
+        require(inside, f"{name}: {key} must be integers in {known}")
+
+
+def check_radii(
+    name: str,
+    content: dict[str, Any],
+    model: Any,
+    x: Map,
+    apart: np.ndarray,
+    between: np.ndarray,
+    least_std: float,
+    dtype: str,
+) -> None:
+    """Derive the radii of a set from its logits, and its shares from the radii.
+
+    The differences of logits i and j change by at most between[i, j] times the distance of the
+    network's input, and apart[i, j] times that of the input of its last layer.
+    """
+    given, every = content["premises"], range(len(apart))
+    logits, chosen = np.array(given["logits"]), [every[i] for i in given["outputs"] or every]
+    require(np.isfinite(logits).all(), f"{name}: the logits are not finite")
+    require(len(set(chosen)) == logits.shape[1], f"{name}: not one logit for every output")
+    best, every = logits.argmax(1), np.arange(len(logits))
+    levels, level = np.unique(given["levels"], return_inverse=True)
+    parts, balls = UP * levels / 16.0, np.zeros(len(levels))
+    np.maximum.at(balls, level, np.array(content["executed"]) * UP / least_std)
+    allowance = {"real": 2.0**-28 * differences(model, x, apart, {}, chosen)[0, best]}
+    around = x._replace(ball=balls)
+    centers = {path: norm * parts for path, norm in given["norms"].items()}
+    errors = differences(model, around, apart, centers, chosen)[level, best]
+    allowance["executed"] = (FLOAT32_SHARES[dtype] + 2.0**-28) * errors
+    for key, errors in allowance.items():
+        margins = logits[every, best][:, None] - logits - UP**2 * errors
+        radii = margins.clip(0.0) / between[np.ix_(chosen, chosen)][best].clip(1e-300)
+        radii[every, best] = np.inf
+        claimed = np.array(content[key], dtype=float)
+        follows = claimed <= radii.min(1) * least_std / UP**2
+        require(follows.all(), f"{name}: {key} radii {np.flatnonzero(~follows)[:9]} too large")
+        right = best == np.array(given["labels"])
+        for share in content["shares"]:
+            held = 100.0 * float((right & (claimed > share["distance"])).mean())
+            require(share[key] <= held, f"{name}: the {key} share {share[key]} exceeds {held}")
 
 
 def main(argv: list[str] | None = None) -> int:

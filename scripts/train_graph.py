@@ -22,9 +22,9 @@ from typing import Any
 from data.errors import DataError
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, dump_config, read_config
+from lipsformer._ranks import on_first_rank, rank_and_count
 from lipsformer.graph.config import GraphConfig
 from lipsformer.graph.plots import plot_training
-from lipsformer.graph.ranks import on_first_rank, rank_and_count
 from lipsformer.jsonl import append_jsonl, read_jsonl
 from scripts._graph_seed import (
     load_batches,

@@ -19,6 +19,7 @@ LIBRARY = {
         "lipsformer.recipe",
         "lipsformer._configfile",
         "lipsformer._commands",
+        "lipsformer._ranks",
     },
     *{"lipsformer.kernels", "lipsformer.layers", "lipsformer.models", "lipsformer.graph"},
     *{"lipsformer.analysis", "lipsformer.engine", "lipsformer.jsonl"},
@@ -36,6 +37,7 @@ OWN = {
     "lipsformer/completion.py": {"lipsformer._commands", "lipsformer.config"},
     "lipsformer/_configfile.py": set(),
     "lipsformer/jsonl.py": set(),
+    "lipsformer/_ranks.py": set(),
     "lipsformer/config.py": {"lipsformer._configfile", "lipsformer.recipe"},
     "lipsformer/recipe.py": {"lipsformer._configfile"},
     "lipsformer/kernels": {"lipsformer.kernels"},
@@ -45,7 +47,7 @@ OWN = {
     },
     "lipsformer/graph": {
         *{"lipsformer.graph", "lipsformer.layers", "lipsformer.kernels"},
-        *{"lipsformer._configfile", "lipsformer.jsonl"},
+        *{"lipsformer._configfile", "lipsformer._ranks", "lipsformer.jsonl"},
     },
     "lipsformer/analysis": {"lipsformer.analysis", "lipsformer.models", "lipsformer.layers"},
     "lipsformer/analysis/bounds/graph.py": {
@@ -53,7 +55,7 @@ OWN = {
     },
     "lipsformer/engine": {
         *{"lipsformer.engine", "lipsformer.analysis", "lipsformer.models", "lipsformer.kernels"},
-        *{"lipsformer.config", "lipsformer._configfile", "lipsformer.jsonl"},
+        *{"lipsformer.config", "lipsformer._configfile", "lipsformer._ranks", "lipsformer.jsonl"},
     },
     "data": {"data"},
     "data/build.py": {"data", "lipsformer.config"},
@@ -73,6 +75,7 @@ ELSEWHERE = {
     "lipsformer/completion.py": {"shtab"},
     "lipsformer/_configfile.py": {"omegaconf", "yaml"},
     "lipsformer/jsonl.py": set(),
+    "lipsformer/_ranks.py": {"torch"},
     "lipsformer/config.py": {"omegaconf", "yaml"},
     "lipsformer/recipe.py": {"omegaconf", "yaml"},
     "lipsformer/kernels": {"torch", "timm", "triton", "numpy"},

@@ -1,4 +1,4 @@
-"""Every public class shows its use: its docstring has an example, and the example runs."""
+"""Every public class and layer function shows its use: its docstring has an example that runs."""
 
 import doctest
 import importlib
@@ -45,6 +45,19 @@ def public_classes() -> Iterator[type]:
             yield kind
 
 
+def functions() -> Iterator[Any]:
+    """Yield the functions that the layers export, and all others that have an example."""
+    package = importlib.import_module("lipsformer.layers")
+    exported = [getattr(package, name) for name in package.__all__]
+    found = dict.fromkeys(filter(inspect.isfunction, exported))
+    for name in ("lipsformer.layers", "lipsformer.models", "lipsformer.kernels.verdict", *DEFINED):
+        for module in modules(name):
+            members = [value for _, value in inspect.getmembers(module, inspect.isfunction)]
+            own = [m for m in members if m.__module__ == module.__name__]
+            found.update(dict.fromkeys(m for m in own if ">>> " in (m.__doc__ or "")))
+    yield from found
+
+
 def modules(name: str) -> Iterator[Any]:
     """Yield a module or package and all modules below it."""
     module = importlib.import_module(name)
@@ -53,14 +66,14 @@ def modules(name: str) -> Iterator[Any]:
         yield importlib.import_module(found.name)
 
 
-CLASSES = list(public_classes())
+SHOWN = [*public_classes(), *functions()]
 
 
 @pytest.mark.parametrize(
-    "kind", CLASSES, ids=[f"{kind.__module__}.{kind.__qualname__}" for kind in CLASSES]
+    "kind", SHOWN, ids=[f"{kind.__module__}.{kind.__qualname__}" for kind in SHOWN]
 )
 @pytest.mark.filterwarnings("default")
-def test_a_public_class_has_an_example_that_runs(kind: type) -> None:
+def test_what_is_public_has_an_example_that_runs(kind: Any) -> None:
     docstring = inspect.cleandoc(kind.__doc__ or "")
     assert re.search(r"^Example:\n(.*\n)*?    >>> ", docstring, re.M), "it has no example"
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_paper import cubins
-from lipsformer.models._fused import fused_block
+from lipsformer.models._fused import gpu_block
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def resources(
     """Return what the kernels of a training step of a block use.
 
     Args:
-        block: A block that `fused_block` takes.
+        block: A block that `gpu_block` takes.
         size: Height and width of its map.
         architecture: Compute capability times 10, such as 90 for an H100.
         names: Compile these kernels only; all if empty.
@@ -67,7 +67,7 @@ def resources(
     x = torch.zeros(1, size, size, channels, requires_grad=True)
     with compiled_instead_of_launched(architecture, names) as found:
         with torch.autocast("cpu", torch.bfloat16):
-            out = fused_block(block.train(), x)
+            out = gpu_block(block.train(), x)
         out.backward(torch.zeros_like(out))
     different = {id(compiled): (name, compiled) for name, compiled in found}
     return [

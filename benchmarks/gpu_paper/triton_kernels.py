@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.gpu_paper import cubins
 from lipsformer.graph.edge_attention import triton as kernels
+from lipsformer.graph.edge_attention.settings import Settings
 
 INTEGERS = {"ptr", "col", "ptr_t", "row_t", "perm"}
 WIDE = {"out", "shift", "log_sum", "delta"}  # float32 whatever the type of the features
@@ -50,10 +51,8 @@ def resources(
     keep = torch.empty(1, device="meta")
     tile = kernels.TILES["backward" if "backward" in name else "forward"]
     settings = {
-        **kernels._max_settings(features),
-        **kernels._settings(features, features, keep, tile),
-        "SLOPE": 0.2,
-        "KEEP_SCALE": 1.6,
+        **kernels._max_constants(features),
+        **kernels._constants(features, features, Settings(0.2, 1.6, keep), tile),
     }
     constants = {key: value for key, value in settings.items() if key in function.arg_names}
     types = {"num_edges": "i32", "keep": "*i1", **dict.fromkeys(INTEGERS, "*i32")}

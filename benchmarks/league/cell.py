@@ -81,12 +81,40 @@ def run_cell(cell: Cell, images: Images) -> dict[str, Any]:
     started, cpu = time.time(), time.process_time()
     torch.manual_seed(cell.seed)
     num_classes = images.num_classes
-    body, optimizer_of = BODIES[cell.body], OPTIMIZERS[cell.optimizer]
     model = build(cell.body, cell.blocks, num_classes).train()
-    decay = optimizer_of.weight_decay if body.weight_decay else 0.0
-    optim = OptimConfig(name=cell.optimizer, lr=cell.lr, weight_decay=decay)
+    decay = OPTIMIZERS[cell.optimizer].weight_decay if BODIES[cell.body].weight_decay else 0.0
+    losses, signals = _train(model, cell, images, decay)
+    finite = math.isfinite(losses[-1])
+    last = losses[-math.ceil(len(losses) / 10) :]
+    final = sum(last) / len(last) if finite else None
+    return {
+        **asdict(cell),
+        "num_classes": num_classes,
+        "train_images": len(images.train),
+        "held_out_images": len(images.held_out),
+        "batch_size": BATCH_SIZE,
+        "weight_decay": decay,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "updates_made": len(losses),
+        "losses": _thin(losses),
+        "final_loss": final,
+        "stable": final is not None and final <= STABLE_SHARE * math.log(num_classes),
+        "top1": _accuracy(model, images) if finite else 100.0 / num_classes,
+        "signals": signals,
+        "seconds": round(time.time() - started, 1),
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "commit": commit(),
+        "machine": machine(torch.device("cpu")),
+    }
+
+
+def _train(
+    model: nn.Module, cell: Cell, images: Images, weight_decay: float
+) -> tuple[list[float], list[dict[str, Any]]]:
+    """Train a model in place; return the loss of every update, and the signals of some."""
+    optim = OptimConfig(name=cell.optimizer, lr=cell.lr, weight_decay=weight_decay)
     optimizer = make_optimizer(model, optim)
-    instruments = [make(model) for make in body.instruments]
+    instruments = [make(model) for make in BODIES[cell.body].instruments]
     schedule = CosineSchedule(
         peak=cell.lr,
         final=0.0,
@@ -115,32 +143,11 @@ def run_cell(cell: Cell, images: Images) -> dict[str, Any]:
         except torch.linalg.LinAlgError:  # of weights that are not finite
             losses.append(math.nan)
             break
-    finite = math.isfinite(losses[-1])
-    if finite:
+    if math.isfinite(losses[-1]):
         for instrument in instruments:
             instrument.before_eval()
         signals.append(_signals(model, probe, len(losses)))
-    last = losses[-math.ceil(len(losses) / 10) :]
-    final = sum(last) / len(last) if finite else None
-    return {
-        **asdict(cell),
-        "num_classes": num_classes,
-        "train_images": len(images.train),
-        "held_out_images": len(images.held_out),
-        "batch_size": BATCH_SIZE,
-        "weight_decay": decay,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "updates_made": len(losses),
-        "losses": _thin(losses),
-        "final_loss": final,
-        "stable": final is not None and final <= STABLE_SHARE * math.log(num_classes),
-        "top1": _accuracy(model, images) if finite else 100.0 / num_classes,
-        "signals": signals,
-        "seconds": round(time.time() - started, 1),
-        "cpu_seconds": round(time.process_time() - cpu, 1),
-        "commit": commit(),
-        "machine": machine(torch.device("cpu")),
-    }
+    return losses, signals
 
 
 def _batches(number: int, cell: Cell) -> list[Tensor]:

@@ -1,24 +1,19 @@
-"""A process among its ranks: how it starts, what it runs on, and what one rank does for all."""
+"""A process among its ranks: how it starts, and what it runs on."""
 
 import logging
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    ProjectConfiguration,
-    broadcast_object_list,
-)
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config, TrainConfig
@@ -26,8 +21,6 @@ from lipsformer.engine.allocator import keep_freed_memory
 from lipsformer.engine.run_folder import TENSORBOARD
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 def start(config: Config) -> Accelerator:
@@ -175,20 +168,6 @@ def micro_batches(train: TrainConfig, world_size: int) -> tuple[int, int]:
             f"{train.global_batch_size}; {', '.join(map(str, fitting))} would fit"
         )
     return samples, share // samples
-
-
-def on_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
-    """Call `work` on the main process only; return its result or raise its error on every rank."""
-    outcome: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = work()
-        except Exception as error:  # the other ranks would wait for the broadcast forever
-            outcome[1] = error
-    broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:

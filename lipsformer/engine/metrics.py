@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
+
+from lipsformer._ranks import sum_over_ranks
 
 
 class NonFiniteError(RuntimeError):
@@ -55,18 +56,16 @@ class StepMetrics:
     over all ranks; log records and checkpoints call it.
 
     Args:
-        accelerator: Sums over ranks.
         max_nonfinite: Number of non-finite steps in a row that are tolerated.
 
     Example:
-        >>> metrics = StepMetrics(Accelerator(cpu=True), max_nonfinite=0)
+        >>> metrics = StepMetrics(max_nonfinite=0)
         >>> metrics.add(0, 0.1, 4, loss_sum=torch.tensor(8.0), grad_norm=torch.tensor(1.0))
         >>> metrics.read()[0].loss
         2.0
     """
 
-    def __init__(self, accelerator: Accelerator, *, max_nonfinite: int):
-        self.accelerator = accelerator
+    def __init__(self, *, max_nonfinite: int):
         self.max_nonfinite = max_nonfinite
         self.stats: list[StepStats] = []
         self.nonfinite_streak = 0
@@ -89,7 +88,7 @@ class StepMetrics:
         if self._on_device:
             losses = torch.stack([loss for *_, loss, _ in self._on_device])
             norms = torch.stack([norm for *_, norm in self._on_device])
-            losses = sum_over_ranks(self.accelerator, losses)
+            losses = sum_over_ranks(losses)
             rows = torch.stack([losses, norms.to(losses)]).tolist()  # the only wait for the device
             for (step, lr, count, _, _), loss, norm in zip(self._on_device, *rows, strict=True):
                 self._append(StepStats(step, lr, count, loss / count, norm))
@@ -146,13 +145,6 @@ def summarize(stats: list[StepStats]) -> dict[str, float]:
         record["grad_norm"] = sum(s.grad_norm for s in finite) / len(finite)
         record["grad_norm_max"] = max(s.grad_norm for s in finite)
     return record
-
-
-def sum_over_ranks(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """Return the sum of a tensor over all ranks; every rank must call it."""
-    total = accelerator.reduce(values, reduction="sum")
-    assert isinstance(total, Tensor)
-    return total
 
 
 def _describe(stats: StepStats) -> str:

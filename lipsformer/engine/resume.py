@@ -8,8 +8,8 @@ from typing import Any
 from accelerate import Accelerator
 
 from lipsformer._configfile import ConfigError, read_config
+from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
-from lipsformer.engine.distributed import on_main
 from lipsformer.engine.preflight import check_folder
 from lipsformer.engine.run_folder import CONFIG, METRICS, SKIPPED, RunFolder, find_fault, read_state
 
@@ -61,7 +61,7 @@ def find_start(config: Config, accelerator: Accelerator) -> Path | None:
         ConfigError: If the output folder belongs to another run, or the checkpoint cannot be used.
     """
     try:
-        return on_main(accelerator, lambda: _find_start(config))
+        return on_first_rank(lambda: _find_start(config))
     except OSError as error:  # a folder or file of the run that cannot be read
         raise ConfigError(
             f"run.output_dir={config.run.output_dir!r} and run.resume={config.run.resume!r} "

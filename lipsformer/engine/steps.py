@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from lipsformer.engine.metrics import NonFiniteError, StepMetrics, sum_over_ranks
+from lipsformer._ranks import sum_over_ranks
+from lipsformer.engine.metrics import NonFiniteError, StepMetrics
 from lipsformer.engine.optim import set_lr, skips_on_device
 from lipsformer.engine.train_state import TrainState
 
@@ -308,7 +309,7 @@ class EvalSums:
         rows = torch.cat([torch.zeros(3, 0), *(batch.cpu() for batch in self._batches)], dim=1)
         sums = torch.cat([rows.double().sum(dim=1), torch.tensor([rows.shape[1]]).double()])
         if accelerator.num_processes > 1:
-            sums = sum_over_ranks(accelerator, sums.to(accelerator.device)).cpu()
+            sums = sum_over_ranks(sums.to(accelerator.device)).cpu()
         loss, top1, top5, images = sums.tolist()
         return {
             "top1": 100 * top1 / images,

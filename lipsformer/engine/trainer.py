@@ -15,10 +15,11 @@ import torch
 
 from lipsformer import kernels
 from lipsformer._configfile import dump_config
+from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
 from lipsformer.engine.claim import Claim
-from lipsformer.engine.distributed import environment, memory_gib, on_main
+from lipsformer.engine.distributed import environment, memory_gib
 from lipsformer.engine.lock import FolderLock
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, duration, summarize
 from lipsformer.engine.parts import Parts
@@ -85,9 +86,7 @@ class Trainer:
         self.total_steps = config.train.epochs * self.steps_per_epoch
         self.stopped = 0  # number of the signal that stops the run; 0 as long as there is none
         self.stopwatch = Stopwatch(self.accelerator)
-        self.metrics = StepMetrics(
-            self.accelerator, max_nonfinite=config.train.max_nonfinite_updates
-        )
+        self.metrics = StepMetrics(max_nonfinite=config.train.max_nonfinite_updates)
         self.lock = FolderLock(self.folder.path)
         self.writer = CheckpointWriter(self.checkpoints, before_write=self._before_write)
         self.state.before_change = self.writer.wait_for_copy
@@ -96,10 +95,10 @@ class Trainer:
         self.best: dict[str, Any] | None = None
         # Figures of the instruments for the next evaluation, by kind of weights.
         self.eval_figures: dict[str, dict[str, float]] = {}
-        self.run_id = on_main(self.accelerator, lambda: uuid.uuid4().hex[:12])
+        self.run_id = on_first_rank(lambda: uuid.uuid4().hex[:12])
         self.stop = StopRequest()
         try:
-            on_main(self.accelerator, self.lock.acquire)
+            on_first_rank(self.lock.acquire)
             self.tracking = self._begin(start)
         except Exception:
             self._leave()
@@ -147,7 +146,7 @@ class Trainer:
                     stopwatch=self.stopwatch,
                     after_step=self._after_step,
                 )
-            on_main(self.accelerator, self.writer.wait)  # for the last checkpoint
+            on_first_rank(self.writer.wait)  # for the last checkpoint
         except NonFiniteError as error:
             if error.first is not None and self.accelerator.is_main_process:
                 self._write_replay(error.first, str(error))
@@ -159,7 +158,7 @@ class Trainer:
         if self.stopped:
             logger.warning("stopped by signal %d after update %d", self.stopped, self.step)
         else:
-            on_main(self.accelerator, self._write_summary)
+            on_first_rank(self._write_summary)
         return self.stopped
 
     def _after_step(self, step: int) -> bool:
@@ -242,7 +241,7 @@ class Trainer:
             self.stop.received = SAVE_FAILED
         self.stopped = self.stop.stop_signal()
         if self.stopped == SAVE_FAILED:
-            on_main(self.accelerator, self.writer.wait)  # raises the error on every rank
+            on_first_rank(self.writer.wait)  # raises the error on every rank
         return bool(self.stopped)
 
     def _log(self) -> None:
@@ -281,7 +280,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Begin a checkpoint of this step; every rank must call it."""
-        on_main(self.accelerator, self.writer.wait)  # an earlier error is raised on every rank
+        on_first_rank(self.writer.wait)  # an earlier error is raised on every rank
         metrics = self.metrics.state_dict()
         self.state.agree_on_buffers()
         tensors = self.state.state_dict()
@@ -348,9 +347,7 @@ class Trainer:
     def _begin(self, start: Path | None) -> Tracking:
         """Load the checkpoint, claim the output folder, and open the records."""
         metrics_bytes = 0 if start is None else self._load(start)
-        metrics_bytes, self.best = on_main(
-            self.accelerator, lambda: self._claim_folder(start, metrics_bytes)
-        )
+        metrics_bytes, self.best = on_first_rank(lambda: self._claim_folder(start, metrics_bytes))
         pending = self.metrics.stats
         return Tracking(
             self.accelerator,

@@ -175,25 +175,9 @@ class LipschitzGATConv(GATConv):
             csr = edges.csr_with_self_loops if self.add_self_loops else edges.csr
             return self._finish(self._attend(source, target, csr), raw_target)
 
-        edge_index = plain_edges(edge_index)
-        nodes = (source, target)
-        if self.add_self_loops:
-            num_nodes = min(len(h) for h in nodes if h is not None) if size is None else min(size)
-            edge_index, edge_attr = add_one_self_loop(
-                edge_index, edge_attr, num_nodes=num_nodes, fill_value=self.fill_value
-            )
-        norm_sq = (None, None) if self.score_norm is None else _squared_norms(source, target)
-        # edge_updater_type: (alpha: OptPairTensor, norm_sq: OptPairTensor, target_sq: OptTensor, edge_attr: OptTensor)  # noqa: E501
-        attn = self.edge_updater(
-            edge_index,
-            alpha=self._score_terms(source, target),
-            norm_sq=norm_sq,
-            target_sq=norm_sq[1 if self.flow == "source_to_target" else 0],
-            edge_attr=edge_attr,
-            size=size,
+        out, edge_index, attn = self._send_messages(
+            source, target, plain_edges(edge_index), edge_attr, size
         )
-        # propagate_type: (x: OptPairTensor, alpha: Tensor)
-        out = self.propagate(edge_index, x=nodes, alpha=attn, size=size)
         out = self._finish(out, raw_target)
         if not return_attention_weights:
             return out
@@ -251,6 +235,38 @@ class LipschitzGATConv(GATConv):
             dropout=self.dropout,
             training=self.training,
         )
+
+    def _send_messages(
+        self,
+        source: Tensor,
+        target: Tensor | None,
+        edge_index: Tensor,
+        edge_attr: Tensor | None,
+        size: tuple[int, int] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the sums of `_attend` message by message.
+
+        Returns:
+            The sums, [T, H, C], the edges with the self loops, and their attention weights, [E, H].
+        """
+        nodes = (source, target)
+        if self.add_self_loops:
+            num_nodes = min(len(h) for h in nodes if h is not None) if size is None else min(size)
+            edge_index, edge_attr = add_one_self_loop(
+                edge_index, edge_attr, num_nodes=num_nodes, fill_value=self.fill_value
+            )
+        norm_sq = (None, None) if self.score_norm is None else _squared_norms(source, target)
+        # edge_updater_type: (alpha: OptPairTensor, norm_sq: OptPairTensor, target_sq: OptTensor, edge_attr: OptTensor)  # noqa: E501
+        attn = self.edge_updater(
+            edge_index,
+            alpha=self._score_terms(source, target),
+            norm_sq=norm_sq,
+            target_sq=norm_sq[1 if self.flow == "source_to_target" else 0],
+            edge_attr=edge_attr,
+            size=size,
+        )
+        # propagate_type: (x: OptPairTensor, alpha: Tensor)
+        return self.propagate(edge_index, x=nodes, alpha=attn, size=size), edge_index, attn
 
     def edge_update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

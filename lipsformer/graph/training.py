@@ -15,19 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric import seed_everything
 from torch_geometric.data import Data
 
-from lipsformer.graph.config import GraphTrainConfig
-from lipsformer.graph.diagnostics import gradient_norms, layer_profile
-from lipsformer.graph.edge_attention.csr import SortedEdges, silence_beta_notice
-from lipsformer.graph.models.stack import GraphNet
-from lipsformer.graph.ranks import (
+from lipsformer._ranks import (
     gather_from_ranks,
     on_first_rank,
     rank_and_count,
     sum_over_ranks,
 )
+from lipsformer.graph.config import GraphTrainConfig
+from lipsformer.graph.diagnostics import gradient_norms, layer_profile
+from lipsformer.graph.edge_attention.csr import SortedEdges, silence_beta_notice
+from lipsformer.graph.models.stack import GraphNet
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
-__all__ = ["NodeBatch", "Training", "evaluate", "fit", "prepared"]
+__all__ = ["NodeBatch", "Training", "evaluate", "fit", "prepare_batches"]
 
 SPLITS: tuple[str, ...] = ("train", "val", "test")
 
@@ -82,12 +82,19 @@ def _on_device(batches: Batches, device: str) -> Iterator[NodeBatch]:
         yield batch if isinstance(batch, NodeBatch) else NodeBatch.of(batch, device)
 
 
-def prepared(batches: Batches, model: GraphNet, device: str) -> Batches:
-    """Prepare a list of graphs once for all epochs; other iterables are new in every epoch."""
+def prepare_batches(batches: Batches, model: GraphNet, device: str) -> Batches:
+    """Move a list of graphs to the device and sort their edges, once for all epochs.
+
+    Args:
+        batches: A list of graphs. Any other iterable may yield new graphs in every epoch and is
+            returned as it is.
+        model: The model, which tells whether sparse features will do.
+        device: Device of the training.
+    """
     if not isinstance(batches, list):
         return batches
-    prepared = list(_on_device(batches, device))
-    return [batch.compressed() for batch in prepared] if model.takes_sparse_features else prepared
+    moved = list(_on_device(batches, device))
+    return [batch.compressed() for batch in moved] if model.takes_sparse_features else moved
 
 
 @torch.no_grad()
@@ -95,6 +102,15 @@ def evaluate(model: GraphNet, batches: Batches, device: str) -> dict[str, float]
     """Return the accuracy of every split and the validation loss over all batches together.
 
     One forward pass per batch serves all splits.
+
+    Args:
+        model: The model, which is left in evaluation mode.
+        batches: Graphs with the masks of all splits.
+        device: Device of the model.
+
+    Returns:
+        `train_acc`, `val_acc` and `test_acc`, each in [0, 1], and `val_loss`, the mean cross
+        entropy.
 
     Raises:
         ValueError: If a split has no node.
@@ -147,10 +163,15 @@ class _Best:
 
 
 class Training:
-    """The training of one seed: everything that one epoch hands to the next.
+    """Train one model epoch by epoch, and keep everything that one epoch hands to the next.
 
     Several processes that have joined a process group train together: each one computes its part
     of every step, and DDP averages the gradients.
+
+    Args:
+        model: The model, on the device.
+        settings: Settings of the optimizer and of early stopping.
+        device: Device of the model.
     """
 
     def __init__(self, model: GraphNet, settings: GraphTrainConfig, device: str) -> None:
@@ -344,10 +365,10 @@ def fit(
         on_epoch: Function that is called with the record of every epoch.
 
     Returns:
-        The best epoch with its validation and test accuracy, the test accuracy of the last epoch,
-        the highest training accuracy of any epoch, whether the loss stopped being finite (which
-        ends the run), and the seconds taken. The seconds of a continued run include those until the
-        checkpoint.
+        `seed`; `best_epoch`, the epoch with the highest validation accuracy, and its `val_acc` and
+        `test_acc`; `last_test_acc` and `last_loss` of the last epoch; `highest_train_acc` of any
+        epoch; `epochs`, their number; `diverged`, whether the loss stopped being finite, which ends
+        the run; `seconds`, which for a continued run include those until the checkpoint.
 
     Raises:
         ValueError: If the checkpoint is damaged, or if another number of processes wrote it.
@@ -366,7 +387,8 @@ def fit(
     if log is not None and first:
         _drop_records(log, training.epoch)
     train_batches, eval_batches = (
-        prepared(batches, training.model, device) for batches in (train_batches, eval_batches)
+        prepare_batches(batches, training.model, device)
+        for batches in (train_batches, eval_batches)
     )
 
     while not training.finished:

@@ -5,7 +5,7 @@ The kernels do not check the classes, settings or sizes of modules.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +16,41 @@ from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import ScaledCosineAttention
 
 
-def cpu_obstacle(
-    channels: int,
-    windows: Sequence[tuple[int, int]],
-    attentions: Sequence[Any],
-    bias: Tensor | None,
-    lepes: Sequence[nn.Module],
-) -> str | None:
+class Arrangement(NamedTuple):
+    """How a map is cut into windows, and the attention within them.
+
+    A partition is a group of heads that share the shape of their windows.
+
+    Attributes:
+        windows: (h, w) in tokens of each partition.
+        attentions: The attention of each partition, with its ``num_heads``.
+        bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
+        lepes: For each partition the LePE of CSwin (locally-enhanced positional encoding): a
+            depthwise 3x3 convolution of the values, zero padded at the edge of the window, whose
+            result is added to the output. Empty for none.
+
+    Example:
+        >>> from lipsformer.layers import Arrangement, ScaledCosineAttention
+        >>> Arrangement([(2, 4)], [ScaledCosineAttention(num_heads=2)]).lepes
+        ()
+    """
+
+    windows: Sequence[tuple[int, int]]
+    attentions: Sequence[Any]
+    bias: Tensor | None = None
+    lepes: Sequence[Any] = ()
+
+
+def cpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
     """Return why the CPU's kernel would not compute what these modules compute.
 
     The kernel does not check sizes, and would read elsewhere in memory if they did not fit.
 
     Args:
         channels: Number of channels of each partition.
-        windows: As in `attend_in_windows`, like the rest.
-        attentions: The attention of each partition.
-        bias: [1, heads, h * w, h * w] or None.
-        lepes: The positional encodings.
+        arrangement: The windows and modules.
     """
+    windows, attentions, bias, lepes = arrangement
     if any(channels % attention.num_heads for attention in attentions):
         return "the heads do not divide the channels"
     tokens = math.prod(windows[0])
@@ -50,13 +67,9 @@ def cpu_obstacle(
     return None
 
 
-def gpu_obstacle(
-    windows: Sequence[tuple[int, int]],
-    attentions: Sequence[Any],
-    bias: Tensor | None,
-    lepes: Sequence[nn.Module],
-) -> str | None:
+def gpu_obstacle(arrangement: Arrangement) -> str | None:
     """Return why the GPU's kernel would not compute what these modules compute."""
+    windows, attentions, bias, lepes = arrangement
     most = kernels.MAX_GPU_TOKENS if bias is None else kernels.MAX_GPU_TOKENS_WITH_BIAS
     if any(h * w > most for h, w in windows):
         return f"a window has more than {most} tokens"
@@ -74,17 +87,16 @@ def gpu_obstacle(
 
 
 def gpu_proven(
-    plain: Callable[..., Tensor],
-    qkv: Tensor,
-    windows: Sequence[tuple[int, int]],
-    attentions: Sequence[Any],
-    bias: Tensor | None,
-    lepes: Sequence[nn.Module],
+    plain: Callable[[Tensor, Arrangement], Tensor], qkv: Tensor, arrangement: Arrangement
 ) -> bool:
     """Return whether the GPU's kernel is right and faster for attention of this class.
 
-    ``plain`` takes the arguments of `attend_in_windows` and computes with PyTorch's operators.
+    Args:
+        plain: Computes with PyTorch's operators.
+        qkv: See `attend_in_windows`.
+        arrangement: The windows and modules.
     """
+    windows, attentions, bias, lepes = arrangement
     count, heads = len(attentions), attentions[0].num_heads
     name = (
         f"windows {list(windows)}, {heads} heads, bias {bias is not None}, LePE {len(lepes) > 0}, "
@@ -95,25 +107,21 @@ def gpu_proven(
         modules = nn.ModuleList([*attentions, *lepes])
         modules.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
 
-    def parts(m: Any) -> tuple[Any, ...]:
-        return windows, list(m)[:count], m.bias, list(m)[count:]
+    def arranged(m: Any) -> Arrangement:
+        return Arrangement(windows, list(m)[:count], m.bias, list(m)[count:])
 
     return is_proven(
         name,
         modules,
         qkv,
-        kernel=lambda m, x: kernels.gpu_cosine_windows(x, gpu_arguments(*parts(m))),
-        plain=lambda m, x: plain(x, *parts(m)),
+        kernel=lambda m, x: kernels.gpu_cosine_windows(x, gpu_arguments(arranged(m))),
+        plain=lambda m, x: plain(x, arranged(m)),
     )
 
 
-def gpu_arguments(
-    windows: Sequence[tuple[int, int]],
-    attentions: Sequence[Any],
-    bias: Tensor | None,
-    lepes: Sequence[Any],
-) -> kernels.WindowArguments:
-    """Return what the GPU's kernel computes with, from the arguments of `attend_in_windows`."""
+def gpu_arguments(arrangement: Arrangement) -> kernels.WindowArguments:
+    """Return what the GPU's kernel computes with."""
+    windows, attentions, bias, lepes = arrangement
     first = attentions[0]
     tau = first.tau()
     learned = isinstance(tau, Tensor)

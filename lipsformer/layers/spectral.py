@@ -31,6 +31,12 @@ def largest_singular_value(weight: Tensor) -> Tensor:
 
     Raises:
         ValueError: If ``weight`` has fewer than two dimensions.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import largest_singular_value
+        >>> largest_singular_value(torch.diag(torch.tensor([3.0, -4.0])))
+        tensor(4.)
     """
     if weight.ndim < 2:
         raise ValueError(f"a weight needs at least 2 dimensions, got shape {tuple(weight.shape)}")
@@ -59,6 +65,12 @@ def spectral_init_(weight: Tensor, generator: torch.Generator | None = None) -> 
     Returns:
         ``weight``, whose reshaped largest singular value is 1.
 
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import largest_singular_value, spectral_init_
+        >>> largest_singular_value(spectral_init_(torch.empty(5, 3))).round(decimals=4)
+        tensor(1.)
+
     Reference:
         Qi et al. 2023 (LipsFormer), spectral initialization.
     """
@@ -75,6 +87,14 @@ def spectral_init_modules_(module: nn.Module, zero_conv_bias: bool = True) -> No
     Args:
         module: Searched with all its descendants.
         zero_conv_bias: False leaves the biases of convolutions as they are.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import spectral_init_modules_
+        >>> linear = torch.nn.Linear(3, 2)
+        >>> spectral_init_modules_(linear)
+        >>> linear.bias.tolist()
+        [0.0, 0.0]
     """
     for layer in module.modules():
         if isinstance(layer, (nn.Linear, nn.Conv2d, DepthwiseConv2d)):

@@ -4,7 +4,6 @@ Shapes: B images, H x W tokens, C channels of each of P partitions.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from lipsformer import kernels
 from lipsformer.layers._window_kernels import (
+    Arrangement,
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,
@@ -20,11 +20,6 @@ from lipsformer.layers._window_kernels import (
     tau_nu_eps,
 )
 from lipsformer.layers.windows import merge_heads, partition_heads
-
-# the arguments of attend_in_windows behind the projected tokens
-Arrangement = tuple[
-    Sequence[tuple[int, int]], Sequence[nn.Module], Tensor | None, Sequence[nn.Module]
-]
 
 
 def attend_in_windows(
@@ -42,23 +37,29 @@ def attend_in_windows(
 
     Args:
         qkv: [B, H, W, 3, P, C], queries, keys and values of the P partitions of the heads.
-        windows: (h, w) in tokens of each partition.
-        attentions: The attention of each partition, with its ``num_heads``.
-        bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
-        lepes: For each partition the LePE of CSwin (locally-enhanced positional encoding): a
-            depthwise 3x3 convolution of the values, zero padded at the edge of the window, whose
-            result is added to the output. Empty for none.
+        windows: The windows of each partition; for this and the rest see `Arrangement`.
+        attentions: The attention of each partition.
+        bias: Added to the scores; None for none.
+        lepes: The positional encodings; empty for none.
 
     Returns:
         [B, H, W, P * C].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import ScaledCosineAttention, attend_in_windows
+        >>> qkv = torch.randn(1, 5, 7, 3, 1, 8)
+        >>> attend_in_windows(qkv, [(2, 4)], [ScaledCosineAttention(num_heads=2)]).shape
+        torch.Size([1, 5, 7, 8])
     """
+    arrangement = Arrangement(windows, attentions, bias, lepes)
     parameters = [p for module in (*attentions, *lepes) for p in module.parameters()]
     tensors = (qkv, *parameters) if bias is None else (qkv, bias, *parameters)
     if kernels.usable(
         "cosine_windows",
         *tensors,
         training=attentions[0].training,
-        unless=lambda: cpu_obstacle(qkv.shape[-1], windows, attentions, bias, lepes),
+        unless=lambda: cpu_obstacle(qkv.shape[-1], arrangement),
     ):
         tau, nu, eps = tau_nu_eps(attentions)
         return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, lepe_tensors(lepes))
@@ -66,23 +67,18 @@ def attend_in_windows(
         "cosine_windows.gpu",
         qkv,
         training=attentions[0].training,
-        unless=lambda: gpu_obstacle(windows, attentions, bias, lepes),
-    ) and gpu_proven(_plain_windows, qkv, windows, attentions, bias, lepes):
-        return kernels.gpu_cosine_windows(qkv, gpu_arguments(windows, attentions, bias, lepes))
-    return _plain_windows(qkv, windows, attentions, bias, lepes)
+        unless=lambda: gpu_obstacle(arrangement),
+    ) and gpu_proven(_plain_windows, qkv, arrangement):
+        return kernels.gpu_cosine_windows(qkv, gpu_arguments(arrangement))
+    return _plain_windows(qkv, arrangement)
 
 
-def _plain_windows(
-    qkv: Tensor,
-    windows: Sequence[tuple[int, int]],
-    attentions: Sequence[nn.Module],
-    bias: Tensor | None,
-    lepes: Sequence[nn.Module],
-) -> Tensor:
+def _plain_windows(qkv: Tensor, arrangement: Arrangement) -> Tensor:
+    windows, attentions, bias, lepes = arrangement
     bias = None if bias is None else bias.to(qkv.dtype)
     outputs = []
     for part, (attention, window) in enumerate(zip(attentions, windows, strict=True)):
-        num_heads: Any = attention.num_heads
+        num_heads = attention.num_heads
         q, k, v = partition_heads(qkv[..., part, :], window, num_heads).unbind(0)
         out = attention(q, k, v, bias)
         if len(lepes) > 0:

@@ -8,7 +8,14 @@ from torch import Tensor
 
 
 def pad_to_even(x: Tensor) -> Tensor:
-    """Pad a map [B, H, W, C] with zeros at the bottom and the right to even height and width."""
+    """Pad a map [B, H, W, C] with zeros at the bottom and the right to even height and width.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import pad_to_even
+        >>> pad_to_even(torch.ones(1, 3, 4, 5)).shape
+        torch.Size([1, 4, 4, 5])
+    """
     return F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
 
 
@@ -24,6 +31,12 @@ def partition_heads(x: Tensor, window: tuple[int, int], num_heads: int) -> Tenso
 
     Returns:
         [P, B * num_windows, num_heads, h * w, d], contiguous.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import partition_heads
+        >>> partition_heads(torch.zeros(1, 5, 7, 3, 8), window=(2, 4), num_heads=2).shape
+        torch.Size([3, 6, 2, 8, 4])
     """
     height, width = x.shape[1], x.shape[2]
     h, w = window
@@ -45,6 +58,12 @@ def merge_heads(x: Tensor, window: tuple[int, int], size: tuple[int, int]) -> Te
 
     Returns:
         [B, H, W, num_heads * d].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import merge_heads
+        >>> merge_heads(torch.zeros(6, 2, 8, 4), window=(2, 4), size=(5, 7)).shape
+        torch.Size([1, 5, 7, 8])
     """
     h, w = window
     rows, cols = (size[0] + h - 1) // h, (size[1] + w - 1) // w
@@ -65,6 +84,13 @@ def relative_position_index(window: tuple[int, int], device: torch.device | None
 
     Returns:
         [h, w, h, w], int64: entry [i, j, k, l] belongs to query (i, j) and key (k, l).
+
+    Example:
+        >>> from lipsformer.layers import relative_position_index
+        >>> relative_position_index((1, 3)).reshape(3, 3)
+        tensor([[2, 1, 0],
+                [3, 2, 1],
+                [4, 3, 2]])
     """
     h, w = window
     row, col = torch.arange(h, device=device), torch.arange(w, device=device)

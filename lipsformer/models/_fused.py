@@ -51,8 +51,8 @@ def in_one_call(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tens
 
     @functools.wraps(forward)
     def either(block: Any, x: Tensor) -> Tensor:
-        if usable(block, x) and _proven(block, x, forward):
-            return fused_block(block, x)
+        if usable_on_gpu(block, x) and _gpu_proven(block, x, forward):
+            return gpu_block(block, x)
         if usable_on_cpu(block, x):
             return cpu_block(block, x)
         return forward(block, x)
@@ -60,7 +60,8 @@ def in_one_call(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tens
     return either
 
 
-def _proven(block: Any, x: Tensor, forward: Callable[[Any, Tensor], Tensor]) -> bool:
+def _gpu_proven(block: Any, x: Tensor, forward: Callable[[Any, Tensor], Tensor]) -> bool:
+    """Return whether the GPU's kernels are right and faster for blocks of this class."""
     attn = block.attn.branch
     side = getattr(attn, "window_size", None) or getattr(attn, "split_size", None)
     heads = getattr(attn, "num_heads", None) or attn.heads_per_branch
@@ -80,7 +81,7 @@ def _proven(block: Any, x: Tensor, forward: Callable[[Any, Tensor], Tensor]) -> 
         name,
         block,
         x,
-        kernel=lambda twin, y: fused_block(drop_alternately(twin), y),
+        kernel=lambda twin, y: gpu_block(drop_alternately(twin), y),
         plain=lambda twin, y: forward(drop_alternately(twin), y),
     )
 
@@ -93,11 +94,11 @@ def _alternate_mask(residual: Any, x: Tensor) -> Tensor | None:
     return mask.to(residual.residual_scale.dtype).view(-1, *[1] * (x.ndim - 1))
 
 
-def usable(block: Any, x: Tensor) -> bool:
+def usable_on_gpu(block: Any, x: Tensor) -> bool:
     """Return whether the GPU's kernels may compute a block on the map ``x`` ([B, H, W, C])."""
     if isinstance(x, torch.fx.Proxy):  # FX cannot trace the choice of a kernel
         return False
-    obstacle = lambda: _obstacle(block, x)  # noqa: E731
+    obstacle = lambda: _gpu_obstacle(block, x)  # noqa: E731
     return kernels.usable("block.gpu", x, training=block.training, unless=obstacle)
 
 
@@ -118,12 +119,12 @@ def cpu_block(block: Any, x: Tensor) -> Tensor:
     return kernels.block(x, tensors, kept, windows, tau, nu, eps, bias, lepe_tensors(lepes))
 
 
-def fused_block(block: Any, x: Tensor) -> Tensor:
+def gpu_block(block: Any, x: Tensor) -> Tensor:
     """Apply a block to ``x`` ([B, H, W, C]) on a GPU."""
     masks = [r.draw_mask(x) for r in residuals(block)]
     tensors = _tensors(block, [None if mask is None else mask.flatten() for mask in masks])
     arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
-    return kernels.gpu_block(x, tensors, gpu_arguments(*arrangement))
+    return kernels.gpu_block(x, tensors, gpu_arguments(arrangement))
 
 
 def _tensors(block: Any, masks: Sequence[Tensor | None]) -> kernels.BlockTensors:
@@ -146,12 +147,12 @@ def residuals(block: Any) -> tuple[Any, ...]:
     return block.conv1, block.conv2, block.attn, block.mlp
 
 
-def _obstacle(block: Any, x: Tensor) -> str | None:
+def _gpu_obstacle(block: Any, x: Tensor) -> str | None:
     """Return why the GPU's kernels would not compute what the modules of a block compute."""
     obstacle = _module_obstacle(block, _modules(block))
     if obstacle is not None:
         return obstacle
-    return gpu_obstacle(*block.attn.branch.arrangement(x.shape[1], x.shape[2]))
+    return gpu_obstacle(block.attn.branch.arrangement(x.shape[1], x.shape[2]))
 
 
 def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
@@ -170,8 +171,8 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
                 return "a parameter is frozen or replaced"
             if parameter.dtype != torch.float32 or not parameter.is_contiguous():
                 return "a parameter is not float32 or not contiguous"
-    windows, attentions, bias, lepes = block.attn.branch.arrangement(x.shape[1], x.shape[2])
-    return cpu_obstacle(x.shape[-1] // len(attentions), windows, attentions, bias, lepes)
+    arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
+    return cpu_obstacle(x.shape[-1] // len(arrangement.attentions), arrangement)
 
 
 def _modules(block: Any) -> list[tuple[str, Any]]:

@@ -49,7 +49,11 @@ class PatchEmbed(nn.Module):
         self.norm = CenterNorm(dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn ``x`` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C]."""
+        """Turn ``x`` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C].
+
+        Raises:
+            ValueError: If H or W is not a multiple of p.
+        """
         height, width = x.shape[-2], x.shape[-1]
         if height % self.patch_size != 0 or width % self.patch_size != 0:
             sizes = f"{height}x{width} is not a multiple of the patch size {self.patch_size}"

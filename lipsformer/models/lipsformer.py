@@ -266,6 +266,10 @@ class LipsFormer(TimmInterface):
                 in the paper, also starts CenterNorm with the constant 1 instead of d / (d - 1).
             device: Device of the parameters.
             dtype: Data type of the parameters.
+
+        Raises:
+            ValueError: If a name is unknown, a number is out of range, the image size is not a
+                multiple of the patch size, or a setting has no effect.
         """
         super().__init__()
         if weight_init not in ("", "unit_norm", "skip"):

@@ -161,9 +161,9 @@ class LipsFormerContractive(TimmInterface):
             attns = [self.make_attn(dim, window, dd) for _ in range(depth)]
             blocks = [ContractiveBlock(dim, attn, **dd) for attn in attns]
             stages.append(LipsFormerStage(downsample, blocks))
-            reduction = patch_size * 2**stage
-            info = {"num_chs": dim, "reduction": reduction, "module": f"stages.{stage}"}
-            self.feature_info.append(info)
+            self.feature_info.append(
+                {"num_chs": dim, "reduction": patch_size * 2**stage, "module": f"stages.{stage}"}
+            )
         self.stages = nn.Sequential(*stages)
         self.norm = JoinTokens()
         self.num_features = dims[-1] * (height // reduction) * (width // reduction)

@@ -127,9 +127,9 @@ class StripeAttention(nn.Module):
         return attend_in_windows(qkv, *arrangement)
 
     def arrangement(self, height: int, width: int) -> Arrangement:
-        """Return the stripes, attentions, bias (none) and LePE of the directions on a map."""
+        """Return the stripes, attentions and LePE of the directions on a map."""
         stripes = [self.stripe(branch, height, width) for branch in range(self.num_branches)]
-        return stripes, list(self.attention), None, list(self.lepe)
+        return Arrangement(stripes, list(self.attention), lepes=list(self.lepe))
 
 
 # FX cannot trace stripes that depend on the size of the map

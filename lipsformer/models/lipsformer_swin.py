@@ -152,9 +152,9 @@ class WindowAttention(nn.Module):
         return attend_in_windows(qkv.unflatten(-1, (3, 1, self.dim)), *arrangement)
 
     def arrangement(self, height: int, width: int) -> Arrangement:
-        """Return the windows, attention, bias and LePE of the one group of heads on a map."""
+        """Return the windows, attention and bias of the one group of heads on a map."""
         h, w = self.window(height, width)
-        return [(h, w)], [self.attention], self.position_bias(h, w), []
+        return Arrangement([(h, w)], [self.attention], self.position_bias(h, w))
 
 
 # FX cannot trace windows that depend on the size of the map

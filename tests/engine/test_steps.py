@@ -109,7 +109,7 @@ def test_accumulated_training_equals_whole_batches_with_a_short_last_group() -> 
     weights = []
     for parts in ([[8], [8], [3]], [[4, 4], [2, 3, 3], [2, 1]]):
         state = make_state(make_model())
-        metrics = StepMetrics(state.accelerator, max_nonfinite=0)
+        metrics = StepMetrics(max_nonfinite=0)
         updates = [(split(g, p), len(g[0])) for g, p in zip(groups, parts, strict=True)]
         made = train_epoch(
             state,
@@ -157,7 +157,7 @@ def test_ema_is_the_running_average_of_the_weights_after_each_update(compiled: b
 
 def test_nonfinite_update_changes_nothing_and_stops_the_run() -> None:
     state = make_state(make_model())
-    metrics = StepMetrics(state.accelerator, max_nonfinite=1)
+    metrics = StepMetrics(max_nonfinite=1)
     images, labels = make_samples(5)
     broken = images.clone()
     broken[2, 1, 1, 3] = float("nan")
@@ -181,7 +181,7 @@ def test_nonfinite_update_changes_nothing_and_stops_the_run() -> None:
 
 
 def test_an_infinite_loss_with_a_finite_gradient_counts_but_was_not_skipped() -> None:
-    metrics = StepMetrics(Accelerator(), max_nonfinite=3)
+    metrics = StepMetrics(max_nonfinite=3)
     for step, (loss, norm) in enumerate([(math.inf, 1.0), (8.0, math.nan), (12.0, 3.0)]):
         metrics.add(step, 0.1, 4, torch.tensor(loss), torch.tensor(norm))
     stats = metrics.read()

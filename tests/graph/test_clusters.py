@@ -16,9 +16,9 @@ from torch_geometric.utils import subgraph
 from data import DataError
 from data.clusters import ClusterBatches, metis_clusters
 from lipsformer._configfile import read_config
+from lipsformer._ranks import on_first_rank, rank_and_count
 from lipsformer.graph import create_model
 from lipsformer.graph.config import GraphConfig, GraphTrainConfig
-from lipsformer.graph.ranks import on_first_rank, rank_and_count
 from lipsformer.graph.training import Training, fit
 from scripts import _graph_seed, train_graph
 from tests.launch import CONTEXT

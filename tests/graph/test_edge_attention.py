@@ -24,6 +24,7 @@ from lipsformer.graph.edge_attention import cpu, operator
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
+from lipsformer.graph.edge_attention.settings import Settings
 from lipsformer.graph.edge_attention.trial import triton_is_used
 from lipsformer.kernels import verdict
 from lipsformer.layers.lipschitz_norm import segment_max
@@ -99,7 +100,7 @@ def test_trial_of_right_kernels_finds_no_fault(monkeypatch, dropout, differentia
         used = triton_is_used(
             inputs,
             csr,
-            (0.2, 1 / (1 - dropout), keep),
+            Settings(0.2, 1 / (1 - dropout), keep),
             kernel=operator._fused,
             plain=operator._reference,
         )

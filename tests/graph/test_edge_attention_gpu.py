@@ -8,6 +8,7 @@ import torch
 
 from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
 from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.edge_attention.settings import Settings
 from lipsformer.layers.lipschitz_norm import segment_max
 from tests.graph.edges import (
     CHANNELS,
@@ -44,10 +45,10 @@ def check_value_and_gradient(edge_index, inputs, slope, dropout=0.0):
 
     graph = SortedEdges(edge_index.to(DEVICE), len(inputs[1]), len(inputs[0])).csr
     arguments = [graph, *(x.detach() for x in inputs)]
-    settings = [slope, 1 / (1 - dropout), None if keep is None else keep.to(DEVICE)]
-    out, *residuals = kernels.forward(*arguments, *settings)
+    settings = Settings(slope, 1 / (1 - dropout), None if keep is None else keep.to(DEVICE))
+    out, *residuals = kernels.forward(*arguments, settings)
     weight = weight.to(DEVICE, out.dtype)
-    grads = kernels.backward(*arguments, weight, *settings, *residuals)
+    grads = kernels.backward(*arguments, weight, settings, *residuals)
     assert all(grad.dtype is dtype for grad in grads)
     torch.testing.assert_close(
         [x.double().cpu() for x in (out, *grads)],
@@ -101,8 +102,8 @@ def test_weights_of_large_equal_scores_are_shared_in_the_gradient_too():
     (expected_grad,) = torch.autograd.grad(expected, exact, weight.double())
     graph = SortedEdges(edge_index.to(DEVICE), SOURCES, TARGETS).csr
     arguments = [graph, *(x.detach().to(DEVICE) for x in (query, key, value))]
-    out, *residuals = kernels.forward(*arguments, 1.0, 1.0, None)
-    grad = kernels.backward(*arguments, weight.to(DEVICE), 1.0, 1.0, None, *residuals)[2]
+    out, *residuals = kernels.forward(*arguments, Settings())
+    grad = kernels.backward(*arguments, weight.to(DEVICE), Settings(), *residuals)[2]
     found = (out.cpu(), grad.cpu())
     torch.testing.assert_close(found, (expected, expected_grad), check_dtype=False)
 
@@ -111,10 +112,11 @@ def test_single_precision_scores_of_half_precision_values():
     query, key, value = (x.detach() for x in random_inputs(1.0, torch.float, DEVICE))
     value = value.bfloat16()
     graph = SortedEdges(random_edges().to(DEVICE), SOURCES, TARGETS).csr
-    out, *residuals = kernels.forward(graph, query, key, value, 0.2, 1.0, None)
-    same = kernels.forward(graph, query, key, value.float(), 0.2, 1.0, None)[0]
+    settings = Settings(negative_slope=0.2)
+    out, *residuals = kernels.forward(graph, query, key, value, settings)
+    same = kernels.forward(graph, query, key, value.float(), settings)[0]
     torch.testing.assert_close(out, same)
-    grads = kernels.backward(graph, query, key, value, out, 0.2, 1.0, None, *residuals)
+    grads = kernels.backward(graph, query, key, value, out, settings, *residuals)
     assert [grad.dtype for grad in grads] == [torch.float, torch.float, torch.bfloat16]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from lipsformer.kernels import dispatch, gpu_cosine_windows, verdict
 from lipsformer.layers import ScaledCosineAttention
 from lipsformer.layers._trial import try_kernel
-from lipsformer.layers._window_kernels import gpu_arguments
+from lipsformer.layers._window_kernels import Arrangement, gpu_arguments
 from lipsformer.models import _fused
 from lipsformer.models.lipsformer import LipsFormerBlock
 from lipsformer.models.lipsformer_cswin import StripeAttention
@@ -86,7 +86,7 @@ def test_windows_equal_float64(size, windows, heads, dim, lepe, learned, dtype):
         if exact:
             out = reference(x, windows, attentions, table, lepes)
         else:
-            arguments = gpu_arguments(windows, list(attentions), table, list(lepes))
+            arguments = gpu_arguments(Arrangement(windows, list(attentions), table, list(lepes)))
             out = gpu_cosine_windows(x, arguments)
         out.backward(upstream.to(out.dtype))
         leaves = [x, *([] if table is None else [table]), *modules.parameters()]
@@ -125,7 +125,7 @@ def test_block_equals_float64(monkeypatch, kind, dropped, dtype):
         expected = plain(exact)
     expected.backward(upstream.double())
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        out = _fused.fused_block(fused, rounded)
+        out = _fused.gpu_block(fused, rounded)
     assert out.dtype == dtype
     out.backward(upstream.to(dtype))
     close(out, expected, dtype)
@@ -140,7 +140,7 @@ def test_second_derivatives_of_a_block_are_refused():
     x = torch.randn(1, 3, 5, 18, device=DEVICE, requires_grad=True)
     fused = block("windows", 18).to(DEVICE).train()
     with pytest.raises(RuntimeError, match="no second derivatives"):
-        torch.autograd.grad(_fused.fused_block(fused, x).sum(), x, create_graph=True)
+        torch.autograd.grad(_fused.gpu_block(fused, x).sum(), x, create_graph=True)
 
 
 def test_compiler_takes_the_kernels_in_one_graph(monkeypatch):
@@ -170,9 +170,9 @@ def test_the_trial_takes_the_kernels_of_a_block_and_refuses_wrong_ones(monkeypat
         monkeypatch.setattr(_fused, "is_proven", try_kernel)
         plain = LipsFormerBlock.forward.__wrapped__
         with torch.autocast(DEVICE, torch.bfloat16):
-            assert _fused._proven(fused, x, plain)
+            assert _fused._gpu_proven(fused, x, plain)
             monkeypatch.setattr(verdict, "_VERDICTS", {})
             with pytest.warns(RuntimeWarning, match="is off by"):
-                assert not _fused._proven(fused, x, lambda b, y: 1.2 * plain(b, y))
+                assert not _fused._gpu_proven(fused, x, lambda b, y: 1.2 * plain(b, y))
     finally:
         torch.use_deterministic_algorithms(False)

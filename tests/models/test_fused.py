@@ -45,15 +45,15 @@ def test_bfloat16_training_takes_the_kernels_and_nothing_else_does():
     changed["dropout"].mlp.branch.drop.p = 0.1
     changed["subclass"].norm1.__class__ = type("Mine", (type(changed["subclass"].norm1),), {})
     with torch.autocast("cpu", torch.bfloat16):
-        assert _fused.usable(block(), x)
-        assert not _fused.usable(block().eval(), x)  # may be differentiated twice
-        assert not _fused.usable(block(), x[:0])
-        assert not _fused.usable(changed["large windows"], torch.randn(2, 9, 9, 12))
+        assert _fused.usable_on_gpu(block(), x)
+        assert not _fused.usable_on_gpu(block().eval(), x)  # may be differentiated twice
+        assert not _fused.usable_on_gpu(block(), x[:0])
+        assert not _fused.usable_on_gpu(changed["large windows"], torch.randn(2, 9, 9, 12))
         for reason in set(changed) - {"large windows"}:
-            assert not _fused.usable(changed[reason], x), reason
+            assert not _fused.usable_on_gpu(changed[reason], x), reason
     with torch.autocast("cpu", torch.float16):
-        assert not _fused.usable(block(), x)  # the stream could overflow
-    assert not _fused.usable(block(), x)  # float32
+        assert not _fused.usable_on_gpu(block(), x)  # the stream could overflow
+    assert not _fused.usable_on_gpu(block(), x)  # float32
 
 
 @pytest.mark.slow

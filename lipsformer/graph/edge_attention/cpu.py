@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer.graph.edge_attention.csr import EdgeCSR
+from lipsformer.graph.edge_attention.settings import Settings
 
 __all__ = ["backward", "forward", "max_backward", "max_forward"]
 
@@ -73,13 +74,7 @@ def _edge_dot(csr: EdgeCSR, target: Tensor, source: Tensor) -> Tensor:
 
 
 def forward(
-    csr: EdgeCSR,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    negative_slope: float,
-    keep_scale: float,
-    keep: Tensor | None,
+    csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and the shift and the log of the sum of the softmax for `backward`.
 
@@ -89,11 +84,16 @@ def forward(
     count = _heads_per_pass(csr, value.size(1))
     csr = csr.copies(count)
     query, key, value = (_by_pass(x, count) for x in (query, key, value))
-    masks = _keep_by_pass(keep, csr, len(value))
+    masks = _keep_by_pass(settings.keep, csr, len(value))
     shift, log_sum = value.new_zeros(2, len(value), csr.num_targets)
-    settings = (negative_slope, keep_scale)
     passes = (
-        _pass_output(csr, (query[i], key[i], value[i]), masks[i], shift[i], log_sum[i], *settings)
+        _pass_output(
+            csr,
+            (query[i], key[i], value[i]),
+            settings._replace(keep=masks[i]),
+            shift[i],
+            log_sum[i],
+        )
         for i in range(len(value))
     )
     if len(value) == 1:
@@ -107,14 +107,13 @@ def forward(
 def _pass_output(
     csr: EdgeCSR,
     maps: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor | None,
+    settings: Settings,
     shift: Tensor,
     log_sum: Tensor,
-    negative_slope: float,
-    keep_scale: float,
 ) -> Tensor:
     """Return the output of one pass, and write its shift and the log of its sum of the softmax."""
     query, key, value = maps
+    negative_slope, keep_scale, mask = settings
     weight = F.leaky_relu_(_edge_dot(csr, query, key), negative_slope)
     least, largest = weight.aminmax()
     if not (-30 < least and largest < 30):  # exponentials or their sums could overflow
@@ -136,9 +135,7 @@ def backward(
     key: Tensor,
     value: Tensor,
     grad: Tensor,
-    negative_slope: float,
-    keep_scale: float,
-    keep: Tensor | None,
+    settings: Settings,
     shift: Tensor,
     log_sum: Tensor,
 ) -> tuple[Tensor, ...]:
@@ -146,16 +143,10 @@ def backward(
     count = _heads_per_pass(csr, value.size(1))
     csr = csr.copies(count)
     maps = query, key, value, grad = tuple(_by_pass(x, count) for x in (query, key, value, grad))
-    masks = _keep_by_pass(keep, csr, len(value))
+    masks = _keep_by_pass(settings.keep, csr, len(value))
     passes = (
         _pass_gradients(
-            csr,
-            tuple(x[i] for x in maps),
-            masks[i],
-            shift[i],
-            log_sum[i],
-            negative_slope,
-            keep_scale,
+            csr, tuple(x[i] for x in maps), settings._replace(keep=masks[i]), shift[i], log_sum[i]
         )
         for i in range(len(value))
     )
@@ -171,13 +162,13 @@ def backward(
 def _pass_gradients(
     csr: EdgeCSR,
     maps: tuple[Tensor, ...],
-    mask: Tensor | None,
+    settings: Settings,
     shift: Tensor,
     log_sum: Tensor,
-    negative_slope: float,
-    keep_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the queries, keys and values of one pass, whose mask is `keep`."""
     query, key, value, grad = maps
+    negative_slope, keep_scale, mask = settings
     score = _edge_dot(csr, query, key)
     attn = F.leaky_relu(score, negative_slope)
     if shift.any():

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lipsformer.graph.edge_attention import cpu
 from lipsformer.graph.edge_attention.csr import EdgeCSR
+from lipsformer.graph.edge_attention.settings import Settings
 from lipsformer.graph.edge_attention.trial import triton_is_used
 from lipsformer.kernels.dispatch import is_batch
 from lipsformer.layers.lipschitz_norm import segment_max, squared_norm
@@ -63,43 +64,37 @@ def edge_attention(
     elif keep is None:
         draws = (torch.rand_like(csr.col, dtype=torch.float) for _ in range(query.size(1)))
         keep = torch.stack([draw >= dropout for draw in draws])
+    settings = Settings(negative_slope, 1 / (1 - dropout), keep)
     dtype = torch.promote_types(key.dtype, value.dtype)
     if value.device.type == "cpu":
         exact = torch.promote_types(torch.promote_types(dtype, query.dtype), torch.float)
         query, key, value = query.to(exact), key.to(exact), value.to(exact)
-    settings = (negative_slope, 1 / (1 - dropout), keep)
     if value.is_cuda and not triton_is_used(
         (query, key, value), csr, settings, kernel=_fused, plain=_reference
     ):
-        return _reference(csr, query, key, value, *settings).to(dtype)
-    return _fused(csr, query, key, value, *settings).to(dtype)
+        return _reference(csr, query, key, value, settings).to(dtype)
+    return _fused(csr, query, key, value, settings).to(dtype)
 
 
-def _fused(csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
-    return cast(Tensor, _EdgeAttention.apply(query, key, value, csr, *settings))
+def _fused(csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> Tensor:
+    return cast(Tensor, _EdgeAttention.apply(query, key, value, csr, settings))
 
 
 def _reference(
-    csr: EdgeCSR,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    negative_slope: float,
-    keep_scale: float,
-    keep: Tensor | None,
+    csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, settings: Settings
 ) -> Tensor:
     """Compute `edge_attention` from messages; it can be differentiated any number of times."""
     row, col = csr.row.long(), csr.col.long()
     dtype = torch.promote_types(query.dtype, value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    scores = F.leaky_relu((query[row] * key[col]).sum(-1), negative_slope)
+    scores = F.leaky_relu((query[row] * key[col]).sum(-1), settings.negative_slope)
     index = row[:, None].expand_as(scores)
     largest = scores.detach().new_zeros(csr.num_targets, scores.size(1))
     largest = largest.scatter_reduce(0, index, scores.detach(), "amax", include_self=False)
     weight = (scores - largest[row]).exp()
     attn = weight / torch.zeros_like(largest).index_add(0, row, weight)[row]
-    if keep is not None:
-        attn = attn * keep.T * keep_scale
+    if settings.keep is not None:
+        attn = attn * settings.keep.T * settings.keep_scale
     out = value.new_zeros(csr.num_targets, *value.shape[1:])
     return out.index_add(0, row, attn.unsqueeze(-1) * value[col])
 
@@ -121,31 +116,30 @@ class _EdgeAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         csr: EdgeCSR,
-        *settings: Any,
+        settings: Settings,
     ) -> Tensor:
-        out, *residuals = _backend(value).forward(csr, query, key, value, *settings)
-        *ctx.settings, keep = settings
-        ctx.csr = csr
-        ctx.save_for_backward(query, key, value, keep, *residuals)
+        out, *residuals = _backend(value).forward(csr, query, key, value, settings)
+        ctx.csr, ctx.settings = csr, settings._replace(keep=None)
+        ctx.save_for_backward(query, key, value, settings.keep, *residuals)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, keep, *residuals = ctx.saved_tensors
-        inputs, settings = (query, key, value), (*ctx.settings, keep)
+        inputs, settings = (query, key, value), ctx.settings._replace(keep=keep)
         create_graph = torch.is_grad_enabled()
         if create_graph or is_batch(grads[0]):
             with torch.enable_grad():
                 # One input may be computed from another. The gradients end at views of them, so
                 # that none includes what flows through another input.
                 views = [x.view_as(x) for x in inputs]
-                out = _reference(ctx.csr, *views, *ctx.settings, keep=keep)
+                out = _reference(ctx.csr, *views, settings=settings)
             needed = [x for x in views if x.requires_grad]
             found = iter(torch.autograd.grad(out, needed, *grads, create_graph=create_graph))
             own = tuple(next(found) if x.requires_grad else None for x in views)
         else:
-            own = _backend(value).backward(ctx.csr, *inputs, *grads, *settings, *residuals)
-        return *own, None, *(None for _ in settings)
+            own = _backend(value).backward(ctx.csr, *inputs, *grads, settings, *residuals)
+        return *own, None, None
 
 
 class _NeighborMax(torch.autograd.Function):

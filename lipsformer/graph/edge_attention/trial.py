@@ -1,13 +1,13 @@
 """The trial of the Triton kernels where they first meet a class of graphs."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lipsformer import kernels
 from lipsformer.graph.edge_attention.csr import EdgeCSR
+from lipsformer.graph.edge_attention.settings import Settings
 
 __all__ = ["triton_is_used"]
 
@@ -17,7 +17,7 @@ Attention = Callable[..., Tensor]
 def triton_is_used(
     inputs: Sequence[Tensor],
     csr: EdgeCSR,
-    settings: tuple[Any, ...],
+    settings: Settings,
     *,
     kernel: Attention,
     plain: Attention,
@@ -27,7 +27,7 @@ def triton_is_used(
     Args:
         inputs: Query, key and value of `edge_attention`.
         csr: The sorted edges.
-        settings: Slope of the LeakyReLU, scale of the weights that dropout keeps, and its mask.
+        settings: The settings of the call.
         kernel: Takes csr, the inputs and the settings, and computes with Triton.
         plain: Does the same with PyTorch's operators.
     """
@@ -35,7 +35,7 @@ def triton_is_used(
     differentiates = torch.is_grad_enabled()
     name = (
         f"edge_attention, {query.dtype}, {value.dtype}, {value.size(1)} heads, {query.size(-1)} "
-        f"and {value.size(-1)} channels, dropout {settings[-1] is not None}, gradients "
+        f"and {value.size(-1)} channels, dropout {settings.keep is not None}, gradients "
         f"{differentiates}, 2^{csr.num_edges.bit_length()} edges, "
         f"2^{csr.num_targets.bit_length()} targets"
     )
@@ -44,7 +44,7 @@ def triton_is_used(
         def run() -> list[Tensor]:
             own = [x.detach().to(dtype or x.dtype) for x in inputs]
             own = [x.requires_grad_(differentiates) for x in own]
-            out = attend(csr, *own, *settings)
+            out = attend(csr, *own, settings)
             if not differentiates:
                 return [out]
             return [out, *torch.autograd.grad(out.square().sum(), own)]

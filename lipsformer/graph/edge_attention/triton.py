@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lipsformer.graph.edge_attention.csr import EdgeCSR
+from lipsformer.graph.edge_attention.settings import Settings
 
 __all__ = ["LAUNCH", "TILES", "backward", "forward", "max_backward", "max_forward"]
 
@@ -278,7 +279,7 @@ def _max_backward(
     tl.store(grad_values + source * H + h, sums, mask=h < H)
 
 
-def _settings(query: Tensor, value: Tensor, keep: Tensor | None, tile: int) -> dict[str, Any]:
+def _constants(query: Tensor, value: Tensor, settings: Settings, tile: int) -> dict[str, Any]:
     _, heads, channels = value.shape
     block_d, block_c = (triton.next_power_of_2(x.size(-1)) for x in (query, value))
     return {
@@ -288,20 +289,16 @@ def _settings(query: Tensor, value: Tensor, keep: Tensor | None, tile: int) -> d
         "BLOCK_E": max(2, min(16, tile // max(block_c, block_d))),
         "BLOCK_D": block_d,
         "BLOCK_C": block_c,
-        "HAS_KEEP": keep is not None,
+        "SLOPE": settings.negative_slope,
+        "KEEP_SCALE": settings.keep_scale,
+        "HAS_KEEP": settings.keep is not None,
         "ACC": tl.float64 if torch.float64 in (query.dtype, value.dtype) else tl.float32,
         **LAUNCH,
     }
 
 
 def forward(
-    csr: EdgeCSR,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    negative_slope: float,
-    keep_scale: float,
-    keep: Tensor | None,
+    csr: EdgeCSR, query: Tensor, key: Tensor, value: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the unrounded output, then for `backward` the same output and the softmax's terms.
 
@@ -318,14 +315,12 @@ def forward(
             query,
             key,
             value,
-            keep,
+            settings.keep,
             out,
             shift,
             log_sum,
             csr.num_edges,
-            SLOPE=negative_slope,
-            KEEP_SCALE=keep_scale,
-            **_settings(query, value, keep, TILES["forward"]),
+            **_constants(query, value, settings, TILES["forward"]),
         )
     return out, out, shift, log_sum
 
@@ -336,9 +331,7 @@ def backward(
     key: Tensor,
     value: Tensor,
     grad: Tensor,
-    negative_slope: float,
-    keep_scale: float,
-    keep: Tensor | None,
+    settings: Settings,
     out: Tensor,
     shift: Tensor,
     log_sum: Tensor,
@@ -348,7 +341,7 @@ def backward(
     grad = grad.contiguous()
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
     delta = torch.empty_like(log_sum)
-    settings = _settings(query, value, keep, TILES["backward"])
+    constants = _constants(query, value, settings, TILES["backward"])
     with torch.cuda.device_of(value):
         _backward_by_target[(log_sum.numel(),)](
             csr.ptr,
@@ -356,7 +349,7 @@ def backward(
             query,
             key,
             value,
-            keep,
+            settings.keep,
             out,
             shift,
             log_sum,
@@ -364,9 +357,7 @@ def backward(
             grad_query,
             delta,
             csr.num_edges,
-            SLOPE=negative_slope,
-            KEEP_SCALE=keep_scale,
-            **settings,
+            **constants,
         )
         _backward_by_source[(csr.num_sources * value.size(1),)](
             csr.ptr_t,
@@ -375,7 +366,7 @@ def backward(
             query,
             key,
             value,
-            keep,
+            settings.keep,
             shift,
             log_sum,
             delta,
@@ -383,14 +374,12 @@ def backward(
             grad_key,
             grad_value,
             csr.num_edges,
-            SLOPE=negative_slope,
-            KEEP_SCALE=keep_scale,
-            **settings,
+            **constants,
         )
     return grad_query, grad_key, grad_value
 
 
-def _max_settings(values: Tensor) -> dict[str, Any]:
+def _max_constants(values: Tensor) -> dict[str, Any]:
     heads = values.size(1)
     return {"H": heads, "BLOCK_E": 16, "BLOCK_H": triton.next_power_of_2(heads), **LAUNCH}
 
@@ -400,7 +389,9 @@ def max_forward(csr: EdgeCSR, values: Tensor) -> Tensor:
     values = values.contiguous()
     largest = values.new_empty(csr.num_targets, values.size(1))
     with torch.cuda.device_of(values):
-        _max_forward[(csr.num_targets,)](csr.ptr, csr.col, values, largest, **_max_settings(values))
+        _max_forward[(csr.num_targets,)](
+            csr.ptr, csr.col, values, largest, **_max_constants(values)
+        )
     return largest
 
 
@@ -408,10 +399,10 @@ def max_backward(csr: EdgeCSR, values: Tensor, largest: Tensor, grad: Tensor) ->
     """Return the gradient of the values: edges that hold the maximum share it evenly."""
     values, grad = values.contiguous(), grad.contiguous()
     share, grad_values = torch.empty_like(grad), torch.empty_like(values)
-    settings = _max_settings(values)
+    constants = _max_constants(values)
     with torch.cuda.device_of(values):
-        _max_share[(csr.num_targets,)](csr.ptr, csr.col, values, largest, grad, share, **settings)
+        _max_share[(csr.num_targets,)](csr.ptr, csr.col, values, largest, grad, share, **constants)
         _max_backward[(csr.num_sources,)](
-            csr.ptr_t, csr.row_t, values, largest, share, grad_values, **settings
+            csr.ptr_t, csr.row_t, values, largest, share, grad_values, **constants
         )
     return grad_values

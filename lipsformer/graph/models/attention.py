@@ -13,7 +13,9 @@ __all__ = ["DeepGAT", "DeepGraphTransformer"]
 
 
 class DeepGAT(GraphNet):
-    """Stack graph attention to any depth, with a choice of normalizations.
+    r"""Stack graph attention to any depth, with a choice of normalizations.
+
+    .. math:: X^{(l)} = \mathrm{Norm}(\mathrm{ELU}(\mathrm{conv}(\mathrm{Dropout}(X^{(l-1)}))))
 
     A linear map leads from the features to `encoder_channels`. Then follow `num_layers` layers of
     dropout, attention with concatenated heads, ELU and a node normalization (the last layer has
@@ -116,9 +118,11 @@ class DeepGAT(GraphNet):
 
 
 class DeepGraphTransformer(GraphNet):
-    """Stack Graph Transformer layers to any depth.
+    r"""Stack Graph Transformer layers to any depth, between two linear maps.
 
-    Each layer applies dropout, attention with a skip connection, a node normalization and ELU.
+    .. math:: X^{(l)} = \mathrm{ELU}(\mathrm{Norm}(\mathrm{conv}(\mathrm{Dropout}(X^{(l-1)}))))
+
+    The convolution is `LipschitzTransformerConv`, which has a skip connection of its own.
 
     Example:
         >>> import torch
@@ -162,6 +166,9 @@ class DeepGraphTransformer(GraphNet):
             encoder_channels: See `DeepGAT`.
             released_code: See `LipschitzTransformerConv`.
             grad_checkpointing: See `GraphNet`.
+
+        Raises:
+            ValueError: If `norm` is unknown, a setting is out of range, or one has no effect.
         """
         score_norm, node_norm = parse_norm(norm)
         width = heads * hidden_channels

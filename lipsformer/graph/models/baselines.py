@@ -12,7 +12,12 @@ __all__ = ["GCN", "GGNN"]
 
 
 class GCN(GraphNet):
-    """Stack layers of dropout, graph convolution, ReLU and a node normalization.
+    r"""Stack layers of dropout, graph convolution, ReLU and a node normalization.
+
+    .. math:: X^{(l)} = \mathrm{Norm}(\mathrm{ReLU}(
+        \hat A\, \mathrm{Dropout}(X^{(l-1)})\, W^{(l)} + b^{(l)}))
+
+    The last layer, which returns the logits, has neither ReLU nor normalization.
 
     Example:
         >>> import torch
@@ -65,7 +70,9 @@ class GCN(GraphNet):
 
 
 class GGNN(GraphNet):
-    """Propagate `num_layers` times with one GRU between two linear maps.
+    r"""Propagate `num_layers` times with one GRU between two linear maps.
+
+    .. math:: X^{(l)} = \mathrm{GRU}\left(\sum_{j \in N(i)} X^{(l-1)}_j W^{(l)},\; X^{(l-1)}\right)
 
     Example:
         >>> import torch
@@ -97,6 +104,9 @@ class GGNN(GraphNet):
             out_channels: Number of classes.
             num_layers: Number of propagation steps.
             dropout: Dropout probability of the features and of the last state.
+
+        Raises:
+            ValueError: If the dropout probability is out of range.
         """
         encoder = nn.Sequential(Dropout(dropout), nn.Linear(in_channels, hidden_channels))
         head = nn.Sequential(nn.ReLU(), Dropout(dropout), nn.Linear(hidden_channels, out_channels))

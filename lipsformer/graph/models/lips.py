@@ -31,7 +31,11 @@ class AttentionBranch(nn.Module):
 
 
 class LipsLayer(nn.Module):
-    """Add attention and an MLP to the input, each after CenterNorm and with a weighted residual."""
+    """Add attention and an MLP to the input, each after CenterNorm and with a weighted residual.
+
+    Raises:
+        ValueError: If `mlp_ratio` is neither 0 nor gives at least one channel.
+    """
 
     def __init__(
         self,
@@ -90,11 +94,13 @@ class LipsLayer(nn.Module):
 
 
 class LipsGraphTransformer(GraphNet):
-    """Stack Graph Transformer layers in which every part is one of LipsFormer's.
+    r"""Stack Graph Transformer layers in which every part is one of LipsFormer's.
 
-    Each layer has two weighted residual branches: CenterNorm, scaled cosine attention over the
-    neighbors and a projection; then CenterNorm and an MLP. The largest singular value of every
-    weight is 1 at the start.
+    .. math:: Y = X + \alpha \odot W\, \mathrm{conv}(\mathrm{CN}(X)), \quad
+        X' = Y + \alpha' \odot \mathrm{MLP}(\mathrm{CN}(Y))
+
+    CN is CenterNorm, and conv is scaled cosine attention over the neighbors (`ScaledCosineConv`).
+    The largest singular value of every weight is 1 at the start.
 
     Example:
         >>> import torch
@@ -191,7 +197,20 @@ class LipsGAT(LipsGraphTransformer):
         share_projection: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Create the network; the arguments are those of `LipsGraphTransformer`."""
+        """Create the network.
+
+        Args:
+            in_channels: See `LipsGraphTransformer`, like all other arguments.
+            hidden_channels: Channels per head.
+            out_channels: Number of classes.
+            num_layers: Number of layers.
+            mlp_ratio: 0 for no MLP.
+            share_projection: Whether queries, keys and values share one projection.
+            **kwargs: Further arguments of `LipsGraphTransformer`.
+
+        Raises:
+            ValueError: If a setting is out of range.
+        """
         super().__init__(
             in_channels,
             hidden_channels,

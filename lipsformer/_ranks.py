@@ -1,4 +1,4 @@
-"""The processes that train one network together: one number for each, and work that one does.
+"""The processes (ranks) that train one model together: exchange, and work that one does for all.
 
 Everything here also works in a single process without a process group.
 """
@@ -15,12 +15,12 @@ Result = TypeVar("Result")
 
 
 def rank_and_count() -> tuple[int, int]:
-    """Return the number of this process, from 0, and the number of all processes."""
+    """Return the rank of this process, from 0, and the number of processes."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def on_first_rank(work: Callable[[], Result]) -> Result:
-    """Call `work` in process 0 only; return its result, or raise its error, in every process.
+    """Call `work` on rank 0 only; return its result, or raise its error, on every rank.
 
     Args:
         work: Function without arguments. Its result must be picklable.
@@ -32,7 +32,7 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
     if rank == 0:
         try:
             outcome[0] = work()
-        except Exception as error:  # the other processes would wait for the broadcast forever
+        except Exception as error:  # the other ranks would wait for the broadcast forever
             outcome[1] = error
     dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
@@ -41,7 +41,7 @@ def on_first_rank(work: Callable[[], Result]) -> Result:
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
-    """Add up the tensors of all processes."""
+    """Return the sum of a tensor over all ranks; every rank must call it."""
     if rank_and_count()[1] == 1:
         return value
     total = value.clone()
@@ -50,7 +50,7 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
 
 def gather_from_ranks(value: Tensor) -> list[Tensor]:
-    """Return the tensors of all processes, in the order of their numbers."""
+    """Return the tensors of all ranks in order; every rank must call it."""
     count = rank_and_count()[1]
     values: list[Any] = [value] * count
     if count > 1:
