@@ -112,15 +112,17 @@ class ScaledCosineAttention(nn.Module):
             dtype: Data type of the parameters.
 
         Raises:
-            ValueError: If ``logit_scale``, ``value_scale`` or ``eps`` is out of range.
+            ValueError: If ``logit_scale``, ``value_scale``, ``eps`` or ``attn_drop`` is out of
+                range.
         """
         super().__init__()
         if not 0.0 < logit_scale <= MAX_LOGIT_SCALE:
             raise ValueError(f"logit_scale must lie in (0, {MAX_LOGIT_SCALE:g}], got {logit_scale}")
-        if value_scale is not None and value_scale <= 0.0:
+        if value_scale is not None and not value_scale > 0.0:
             raise ValueError(f"value_scale must be > 0 or None for raw values, got {value_scale}")
-        if eps <= 0.0:
+        if not eps > 0.0:
             raise ValueError(f"eps must be > 0, got {eps}")
+        check_attn_drop(attn_drop)
         self.num_heads = num_heads
         self.init_logit_scale = float(logit_scale)  # YAML gives an int for 12
         self.init_value_scale = value_scale
@@ -172,6 +174,12 @@ class ScaledCosineAttention(nn.Module):
 
 
 register_notrace_module(ScaledCosineAttention)  # FX cannot trace the choice of a kernel
+
+
+def check_attn_drop(attn_drop: float) -> None:
+    """Raise a `ValueError` unless the dropout probability of an attention lies in [0, 1]."""
+    if not 0.0 <= attn_drop <= 1.0:
+        raise ValueError(f"attn_drop must lie in [0, 1], got {attn_drop}")
 
 
 def fused_attention(

@@ -15,7 +15,7 @@ import torch
 from timm.layers import register_notrace_module, use_fused_attn
 from torch import Tensor, nn
 
-from lipsformer.layers.cosine_attention import fused_attention, plain_attention
+from lipsformer.layers.cosine_attention import check_attn_drop, fused_attention, plain_attention
 
 __all__ = [
     "LipschitzNormAttention",
@@ -214,8 +214,12 @@ class LipschitzNormAttention(nn.Module):
         Args:
             num_heads: Number of heads H.
             attn_drop: Dropout probability of the attention weights in training.
+
+        Raises:
+            ValueError: If ``attn_drop`` is out of range.
         """
         super().__init__()
+        check_attn_drop(attn_drop)
         self.num_heads = num_heads
         self.attn_drop = attn_drop
         self.fused_attn = use_fused_attn()

@@ -165,7 +165,10 @@ def test_zero_tokens_are_finite_under_autocast(dtype):
         ({"logit_scale": 0.0}, r"logit_scale must lie in \(0, 100\], got 0.0"),
         ({"logit_scale": 101.0}, r"logit_scale must lie in \(0, 100\], got 101.0"),
         ({"value_scale": -1.0}, r"value_scale must be > 0 or None for raw values, got -1.0"),
+        ({"value_scale": math.nan}, r"value_scale must be > 0 or None for raw values, got nan"),
         ({"eps": 0.0}, r"eps must be > 0, got 0.0"),
+        ({"eps": math.nan}, r"eps must be > 0, got nan"),
+        ({"attn_drop": -0.1}, r"attn_drop must lie in \[0, 1\], got -0.1"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):

@@ -169,7 +169,10 @@ def test_features_only_returns_the_stages_outputs(name):
         ({"weight_init": "jax"}, "weight_init must be '', 'unit_norm' or 'skip', got 'jax'"),
         ({"value_scale": 2.0, "official_compat": True}, "value_scale=2.0 has no effect"),
         ({"logit_scale": 0.0}, r"logit_scale must lie in \(0, 100\], got 0.0"),
-        ({"drop_path_rate": 1.0}, r"drop_path must lie in \[0, 1\), got 1.0"),
+        ({"drop_path_rate": 1.3}, r"drop_path_rate must lie in \[0, 1\), got 1.3"),
+        ({"drop_path_rate": -0.1, "depths": (1,)}, "drop_path_rate must lie in .* got -0.1"),
+        ({"attn_drop_rate": 2.0}, r"attn_drop must lie in \[0, 1\], got 2.0"),
+        ({"attn_drop_rate": -0.1, "attn": "lipschitznorm"}, "attn_drop must lie in .* got -0.1"),
     ],
 )
 @pytest.mark.parametrize("name", ["lipsformer_tiny", "lipsformer_swin_tiny"])
