@@ -8,7 +8,7 @@ Convolutions", arXiv:1711.08141. The combination is ours, and no published figur
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.layers import ClassifierHead, register_notrace_function, to_2tuple
@@ -133,7 +133,7 @@ class LipsFormerContractive(TimmInterface):
             ValueError: If a size does not fit.
         """
         super().__init__()
-        height, width = to_2tuple(img_size)
+        height, width = cast(tuple[int, int], to_2tuple(img_size))
         reduction = patch_size * 2 ** (len(dims) - 1)
         if height % reduction != 0 or width % reduction != 0:
             raise ValueError(f"img_size={img_size} is not a multiple of {reduction}")
