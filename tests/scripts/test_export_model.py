@@ -116,6 +116,8 @@ def test_command_line_names_mistakes_before_it_writes(tmp_path, capsys):
             ["lipsformer_nano", out, "--img-size", "3"],
             "--img-size 3 is not possible for this",
         ),
+        (["lipsformer_swin_nano.no", out], "'lipsformer_swin_nano.no' cannot be built: there are"),
+        ([f"local-dir:{tmp_path}", out], "cannot be built: Config file not found: "),
         (["lipsformer_nano", out, "--img-size", "0"], "must be at least 1"),
         (["resnet18", out, "--img-size", "-1"], "must be at least 1"),
         (["lipsformer_nano", out, "--note", "x"], "--note has no effect without a model card"),
