@@ -30,7 +30,7 @@ from data import DataError, UnreadableImageError
 from data.images import ADVICE, ArrayPicture, EncodedPicture, Picture
 from data.sources import digits
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError
+from lipsformer._configfile import ConfigError, require
 from lipsformer.analysis.bounds import UnknownModuleError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
@@ -373,6 +373,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
+    require(
+        args.port is None or 0 <= args.port <= 65535, "--port", args.port, "must be in [0, 65535]"
+    )
     try:
         serve(args.checkpoint, args.weights, host=args.host, port=args.port)
     except ImportError as error:

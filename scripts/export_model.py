@@ -38,6 +38,7 @@ from lipsformer.engine.run_folder import (
     WHICH,
     WHICH_HELP,
     CheckpointError,
+    create_model,
     find_weights,
     has_tag,
     load_model,
@@ -123,7 +124,7 @@ def export_model(
     Raises:
         ExportError: If ``out`` exists or an export differs from the model.
         CheckpointError: If a run has no usable weights.
-        ConfigError: If the model of a folder is not known, or the run did not evaluate the weights.
+        ConfigError: If the model is not known, or the run did not evaluate the weights.
     """
     if out.exists():
         raise ExportError(f"{out} exists: choose another folder or remove it")
@@ -134,7 +135,7 @@ def export_model(
         model = load_model(weights)
     else:
         pretrained = ":" in name or has_tag(name)
-        model = timm.create_model(name, pretrained=pretrained)
+        model = create_model(name, pretrained=pretrained)
         if checkpoint is None:
             print(f"weights     {'pretrained' if pretrained else 'initial'} weights of {name}")
     if checkpoint is not None:

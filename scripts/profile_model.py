@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer._commands import documented_parser, quiet_pipe
+from lipsformer._commands import documented_parser, user_errors
+from lipsformer._configfile import ConfigError
 from lipsformer.analysis.cost import (
     PartCost,
     PeakMemory,
@@ -28,6 +29,7 @@ from lipsformer.analysis.cost import (
     median_seconds,
     part_costs,
 )
+from lipsformer.engine.run_folder import create_model
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,15 +44,24 @@ def profile_model(
     train: bool,
     repeats: int,
 ) -> dict[str, Any]:
-    """Return the record of one model."""
+    """Return the record of one model.
+
+    Raises:
+        ConfigError: If the model cannot be built, or not for images of this size.
+    """
     target = torch.device(device)
     with PeakMemory(target) as memory:
-        model = timm.create_model(name, device=device)
+        model: Any = create_model(name, device=device)
         size = model.pretrained_cfg["input_size"]
         if img_size is not None:
             size = (size[0], img_size, img_size)
             if hasattr(model, "set_input_size"):
-                model.set_input_size(img_size=img_size)
+                try:
+                    model.set_input_size(img_size=img_size)
+                except (ValueError, AssertionError) as error:
+                    raise ConfigError(
+                        f"--img-size {img_size} is not possible for {name}: {error}"
+                    ) from None
         images = torch.randn(batch_size, *size, device=target)
         parts = part_costs(model, images[:1])
         step = _training_step if train else _inference_step
@@ -154,7 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@quiet_pipe()
+@user_errors(ConfigError)
 def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     parser = parser or make_parser()
@@ -164,6 +175,8 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
             close = difflib.get_close_matches(name, timm.list_models(), 1)
             hint = f", did you mean {close[0]!r}" if close else ""
             parser.error(f"{name!r} is no timm model{hint}; timm.list_models() lists all")
+    if args.device.partition(":")[0] not in ("cpu", "cuda"):
+        parser.error(f"--device {args.device}: must be cpu or cuda")
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no GPU here; use --device cpu")
     for option in ("batch_size", "repeats"):

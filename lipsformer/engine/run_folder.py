@@ -296,10 +296,10 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
 
     Raises:
         CheckpointError: If there are no weights, or they do not fit.
-        ConfigError: If it is not known which model the weights belong to.
+        ConfigError: If it is not known which model the weights belong to, or timm cannot build it.
     """
     if isinstance(source, str) and timm.is_model(source):
-        return timm.create_model(source, pretrained=has_tag(source))
+        return create_model(source, pretrained=has_tag(source))
     if not isinstance(source, Weights):
         if not os.path.exists(source):
             raise ConfigError(f"{str(source)!r} is neither a timm model nor a file or folder")
@@ -312,6 +312,23 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
     model = timm.create_model(f"local-dir:{source.folder}", pretrained=False)
     load_weights(model, source.file)
     return model
+
+
+def create_model(name: str, **options: Any) -> nn.Module:
+    """Build the model that a name of timm, `local-dir:` or `hf-hub:` stands for.
+
+    Args:
+        name: The name.
+        **options: Arguments of `timm.create_model`.
+
+    Raises:
+        ConfigError: If there is no such model, or its weights are missing or damaged.
+    """
+    try:
+        return timm.create_model(name, **options)
+    except Exception as error:  # timm raises whatever files and networks make it raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"the model {name!r} cannot be built: {reason}") from error
 
 
 def has_tag(name: str) -> bool:

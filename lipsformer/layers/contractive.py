@@ -118,7 +118,8 @@ class ContractiveResidual(nn.Module):
         h, w = self.branch.window(height, width)
         core = self.branch.attention
         p = self.branch.position_bias(h, w)[0].softmax(-1)
-        mass = (p / (p + (1.0 - p) * math.exp(-2.0 * core.tau()))).sum(-2).amax()
+        mass = (p / (p + (1.0 - p) * math.exp(-2.0 * core.tau()))).sum(-2)
+        mass = mass.amax((0, 1))  # amax without axes has no form in ONNX
         scores = (1.0 + mass.clamp(max=h * w / 2)).sqrt()
         return (core.tau() * scores + mass.sqrt()) * (core.value_scale * core.eps**-0.5)
 
@@ -146,10 +147,7 @@ class JoinTokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Join the tokens of ``x`` ([B, H, W, C])."""
-        return x.reshape(len(x), 1, 1, -1)
-
-
-register_notrace_module(JoinTokens)  # FX cannot trace the size of a batch
+        return x.flatten(1)[:, None, None]
 
 
 @torch.no_grad()

@@ -278,6 +278,8 @@ class LipsFormer(TimmInterface):
             raise ValueError(f"stem must be 'patch' or 'conv', got {stem!r}")
         if any(side % patch_size != 0 for side in to_2tuple(img_size)):
             raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
+        if not 0.0 <= drop_path_rate < 1.0:
+            raise ValueError(f"drop_path_rate must lie in [0, 1), got {drop_path_rate}")
         # not logit_scale: its default on CSwin, 12, is not the default of check_attn, 10
         check_attn(attn, learn_logit_scale=learn_logit_scale, value_scale=value_scale)
         if attn == "lipschitznorm" and official_compat:

@@ -8,10 +8,10 @@ Convolutions", arXiv:1711.08141. The combination is ours, and no published figur
 """
 
 import math
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
-from timm.layers import ClassifierHead, to_2tuple
+from timm.layers import ClassifierHead, register_notrace_function, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
@@ -100,7 +100,7 @@ class LipsFormerContractive(TimmInterface):
         patch_size: int = 2,
         in_chans: int = 3,
         num_classes: int = 10,
-        global_pool: Literal["avg"] = "avg",
+        global_pool: str = "avg",
         drop_rate: float = 0.0,
         weight_init: str = "",
         device: torch.device | str | None = None,
@@ -123,7 +123,7 @@ class LipsFormerContractive(TimmInterface):
             patch_size: Side of a patch in pixels.
             in_chans: Number of image channels.
             num_classes: Number of classes; 0 leaves out the classifier.
-            global_pool: Only "avg", which has no effect on the single joined token.
+            global_pool: timm's pooling name, for the single joined token; "" keeps [B, 1, 1, C].
             drop_rate: Dropout before the classifier.
             weight_init: "" for orthogonal initialization, "skip" for none.
             device: Device of the parameters.
@@ -133,7 +133,7 @@ class LipsFormerContractive(TimmInterface):
             ValueError: If a size does not fit.
         """
         super().__init__()
-        height, width = to_2tuple(img_size)
+        height, width = cast(tuple[int, int], to_2tuple(img_size))
         reduction = patch_size * 2 ** (len(dims) - 1)
         if height % reduction != 0 or width % reduction != 0:
             raise ValueError(f"img_size={img_size} is not a multiple of {reduction}")
@@ -168,9 +168,9 @@ class LipsFormerContractive(TimmInterface):
         self.norm = JoinTokens()
         self.num_features = dims[-1] * (height // reduction) * (width // reduction)
         self.head = ClassifierHead(
-            self.num_features, num_classes, "avg", drop_rate, input_fmt="NHWC", **dd
+            self.num_features, num_classes, global_pool, drop_rate, input_fmt="NHWC", **dd
         )
-        self.head_hidden_size = self.num_features
+        self.head_hidden_size = self.head.num_features
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
 
@@ -242,11 +242,20 @@ class LipsFormerContractive(TimmInterface):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return all tokens of the last stage as one, [B, 1, 1, H' W' C]."""
+        check_size(x, self.img_size)
         return self.norm(self.stages(self.patch_embed(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Classify images [B, 3, H, W]; returns logits [B, num_classes]."""
         return self.forward_head(self.forward_features(x))
+
+
+@register_notrace_function  # FX cannot trace the check of the size
+def check_size(images: Tensor, img_size: tuple[int, int]) -> None:
+    """Raise a `ValueError` unless ``images`` ([B, C, H, W]) have the size of the model."""
+    size = images.shape[-2], images.shape[-1]
+    if size != img_size:
+        raise ValueError(f"image size {size} must be {img_size}: resize or pad the images")
 
 
 default_cfgs = generate_default_cfgs(

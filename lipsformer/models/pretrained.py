@@ -1,7 +1,6 @@
 """Where ``pretrained=True`` finds weights: in folders that are named ``<model>.<tag>``."""
 
 import functools
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any, TypeVar, cast
 import timm
 from timm.models import PretrainedCfg, register_model
 from torch import nn
+
+from lipsformer._configfile import read_json
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -115,10 +116,11 @@ def check_arguments(folder: Path, entry: Callable[..., nn.Module], kwargs: dict[
 
     Raises:
         RuntimeError: If the model is another one, or an argument differs that timm does not adapt.
+        ConfigError: If the folder has no description of its model, or a damaged one.
     """
-    config, name = json.loads((folder / "config.json").read_text()), entry.__name__
-    if config["architecture"] != name:
-        raise RuntimeError(f"{folder} holds a {config['architecture']}, not a {name}: rename it")
+    config, name = read_json(folder / "config.json"), entry.__name__
+    if (held := config.get("architecture")) != name:
+        raise RuntimeError(f"{folder} holds a {held}, not a {name}: rename it")
     trained = config.get("model_args", {})
     fixed = {key: value for key, value in kwargs.items() if is_fixed(key)}
     for key, value in fixed.items():

@@ -10,7 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lipsformer.analysis.bounds import Domain, lipschitz_bound
 from lipsformer.analysis.bounds.contractive import divisor
 from lipsformer.analysis.orthogonal import Orthogonal
-from lipsformer.layers import ContractiveResidual, FoldShift, ScaledCosineAttention, orthogonalize
+from lipsformer.layers import (
+    ContractiveResidual,
+    FoldShift,
+    JoinTokens,
+    ScaledCosineAttention,
+    orthogonalize,
+)
 from lipsformer.models.lipsformer_swin import WindowAttention
 
 
@@ -34,6 +40,17 @@ def test_folds_and_shifts_are_those_of_a_loop_and_so_are_their_gradients():
         assert torch.equal(y, expected)
         assert torch.equal(torch.autograd.grad(y, x, grad, retain_graph=True)[0], expected_grad)
         assert torch.equal(torch.autograd.grad(y.mul_(2.0), x, grad)[0], 2.0 * expected_grad)
+
+
+def test_tokens_are_joined_in_every_batch_also_of_an_exported_program():
+    batch = ({0: torch.export.Dim("batch")},)
+    example = (torch.randn(2, 3, 5, 7),)
+    program = torch.export.export(JoinTokens(), example, dynamic_shapes=batch).module()
+    for count in (0, 1, 11):
+        x = torch.randn(count, 3, 5, 7)
+        expected = x.new_tensor([image.flatten().tolist() for image in x]).view(count, 1, 1, 105)
+        assert torch.equal(JoinTokens()(x), expected)
+        assert torch.equal(program(x), expected)
 
 
 def mixing(tau: float, mix: float, table: float) -> ContractiveResidual:

@@ -168,6 +168,7 @@ def test_zero_tokens_are_finite_under_autocast(dtype):
         ({"value_scale": math.nan}, "value_scale=nan must be > 0 and finite"),
         ({"eps": 0.0}, "eps=0.0 must be > 0 and finite"),
         ({"eps": math.nan}, "eps=nan must be > 0 and finite"),
+        ({"attn_drop": -0.1}, r"attn_drop=-0.1 must be in \[0, 1\]"),
         ({"attn_drop": math.nan}, r"attn_drop=nan must be in \[0, 1\]"),
     ],
 )

@@ -169,7 +169,10 @@ def test_features_only_returns_the_stages_outputs(name):
         ({"weight_init": "jax"}, "weight_init must be '', 'unit_norm' or 'skip', got 'jax'"),
         ({"value_scale": 2.0, "official_compat": True}, "value_scale=2.0 has no effect"),
         ({"logit_scale": 0.0}, r"logit_scale must lie in \(0, 100\], got 0.0"),
-        ({"drop_path_rate": 1.0}, r"drop_path must lie in \[0, 1\), got 1.0"),
+        ({"drop_path_rate": 1.3}, r"drop_path_rate must lie in \[0, 1\), got 1.3"),
+        ({"drop_path_rate": -0.1, "depths": (1,)}, "drop_path_rate must lie in .* got -0.1"),
+        ({"attn_drop_rate": 2.0}, r"attn_drop=2.0 must be in \[0, 1\]"),
+        ({"attn_drop_rate": -0.1, "attn": "lipschitznorm"}, "attn_drop must lie in .* got -0.1"),
     ],
 )
 @pytest.mark.parametrize("name", ["lipsformer_tiny", "lipsformer_swin_tiny"])
@@ -182,3 +185,24 @@ def test_images_that_do_not_fit_the_patches_are_named():
     model = create("lipsformer_nano")
     with pytest.raises(ValueError, match="image size 32x33 is not a multiple of the patch size 2"):
         model(torch.randn(1, 3, 32, 33))
+
+
+def test_images_of_another_size_than_the_classifiers_are_named():
+    """Also those with as many tokens, whose places would be other ones."""
+    model = create("lipsformer_contractive_nano", dims=(8, 16, 24), depths=(1, 1, 1))
+    with pytest.raises(ValueError, match=r"image size \(16, 64\) must be \(32, 32\): resize or"):
+        model(torch.randn(2, 3, 16, 64))
+
+
+def test_a_contractive_model_is_built_with_the_pooling_that_a_reset_gives():
+    sizes = {"dims": (8, 16, 24), "depths": (1, 1, 1), "num_classes": 5}
+    images = torch.randn(2, 3, 32, 32)
+    for pool in ("max", "catavgmax", ""):
+        built = create("lipsformer_contractive_nano", global_pool=pool, **sizes)
+        reset = create("lipsformer_contractive_nano", **sizes)
+        reset.reset_classifier(5, pool)
+        reset.load_state_dict(built.state_dict())
+        assert torch.equal(built(images), reset(images))
+        assert built.head_hidden_size == reset.head_hidden_size
+    with pytest.raises(AssertionError, match="Invalid pool type: token"):
+        create("lipsformer_contractive_nano", global_pool="token", **sizes)

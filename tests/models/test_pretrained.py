@@ -115,6 +115,23 @@ def test_other_folders_are_chosen_by_their_tag(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "config.json cannot be read as JSON: No such file or directory; restore the file"),
+        ("{", "config.json cannot be read as JSON: Expecting property name"),
+        ("[]", "config.json holds no JSON dict; restore the file"),
+    ],
+)
+def test_a_damaged_description_of_a_model_is_named(text, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIPSFORMER_WEIGHTS", str(tmp_path))
+    (folder := tmp_path / f"{NAME}.damaged").mkdir()
+    if text is not None:
+        (folder / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"^{folder}/{message}"):
+        timm.create_model(NAME, pretrained=True)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"stem": "patch"}, "stem='patch' contradicts the weights .* stem='conv': leave stem out"),

@@ -272,6 +272,11 @@ def test_command_line_names_what_is_wrong_with_the_checkpoint(tmp_path, capsys, 
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
+def test_a_port_that_does_not_exist_is_named(capsys):
+    assert demo.main(["--checkpoint", "none", "--port", "65536"]) == 2
+    assert "--port=65536 is not possible: must be in [0, 65535]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_page_that_others_can_reach_is_warned_of(tmp_path, capsys, host):
     assert demo.main(["--checkpoint", str(tmp_path / "none"), "--host", host]) == 2

@@ -60,17 +60,24 @@ def test_exports_give_the_models_logits(tmp_path, name, key):
     assert_close(logits, model(images), tolerance)
 
 
+SWIN = {"embed_dim": 14, "num_heads": (2, 4)}
+CONTRACTIVE = {"dims": (8, 16), "window_size": (4, 4), "img_size": 44}
+
+
 @pytest.mark.parametrize(
     "key",
     ["torch-export", *(pytest.param(key, marks=pytest.mark.slow) for key in ("onnx", "openvino"))],
 )
-def test_a_trace_takes_every_batch(tmp_path, key):
+@pytest.mark.parametrize(
+    ("form", "sizes"),
+    [("swin", SWIN), pytest.param("contractive", CONTRACTIVE, marks=pytest.mark.slow)],
+)
+def test_a_trace_takes_every_batch(tmp_path, key, form, sizes):
     """Also one image, and as many as there are channels, which a comparison of shapes excluded."""
     need_runtime(key)
     torch.manual_seed(0)
-    model = timm.create_model(
-        "lipsformer_swin_nano", embed_dim=14, depths=(1, 1), num_heads=(2, 4), num_classes=5
-    ).eval()
+    model = timm.create_model(f"lipsformer_{form}_nano", depths=(1, 1), num_classes=5, **sizes)
+    model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -109,6 +116,8 @@ def test_command_line_names_mistakes_before_it_writes(tmp_path, capsys):
             ["lipsformer_nano", out, "--img-size", "3"],
             "--img-size 3 is not possible for this",
         ),
+        (["lipsformer_swin_nano.no", out], "'lipsformer_swin_nano.no' cannot be built: there are"),
+        ([f"local-dir:{tmp_path}", out], "cannot be built: Config file not found: "),
         (["lipsformer_nano", out, "--img-size", "0"], "must be at least 1"),
         (["resnet18", out, "--img-size", "-1"], "must be at least 1"),
         (["lipsformer_nano", out, "--note", "x"], "--note has no effect without a model card"),

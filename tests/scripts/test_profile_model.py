@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from lipsformer._configfile import ConfigError
 from scripts.profile_model import main, profile_model, table
 
 OPTIONS = {
@@ -37,6 +38,23 @@ def test_image_size_reaches_models_with_and_without_a_fixed_one():
     assert {part["name"]: part["output"] for part in swin["parts"]}["stages.3"] == (4, 4, 256)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        (
+            "lipsformer_nano",
+            33,
+            "--img-size 33 is not possible for lipsformer_nano: img_size=33 is",
+        ),
+        ("lipsformer_contractive_nano", 64, r"--img-size 64 is not .* must be \(32, 32\)"),
+        ("local-dir:nowhere", None, "the model 'local-dir:nowhere' cannot be built: Config file"),
+    ],
+)
+def test_models_that_are_not_there_or_take_no_such_images_are_named(name, size, message):
+    with pytest.raises(ConfigError, match=message):
+        profile_model(name, **{**OPTIONS, "img_size": size})
+
+
 def test_table_holds_the_totals():
     text = table(profile_model("lipsformer_nano", **OPTIONS)).splitlines()
     assert text[0] == "lipsformer_nano  3x32x32"
@@ -61,6 +79,7 @@ def test_command_line_prints_one_json_object_per_model(capfd):
         (["lipsformer_nano", "--precision", "fp8"], "invalid choice: 'fp8'"),
         (["lipsformer_nano", "--image-size", "32"], "unrecognized arguments"),
         (["lipsformer_nano", "--repeats", "0"], "--repeats 0: must be >= 1"),
+        (["lipsformer_nano", "--device", "gpu"], "--device gpu: must be cpu or cuda"),
         (["lipsformer_nano", "--batch-size", "0"], "--batch-size 0: must be >= 1"),
     ],
 )
