@@ -6,6 +6,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lipsformer.graph import ResidualGCN, create_model
 from lipsformer.graph.diagnostics import adjacency_norm, layer_profile
+from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.models import default_bound
 from lipsformer.layers.spectral import SpectralScale
 
@@ -102,7 +103,7 @@ def test_input_dropout_comes_before_the_first_linear_map(graph):
     torch.manual_seed(3)
     _, states = model.forward_intermediates(x, edge_index)
     torch.manual_seed(3)
-    kept = torch.nn.functional.dropout(x, 0.4)
+    kept = Dropout(0.4)(x)
     torch.testing.assert_close(states[0], model.encoder[1](kept))
     assert torch.equal(make("deep_gat").encoder.weight, model.encoder[1].weight)
 

@@ -158,7 +158,7 @@ CLASSES = ("CosineAttention", "CosineWindowAttention")
         ({"attn": "lipschitznorm", "value_scale": 2.0}, "value_scale=2.0 has no effect"),
         ({"attn": "lipschitznorm", "learn_logit_scale": True}, "learn_logit_scale=True has no"),
         ({"logit_scale": 0.0}, r"logit_scale must lie in \(0, 100\]"),
-        ({"value_scale": -1.0}, "value_scale must be > 0"),
+        ({"value_scale": -1.0}, "value_scale=-1.0 must be > 0"),
     ],
 )
 def test_impossible_arguments_leave_the_model_as_it_was(arguments, message):

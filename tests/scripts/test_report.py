@@ -347,7 +347,7 @@ def test_wordnet_numbers_are_shown_as_words() -> None:
         (["nowhere"], "nowhere has no config.yaml: name the folder of a run"),
         (["RUN"] * 7, "7 runs; a report shows at most 6"),
         (["RUN", "--images", "-1"], "--images -1 must be at least 0"),
-        (["broken"], "broken cannot be read as a run"),
+        (["broken"], "broken/metrics.jsonl is no JSON: repair it"),
         (["RUN", "--markdown", "FILE"], "report.md' cannot be written: Not a directory"),
         (["RUN", "--out", "FILE/out.html"], "FILE/out.html' cannot be written: Not a directory"),
     ],
