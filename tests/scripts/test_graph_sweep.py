@@ -174,6 +174,8 @@ def test_ctrl_c_ends_the_command_with_its_workers_and_keeps_the_finished_results
 
     def run():
         os.setsid()  # the command and its workers form the group of a terminal
+        # a shell starts background processes with SIGINT ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         graph_sweep.main(command)
 
     process = FORK.Process(target=run)
