@@ -42,10 +42,11 @@ class _NodeTerms(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         x, *weights = ctx.saved_tensors
         if torch.is_grad_enabled() or any(is_batch(grad) for grad in grads):
-            grad, *of_terms, grad_square = (grads[0], *(g.unsqueeze(-1) for g in grads[1:]))
-            by_weights = sum(g * weight for g, weight in zip(of_terms, weights, strict=True))
-            grad_x = grad + by_weights + 2 * grad_square * x
-            return grad_x, *((g * x).sum(-3, keepdim=True) for g in of_terms)
+            source_weight, target_weight = weights
+            of_source, of_target, of_square = (grad.unsqueeze(-1) for grad in grads[1:])
+            by_terms = of_source * source_weight + of_target * target_weight + 2 * of_square * x
+            of_weights = ((grad * x).sum(-3, keepdim=True) for grad in (of_source, of_target))
+            return grads[0] + by_terms, *of_weights
         found = [torch.empty_like(tensor) for tensor in (x, *weights)]
         grads = tuple(grad.contiguous() for grad in grads)
         run("node_terms_gradients_float32", x, *weights, *grads, *found, *x.shape)

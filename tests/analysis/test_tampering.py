@@ -494,13 +494,13 @@ def contractive() -> ContractiveResidual:
 
 
 @pytest.mark.parametrize("value", [math.inf, -2.0])
-def test_scales_of_a_contractive_residual_that_are_not_positive_are_refused(value):
+def test_scales_of_a_contractive_residual_that_are_not_positive_and_finite_are_refused(value):
     """An infinite scale makes the divisor infinite, and the output is not a number."""
     scaled, steep = contractive(), contractive()
     scaled.branch.attention.value_scale.fill_(value)
     steep.branch.attention.init_logit_scale = value
     for module in (scaled, steep):
-        with pytest.raises(UnknownModuleError, match="use positive numbers"):
+        with pytest.raises(UnknownModuleError, match="not positive and finite"):
             lipschitz_bound(module, Domain(size=(4, 6)))
 
 

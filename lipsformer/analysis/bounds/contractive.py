@@ -73,7 +73,7 @@ def _contractive_residual(module: Any, domain: Domain, scale: Tensor | None) -> 
     if learned or not all(0.0 < scale < math.inf for scale in scales):
         raise UnknownModuleError(
             "no Lipschitz bound is known for ContractiveResidual with a learned logit scale, "
-            "several weights, raw values or other scales: use positive numbers"
+            "several weights, raw values, or scales that are not positive and finite"
         )
     domain = entered(module, domain, None)
     if domain.channels is not None and domain.channels < module.dim:
