@@ -45,8 +45,8 @@ def draw(axes: Axes, lines: Curves, title: str) -> None:
     for name, values in lines.items():
         layers = sorted(values)
         axes.plot(layers, [values[n] for n in layers], marker="o", markersize=4, label=name)
-    axes.axhline(CHANCE, color="grey", linestyle=":", linewidth=1)
-    axes.annotate("always the largest class", (2, CHANCE - 3), fontsize=8, color="grey")
+    axes.axhline(CHANCE, color="gray", linestyle=":", linewidth=1)
+    axes.annotate("always the largest class", (2, CHANCE - 3), fontsize=8, color="gray")
     ticks = sorted({n for values in lines.values() for n in values})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(n) for n in ticks])

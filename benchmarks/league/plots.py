@@ -45,7 +45,7 @@ def plot_rates(records: Sequence[Record], data: str, title: str, path: Path) -> 
             ]
     names = [body if optimizer == "adamw" else f"{body} · {optimizer}" for body, optimizer in order]
     columns = [f"{k:g}×" for k in all_multiples()]
-    about = f"{title}: accuracy on held-out images, %. Grey: a loss near that of guessing."
+    about = f"{title}: accuracy on held-out images, %. Gray: a loss near that of guessing."
     return heatmap(panels, names, columns, "learning rate, times the usual one", about, path)
 
 
@@ -60,7 +60,7 @@ def plot_depths(records: Sequence[Record], path: Path) -> Path:
     bodies.sort(key=reached)
     grid = [[select(found, body=body, blocks=depth) for depth in DEPTHS] for body in bodies]
     columns = [str(depth) for depth in DEPTHS]
-    about = "CIFAR-10, no warmup: held-out accuracy, %. Grey: a loss near that of guessing."
+    about = "CIFAR-10, no warmup: held-out accuracy, %. Gray: a loss near that of guessing."
     return heatmap({"depth": grid}, bodies, columns, "number of blocks", about, path)
 
 
@@ -72,7 +72,7 @@ def heatmap(
     title: str,
     path: Path,
 ) -> Path:
-    """Draw panels of cells coloured by accuracy; a cell in which a seed is not stable is grey."""
+    """Draw panels of cells colored by accuracy; a cell in which a seed is not stable is gray."""
     height = 0.34 * len(rows) + 1.6
     width = 2.6 + 0.62 * len(columns) * len(panels)
     figure = Figure(figsize=(max(width, 7.0), height), layout="constrained")
@@ -104,16 +104,16 @@ def _draw_cell(ax: Any, x: int, y: int, cell: list[Record], low: float, high: fl
     value = mean(r["top1"] for r in cell)
     stable = all(r["stable"] for r in cell)
     share = (value - low) / (high - low)
-    colour = colormaps["viridis"](share) if stable else "0.85"
-    ax.add_patch(_square(x, y, colour))
+    color = colormaps["viridis"](share) if stable else "0.85"
+    ax.add_patch(_square(x, y, color))
     ink = "0.45" if not stable else "white" if share < 0.6 else "black"
     ax.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=9, color=ink)
 
 
-def _square(x: int, y: int, colour: Any) -> Any:
+def _square(x: int, y: int, color: Any) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0)
+    return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=color, linewidth=0)
 
 
 def plot_signals(records: Sequence[Record], path: Path) -> Path:

@@ -19,7 +19,7 @@ class StopRequest:
     The ranks exchange the flag through a separate group of CPU tensors, so that asking after every
     step does not make the host wait for the device. Python delivers signals to the main thread
     only: in another thread, such as a worker of Ray Train, no signal is received. A second SIGINT,
-    which is Ctrl-C, has its usual effect. A process whose torchrun was killed counts as signalled,
+    which is Ctrl-C, has its usual effect. A process whose torchrun was killed counts as signaled,
     because nobody would signal it any more.
 
     Example:

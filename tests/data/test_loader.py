@@ -27,7 +27,7 @@ from tests.data.trees import write_tree
 
 
 class Keys(Dataset):
-    """Item = its key, as an "image" of (epoch, index), labelled by the index."""
+    """Item = its key, as an "image" of (epoch, index), labeled by the index."""
 
     def __init__(self, length: int):
         self.length = length

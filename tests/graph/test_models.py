@@ -93,8 +93,8 @@ def test_narrow_heads_are_no_bottleneck_of_the_features(graph, name):
         torch.manual_seed(0)
         model = create_model(name, FEATURES, 2, CLASSES, LAYERS, **settings, **extra).double()
         _, states = model.forward_intermediates(x, edge_index)
-        centred = states[0] - states[0].mean(0)
-        assert torch.linalg.matrix_rank(centred) == rank
+        centered = states[0] - states[0].mean(0)
+        assert torch.linalg.matrix_rank(centered) == rank
 
 
 def test_input_dropout_comes_before_the_first_linear_map(graph):

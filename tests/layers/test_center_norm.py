@@ -51,8 +51,8 @@ def test_training_gradients_equal_the_matrix_for_any_gain_and_bias():
     x = torch.randn(2, 3, 5, 11, requires_grad=True)
     inputs = [x, norm.weight, norm.bias]
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    centred = exact[0] - exact[0].mean(-1, keepdim=True)
-    expected = centred * (11 / 10) * exact[1] + exact[2]
+    centered = exact[0] - exact[0].mean(-1, keepdim=True)
+    expected = centered * (11 / 10) * exact[1] + exact[2]
     actual = norm(x)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
     upstream = torch.randn_like(actual)

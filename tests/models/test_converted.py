@@ -82,7 +82,7 @@ def test_general(tests_of_any_size, check, name):
         getattr(tests_of_any_size, check)(name, *([{}] if check in GENERAL_WITH_KWARGS else []))
 
 
-def randomised(model: nn.Module) -> nn.Module:
+def randomized(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.eval()
@@ -101,7 +101,7 @@ def test_timms_format_rebuilds_the_converted_model(tmp_path, name, arguments):
     model = lipsformer.convert(timm.create_model(name, **MODELS[name]), **arguments)
     model.reset_classifier(7)
     model.set_input_size((64, 96))
-    randomised(model)
+    randomized(model)
     save_for_hf(model, tmp_path, safe_serialization=True)
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     images = torch.randn(2, 3, 64, 96)
@@ -114,7 +114,7 @@ def test_what_was_trained_is_kept(name):
     """Gains, biases and LayerScale keep their values, and what was frozen stays frozen."""
     deit3 = {} if name.startswith("swin") else {"init_values": 0.4}
     model = timm.create_model(name, **MODELS[name], **deit3)
-    randomised(model)
+    randomized(model)
     model.requires_grad_(False)
     trained = [parameter for key, parameter in model.named_parameters() if "head" in key]
     for parameter in trained:
@@ -132,7 +132,7 @@ def test_what_was_trained_is_kept(name):
 def test_lipschitz_norm_in_a_converted_model_equals_the_layer(name):
     torch.manual_seed(0)
     model = lipsformer.convert(timm.create_model(name, **MODELS[name]), attn="lipschitznorm")
-    attn = next(m for m in randomised(model).modules() if type(m).__name__ in CLASSES)
+    attn = next(m for m in randomized(model).modules() if type(m).__name__ in CLASSES)
     x = torch.randn(2, 49, attn.qkv.in_features)
     q, k, v = attn.qkv(x).view(2, 49, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
     squares = [t.double().square().sum(-1) for t in (q, k, v)]

@@ -18,7 +18,7 @@ def joined(outputs: list[torch.Tensor], attn: torch.nn.Module) -> torch.Tensor:
     return torch.cat(outputs, -1) @ attn.proj.weight.double().T + attn.proj.bias.double()
 
 
-def randomised(model: torch.nn.Module) -> torch.nn.Module:
+def randomized(model: torch.nn.Module) -> torch.nn.Module:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
@@ -29,7 +29,7 @@ def randomised(model: torch.nn.Module) -> torch.nn.Module:
 def test_vit_attention_equals_the_loop_one_head_at_a_time(mask):
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", embed_dim=21, num_heads=3, depth=1)
-    attn = randomised(lipsformer.convert(model)).blocks[0].attn
+    attn = randomized(lipsformer.convert(model)).blocks[0].attn
     x = torch.randn(2, 5, 21)
     bias = torch.randn(5, 5)
     allowed = torch.rand(5, 5) > 0.4
@@ -63,7 +63,7 @@ def test_swin_attention_keeps_bias_and_shift_mask():
         num_heads=(2,),
         head_dim=5,  # not embed_dim / num_heads
     )
-    block = randomised(lipsformer.convert(model)).layers[0].blocks[1]
+    block = randomized(lipsformer.convert(model)).layers[0].blocks[1]
     attn, mask = block.attn, block.attn_mask
     assert mask is not None
     x = torch.randn(2 * mask.shape[0], 9, 14)

@@ -18,7 +18,7 @@ def tree(tmp_path):
     turned = photo(29, 23)
     turned.getexif()[0x0112] = 6
     (root / "a" / "turned.jpg").write_bytes(encoded(turned, exif=turned.getexif()))
-    (root / "a" / "grey.jpg").write_bytes(encoded(photo(61, 7).convert("L")))
+    (root / "a" / "gray.jpg").write_bytes(encoded(photo(61, 7).convert("L")))
     (root / "b é" / "misnamed.jpg").write_bytes(encoded(photo(5, 3), "PNG"))
     frames = [photo(17, 13), photo(13, 17).resize((17, 13))]
     frames[0].save(root / "b é" / "moving.webp", save_all=True, append_images=frames[1:])

@@ -92,7 +92,7 @@ def submit(cluster: dict[str, str], **more: str) -> subprocess.Popen:
     return subprocess.Popen(command, env={**cluster, **more})
 
 
-def test_slurm_job_goes_back_into_the_queue_when_signalled(
+def test_slurm_job_goes_back_into_the_queue_when_signaled(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:
     job = submit(cluster)

@@ -1,5 +1,5 @@
 // Scaled cosine attention in the windows of a map of projected tokens, in one pass: a window and head
-// at a time is normalised, attended and written back while it lies in the cache.
+// at a time is normalized, attended and written back while it lies in the cache.
 //
 // A sum over a row is a chain of additions, and what needs it must wait. So a loop takes the sums of
 // all rows before the next loop uses them: then the processor works on several rows at once.

@@ -4,7 +4,7 @@
 //
 // A task takes LANES channels of an image. Rows run along the longer side of the map (kernels are
 // transposed for that) and are copied one after the other into a ring of K rows, which stays in the
-// first cache; up to 14 neighbouring outputs, held in registers, share what is loaded.
+// first cache; up to 14 neighboring outputs, held in registers, share what is loaded.
 #include "parallel.h"
 #include "vec.h"
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int WIDE = 14, NARROW = 7;  // neighbours at a time: maps of 56, 28, 14 and 7 divide
+constexpr int WIDE = 14, NARROW = 7;  // neighbors at a time: maps of 56, 28, 14 and 7 divide
 
 struct Buffer {
     explicit Buffer(int64_t vecs) : data(static_cast<float *>(std::aligned_alloc(64, 64 * vecs))) {

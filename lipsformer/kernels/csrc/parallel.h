@@ -16,7 +16,7 @@ int omp_get_num_threads();
 struct Team {
     int64_t thread, threads;
 
-    // This thread's share of 0 ... n - 1 is one run of neighbours, from begin(n) to end(n) - 1.
+    // This thread's share of 0 ... n - 1 is one run of neighbors, from begin(n) to end(n) - 1.
     int64_t begin(int64_t n) const { return thread * (n / threads) + std::min(thread, n % threads); }
 
     int64_t end(int64_t n) const { return Team{thread + 1, threads}.begin(n); }

@@ -46,8 +46,8 @@ def test_attention_is_the_softmax_of_its_scores():
     q, k, v, bias = (tensor.double().numpy() for tensor in tensors)
 
     def layer_norm(x):
-        centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        centered = x - x.mean(-1, keepdims=True)
+        return centered / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
 
     def unit(x):
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
