@@ -19,6 +19,7 @@ import yaml
 
 import lipsformer  # noqa: F401  (registers)
 import train
+from lipsformer._commands import COMMANDS
 from lipsformer._configfile import make_config
 from lipsformer.config import Config
 from lipsformer.engine.distributed import micro_batches
@@ -111,6 +112,12 @@ def test_the_newcomer_types_every_command_or_says_why_not():
     commands = [command for text in blocks for command in newcomer.commands_of(text)]
     known = {newcomer.key_of(command) for command in commands}
     assert known == {*newcomer.STEPS, *newcomer.LEFT_OUT}
+
+
+def test_the_page_of_commands_lists_every_command():
+    page = (ROOT / "docs/commands.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| `python (?:-m )?(\S+?)(?:\.py)?` \|", page, re.M)
+    assert dict(rows) == {name: command.module for name, command in COMMANDS.items()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
