@@ -7,6 +7,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from lipsformer.graph import LipschitzGATConv, ResidualGCN, create_model
 from lipsformer.graph.diagnostics import adjacency_norm, layer_profile
 from lipsformer.graph.dropout import Dropout
+from lipsformer.graph.edge_attention.csr import silence_beta_notice
 from lipsformer.graph.models import default_bound
 from lipsformer.layers.spectral import SpectralScale
 
@@ -207,6 +208,7 @@ def test_classic_gat_draws_no_random_numbers_but_those_of_its_layers():
 def test_classic_reads_sparse_features(graph, settings):
     x, edge_index = graph
     model = make("classic", **settings).eval()
+    silence_beta_notice()
     torch.testing.assert_close(model(x.to_sparse_csr(), edge_index), model(x, edge_index))
 
 
