@@ -43,7 +43,7 @@ NAMES = tuple(f"{model}, {loader}" for loader in ("full", "cluster") for model i
 COLUMNS = ("model, loader", "epochs per minute", "speed ratio (range)", "peak MB", "ratio")
 
 
-class GCN2(GraphNet):
+class PyGGCN2(GraphNet):
     """GCNII of PyG's layers, which mix the first representations into every layer."""
 
     takes_sorted_edges = False
@@ -88,7 +88,7 @@ def build(name: str, config: GraphConfig, features: int, classes: int) -> GraphN
     if name == "GATConv":
         return PyGGAT(features, own.hidden_channels, heads, classes, own.num_layers, dropout)
     if name == "GCN2Conv":
-        return GCN2(features, own.hidden_channels * heads, classes, own.num_layers, dropout)
+        return PyGGCN2(features, own.hidden_channels * heads, classes, own.num_layers, dropout)
     return create_model(
         own.name, features, own.hidden_channels, classes, own.num_layers, **own.kwargs
     )

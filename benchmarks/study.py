@@ -271,17 +271,20 @@ def last_evaluation(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def table(study: Study) -> str:
-    """Return a markdown table of means over seeds, and the runs that are missing."""
+    """Return a markdown table of means over complete runs, and the runs that are missing.
+
+    The column of the seeds names the exit codes of runs that ended early, such as diverged ones.
+    """
     results = list(read_jsonl(ROOT / study.results))
     lines = []
     for row, settings in study.rows.items():
         own = [line for line in results if line["row"] == row]
         finished = [line for line in own if line["exit_code"] == 0]
+        failed = ", ".join(f"exit code {c}" for line in own if (c := line["exit_code"]) != 0)
         if not own:
             continue
         if not finished:
-            codes = ", ".join(str(line["exit_code"]) for line in own)
-            lines.append((row, f"`{settings}`", f"exit code {codes}", len(own), *5 * ("",)))
+            lines.append((row, f"`{settings}`", failed, len(own), *5 * ("",)))
             continue
         last = [last_evaluation(line) for line in finished]
         first = finished[0]
@@ -289,7 +292,7 @@ def table(study: Study) -> str:
             row,
             f"`{settings}`" if settings else "",
             spread([entry["top1"] for entry in last if entry is not None]),
-            str(len(finished)),
+            f"{len(finished)}, and {failed}" if failed else str(len(finished)),
             f"{first['parameters'] / 1e6:.2f}",
             f"{first['gmacs'] * 1e3:.1f}",
             f"{first['pflop']:.3f}",

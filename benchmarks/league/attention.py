@@ -42,6 +42,8 @@ class QKNormAttention(DotProductAttention):
 
     .. math:: \mathrm{softmax}(LN(q) LN(k)^T / \sqrt{d} + B) v
 
+    Deviation: the norms have biases, which Dehghani et al. omit.
+
     Reference:
         Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters",
         arXiv:2302.05442; Wortsman et al. 2023, arXiv:2309.14322.

@@ -145,7 +145,7 @@ def default_init(model: Model, blocks: int) -> None:
 
 
 def plain(model: Model, blocks: int) -> None:
-    """Swap out all four parts of LipsFormer: a transformer with LayerNorm after each branch."""
+    """Swap out all four parts of LipsFormer: the LayerNorms stand behind attention and MLP."""
     for swap in (layer_norm, dot_product, plain_residual, default_init):
         swap(model, blocks)
 

@@ -154,6 +154,10 @@ def make_normalized(model: Any, blocks: int) -> None:
     The paper's step a is 0.05 at 24 layers, "in the order of 1 / number of layers"; here it is 1 /
     number of branches. There are no biases, no weight decay and no norms with parameters.
 
+    Deviations: all heads of an attention share s_qk, where the paper has one vector per head. The
+    s_scale of s_u is 1 / sqrt(d), where the paper has 1, so the effective learning rate of s_u is
+    sqrt(d) times the paper's. GELU takes the place of SwiGLU, because it is that of the body.
+
     Args:
         model: The model.
         blocks: Number of its blocks.

@@ -224,7 +224,9 @@ def local_certificates(
         lost = (lengths * radii[..., None] + behind).amin(0)
         return ((lost < margins) | own).all(1)
 
-    return logits, SLACK * _largest(holds, margins.masked_fill(own, torch.inf).amin(1))
+    # No larger radius holds: the gradient at the image alone would use up a margin.
+    linear = torch.where(lengths[0] > 0.0, margins / lengths[0], margins)
+    return logits, SLACK * _largest(holds, linear.masked_fill(own, torch.inf).amin(1))
 
 
 def _largest(holds: Callable[[Tensor], Tensor], high: Tensor) -> Tensor:

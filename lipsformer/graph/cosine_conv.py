@@ -19,8 +19,7 @@ from lipsformer.graph.edge_attention.csr import (
 )
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention
-from lipsformer.graph.norm import check_heads
-from lipsformer.layers._checks import check_dropout
+from lipsformer.layers._checks import check_dropout, check_heads
 from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
 from lipsformer.layers.spectral import spectral_init_
 

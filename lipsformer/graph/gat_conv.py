@@ -24,8 +24,8 @@ from lipsformer.graph.edge_attention.csr import (
 )
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
-from lipsformer.graph.norm import check_heads, check_score_norm
-from lipsformer.layers._checks import check_dropout, check_positive
+from lipsformer.graph.norm import check_score_norm
+from lipsformer.layers._checks import check_dropout, check_heads, check_positive
 from lipsformer.layers.lipschitz_norm import (
     linear_scale,
     released_linear_scale,

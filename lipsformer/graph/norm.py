@@ -12,7 +12,6 @@ __all__ = [
     "NODE_NORMS",
     "NeighborNorm",
     "NodeNorm",
-    "check_heads",
     "check_score_norm",
     "parse_norm",
 ]
@@ -123,12 +122,6 @@ def parse_norm(norm: str) -> tuple[str | None, str]:
             f"or a pair such as {SCORE_NORM}+pairnorm"
         )
     return score or None, node
-
-
-def check_heads(heads: int) -> None:
-    """Raise a `ValueError` unless attention has at least one head."""
-    if heads < 1:
-        raise ValueError(f"heads={heads} must be at least 1")
 
 
 def check_score_norm(score_norm: str | None, released_code: bool) -> None:

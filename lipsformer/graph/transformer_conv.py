@@ -19,8 +19,8 @@ from lipsformer.graph.edge_attention.operator import (
     neighbor_max,
     with_squared_norm,
 )
-from lipsformer.graph.norm import check_heads, check_score_norm
-from lipsformer.layers._checks import check_dropout
+from lipsformer.graph.norm import check_score_norm
+from lipsformer.layers._checks import check_dropout, check_heads
 from lipsformer.layers.lipschitz_norm import quadratic_scale, segment_max, squared_norm
 
 __all__ = ["LipschitzTransformerConv"]

@@ -13,3 +13,9 @@ def check_dropout(name: str, probability: float) -> None:
     """Raise a `ValueError` that names the setting unless a dropout probability is in [0, 1]."""
     if not 0 <= probability <= 1:
         raise ValueError(f"{name}={probability} must be in [0, 1]")
+
+
+def check_heads(heads: int) -> None:
+    """Raise a `ValueError` unless attention has at least one head."""
+    if heads < 1:
+        raise ValueError(f"heads={heads} must be at least 1")

@@ -1,6 +1,7 @@
 """Bounds of graph layers and networks in closed form; the hunt attacks the others."""
 
 import math
+from decimal import Decimal
 
 import pytest
 import torch
@@ -118,6 +119,16 @@ def test_raw_values_need_a_radius_and_normalized_ones_do_not():
         domain = graph_domain(DIRECTED, NODES, radius)
         found = {scale: lipschitz_bound(model, domain).value for scale, model in models.items()}
         assert {scale for scale, value in found.items() if value < math.inf} == finite
+
+
+def test_the_radius_of_a_convolution_covers_the_rounding_of_its_row_sums():
+    """A node with so many neighbors that the sum of their weights errs by 4e-13."""
+    count = 24990
+    edges = torch.stack([torch.arange(1, count + 1), torch.zeros(count, dtype=torch.long)])
+    conv = GCNConv(1, 1, bias=False)
+    torch.nn.init.ones_(conv.lin.weight)
+    exact = Decimal(count) / Decimal(count + 1).sqrt() + Decimal(1) / (count + 1)
+    assert exact <= lipschitz_bound(conv, graph_domain(edges, count + 1, radius=1.0)).output.radius
 
 
 @pytest.mark.parametrize("radius", [0.7, 0.9])  # less in float32

@@ -243,6 +243,14 @@ def test_certificates_beat_the_global_ones_and_no_image_falls(name, failure):
             assert farthest(change, image[None], radius.item()) < margin
 
 
+def test_the_units_of_the_logits_do_not_change_a_distance():
+    model, images = trained("swin"), torch.randn(1, 3, 20, 20)
+    distance = local.local_certificates(model, images)[1]
+    for parameter in model.head.fc.parameters():
+        parameter.data.mul_(2.0**-40)  # exactly, like all margins and gradients
+    assert local.local_certificates(model, images)[1] == distance > 2.0**-30
+
+
 def test_gradients_are_those_of_the_margins():
     model = trained("cswin")
     images = torch.randn(2, 3, 20, 20, dtype=torch.float64)

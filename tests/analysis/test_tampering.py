@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import LayerScale, SelectAdaptivePool2d
@@ -17,8 +18,10 @@ from torch_geometric.nn import GCNConv
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.bounds.attention import max_abs_score
 from lipsformer.analysis.bounds.graph import graph_domain
+from lipsformer.analysis.certificates import certified_radius
 from lipsformer.graph import (
     GCN,
+    DeepGAT,
     LipschitzGATConv,
     LipschitzTransformerConv,
     ScaledCosineConv,
@@ -474,6 +477,33 @@ def test_weights_that_are_not_finite_have_no_finite_bound(value):
         module = make()
         module.weight.data.flatten()[0] = value
         assert lipschitz_bound(module, Domain(size=(3, 3))).value == math.inf
+
+
+def test_every_parameter_that_is_not_finite_makes_the_bound_infinite():
+    """Biases, tokens and score vectors too: the outputs are not numbers."""
+    small = {"img_size": 4, "patch_size": 2, "embed_dim": 6, "depth": 1, "num_classes": 3}
+    vit = convert(timm.create_model("vit_tiny_patch16_224", **small)).eval()
+    gat = DeepGAT(3, 2, 5, 1, heads=2, norm="lipschitznorm").eval()
+    for model, domain, value in (
+        (vit, Domain(size=(4, 4)), math.nan),
+        (gat, graph_domain(EDGES, 4), math.inf),
+    ):
+        for name, parameter in model.named_parameters():
+            before = parameter.detach().clone()
+            parameter.data.flatten()[0] = value
+            assert lipschitz_bound(model, domain).value == math.inf, name
+            parameter.data.copy_(before)
+        assert lipschitz_bound(model, domain).value < math.inf
+
+
+def test_a_bias_that_is_not_a_number_is_not_hidden_by_a_weight_of_zero():
+    linear = nn.Linear(3, 2)
+    linear.weight.data.zero_()
+    linear.bias.data[1] = math.nan
+    bound = lipschitz_bound(nn.Sequential(linear, nn.Linear(2, 2)), TOKENS)
+    assert bound.value == bound.parts["0"].value == math.inf
+    logits = torch.tensor([[3.0, 1.0]])  # of another computation
+    assert certified_radius(logits, bound).item() == 0.0
 
 
 def test_settings_that_are_not_numbers_have_no_finite_bound():

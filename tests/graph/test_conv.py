@@ -30,21 +30,30 @@ def loop_gat(conv, x, edge_index):
     """Paper's formula, one head and one target at a time, in plain numbers."""
     loops = [(i, i) for i in range(len(x))]
     edges = [(j, i) for j, i in edge_index.T.tolist() if i != j] + loops
+    return loop_gat_with_edges(conv, x, edges, torch.zeros(len(edges), HEADS, CHANNELS))
+
+
+def loop_gat_with_edges(conv, x, edges, extra):
+    """The same with the projected features of the edges, [E, HEADS, CHANNELS]."""
     out = torch.zeros(len(x), HEADS, CHANNELS, dtype=x.dtype)
     h = (x @ conv.lin.weight.T).view(len(x), HEADS, CHANNELS)
     for head in range(HEADS):
         left, right = conv.att_src[0, head], conv.att_dst[0, head]
-        a_norm = torch.cat([left, right]).norm()
+        of_edge = torch.zeros_like(left) if conv.att_edge is None else conv.att_edge[0, head]
+        a_norm = torch.cat([left, right, of_edge]).norm()
         for i in range(len(x)):
-            sources = [j for j, target in edges if target == i]
-            largest = max(h[j, head].norm() for j in sources)
-            root = (largest**2 + h[i, head].norm() ** 2).sqrt()
+            own = [(j, extra[e, head]) for e, (j, target) in enumerate(edges) if target == i]
+            if not own:
+                continue
+            largest = max(h[j, head].norm() ** 2 + edge.norm() ** 2 for j, edge in own)
+            root = (largest + h[i, head].norm() ** 2).sqrt()
             scores = []
-            for j in sources:
-                e = (left @ h[j, head] + right @ h[i, head]) / (4 * a_norm * root)
+            for j, edge in own:
+                score = left @ h[j, head] + right @ h[i, head] + of_edge @ edge.to(left)
+                e = score / (4 * a_norm * root)
                 scores.append(e if e > 0 else 0.2 * e)
             attn = torch.stack(scores).softmax(0)
-            out[i, head] = sum(p * h[j, head] for p, j in zip(attn, sources, strict=True))
+            out[i, head] = sum(p * h[j, head] for p, (j, _) in zip(attn, own, strict=True))
     return out.flatten(1) + conv.bias
 
 
@@ -197,6 +206,14 @@ def test_neighbor_loader_batches_give_the_full_result(graph):
         torch.testing.assert_close(out, expected[batch.n_id[: batch.batch_size]])
 
 
+def test_gat_with_edge_features_equals_a_loop_over_heads(graph):
+    x, edge_index, edge_attr = graph
+    conv = make(LipschitzGATConv, edge_dim=EDGE_DIM, add_self_loops=False)
+    extra = (edge_attr @ conv.lin_edge.weight.T).view(-1, HEADS, CHANNELS)
+    expected = loop_gat_with_edges(conv, x, edge_index.T.tolist(), extra)
+    torch.testing.assert_close(conv(*graph), expected)
+
+
 @pytest.mark.parametrize("released_code", [False, True])
 def test_edge_features_enter_scores_and_norms(graph, released_code):
     conv = make(LipschitzGATConv, edge_dim=EDGE_DIM, released_code=released_code)
@@ -267,13 +284,17 @@ def test_duplicate_edges_count_twice_and_given_self_loops_once(graph):
     torch.testing.assert_close(with_loops, conv(x, edge_index))
 
 
-def test_scaled_cosine_conv_equals_dense_attention_on_a_complete_graph():
-    torch.manual_seed(2)
-    conv = ScaledCosineConv(FEATURES, CHANNELS, HEADS).double()
-    x = torch.randn(NODES, FEATURES, dtype=torch.double)
-    edge_index = torch.ones(NODES, NODES).nonzero().T
+@pytest.mark.parametrize("complete", [False, True])
+def test_scaled_cosine_conv_equals_dense_attention_among_neighbors(graph, complete):
+    conv = make(ScaledCosineConv)
+    x, edge_index, _ = graph
+    neighbors = torch.eye(NODES, dtype=torch.bool)
+    neighbors[edge_index[1], edge_index[0]] = True
+    neighbors |= complete
+    edge_index = neighbors.nonzero().T.flip(0)
     q, k, v = conv.lin(x).view(1, NODES, 3, HEADS, CHANNELS).permute(2, 0, 3, 1, 4)
-    expected = conv.attention(q, k, v)[0].transpose(0, 1).flatten(1)
+    bias = torch.zeros(NODES, NODES, dtype=torch.double).masked_fill(~neighbors, -math.inf)
+    expected = conv.attention(q, k, v, bias)[0].transpose(0, 1).flatten(1)
     torch.testing.assert_close(conv(x, edge_index), expected)
     for weight in conv.lin.weight.split(HEADS * CHANNELS):
         sigma = torch.linalg.matrix_norm(weight, 2)

@@ -16,6 +16,7 @@ from lipsformer.graph.diagnostics import (
     layer_profile,
     mean_cosine,
 )
+from lipsformer.graph.edge_attention.csr import silence_beta_notice
 
 NODES = 7
 
@@ -124,6 +125,7 @@ def test_layer_profile_reads_sparse_features(graph):
     torch.manual_seed(1)
     model = create_model("classic", 5, 4, 3, 3, skip="linear").double()
     arguments = edge_index, torch.randint(3, (NODES,)), torch.arange(NODES) < 4
+    silence_beta_notice()
     sparse = layer_profile(model, x.to_sparse_csr(), *arguments)
     for key, values in layer_profile(model, x, *arguments).items():
         assert sparse[key] == pytest.approx(values), key

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from lipsformer.graph import ResidualGCN, create_model
+from lipsformer.graph import LipschitzGATConv, ResidualGCN, create_model
 from lipsformer.graph.diagnostics import adjacency_norm, layer_profile
 from lipsformer.graph.dropout import Dropout
+from lipsformer.graph.edge_attention.csr import silence_beta_notice
 from lipsformer.graph.models import default_bound
 from lipsformer.layers.spectral import SpectralScale
 
@@ -78,11 +79,16 @@ def test_a_model_loads_its_own_state(graph, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_last_intermediate_state_gives_the_logits(graph, name):
-    model = make(name).eval()
-    logits, states = model.forward_intermediates(*graph)
+def test_the_intermediate_states_are_the_outputs_of_the_layers(graph, name):
+    x, edge_index = graph
+    model, seen = make(name).eval(), []
+    for module in (model.encoder, *model.layers):
+        module.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    logits = model(x, edge_index)
+    expected = list(seen)
+    again, states = model.forward_intermediates(x, edge_index)
+    torch.testing.assert_close((again, states), (logits, expected), rtol=0, atol=0)
     torch.testing.assert_close(model.head(states[-1]), logits)
-    assert len(states) == len(model.layers) + 1
 
 
 @pytest.mark.parametrize("name", ["deep_gat", "deep_graph_transformer"])
@@ -191,10 +197,18 @@ def test_drop_edge_leaves_out_edges_in_training_only(graph, conv):
     assert not torch.equal(model(x, kept), model(x, kept))
 
 
+def test_classic_gat_draws_no_random_numbers_but_those_of_its_layers():
+    torch.manual_seed(0)
+    expected = LipschitzGATConv(FEATURES, 8, heads=3, score_norm=None)
+    conv = make("classic", num_layers=1, conv="gat", heads=3).layers[0].conv
+    torch.testing.assert_close(conv.state_dict(), expected.double().state_dict())
+
+
 @pytest.mark.parametrize("settings", [{}, {"conv": "gat", "skip": "linear"}, {"skip": "identity"}])
 def test_classic_reads_sparse_features(graph, settings):
     x, edge_index = graph
     model = make("classic", **settings).eval()
+    silence_beta_notice()
     torch.testing.assert_close(model(x.to_sparse_csr(), edge_index), model(x, edge_index))
 
 

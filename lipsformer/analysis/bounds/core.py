@@ -5,6 +5,7 @@ bounds of its children in the order in which its `forward` calls them. Import ev
 `lipsformer.analysis.bounds`, which loads the rules. The proofs are in docs/theorems.md.
 """
 
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -161,6 +162,8 @@ def _name(cls: type) -> str:
 def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = None) -> Bound:
     """Return the proved Lipschitz bound of a module on a domain, in evaluation mode.
 
+    The bound is inf if any parameter of the module, biases included, is NaN or infinite.
+
     Args:
         module: Layer, block, stage or model.
         domain: The inputs.
@@ -189,6 +192,8 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
         raise UnknownModuleError(f"no Lipschitz bound is known for {_name(cls)}: {reason}")
     domain = domain.around(module)
     bound = registered.bound(module, domain, scale)
+    if not all(parameter.isfinite().all() for parameter in module.parameters()):
+        bound = replace(bound, log10=math.inf, paper_log10=math.inf, last=None)
     ball = carried_error(bound.value, domain.ball, 0.0, 1)
     output = replace(bound.output, ball=ball, centers=domain.centers)
     return replace(bound, kind=cls.__name__, input=domain, output=output)

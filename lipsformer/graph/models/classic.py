@@ -129,8 +129,9 @@ class ClassicGNN(GraphNet):
         layers = []
         for index in range(num_layers):
             channels = in_channels if index == 0 else width
-            module = SparseGCNConv(channels, width)
-            if conv == "gat":
+            if conv == "gcn":
+                module = SparseGCNConv(channels, width)
+            else:
                 module = LipschitzGATConv(
                     channels, hidden_channels, heads, dropout=attn_dropout, score_norm=score_norm
                 )

@@ -21,14 +21,14 @@ __all__ = ["ResidualGAT", "ResidualGCN", "default_bound"]
 def default_bound(num_layers: int) -> float:
     """Return the bound c of each of `num_layers` residual layers: 4 / num_layers, at most 1.
 
-    (1 + c)^L then stays below e^4, which bounds the network if the graph is undirected.
-    LipsFormer's residual scale 1 / L follows the same law.
+    (1 + c)^L then stays below e^4. It bounds the layers of `ResidualGCN` together, without encoder
+    and head, if the graph is undirected. LipsFormer's residual scale 1 / L follows the same law.
     """
     return min(1.0, 4.0 / num_layers)
 
 
 class ResidualLayer(nn.Module):
-    """Compute X + ReLU(A X W), where A is the normalized adjacency or the attention."""
+    """Compute X + ReLU(A X W + b), where A is the normalized adjacency or the attention."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ def _dropout_linear(dropout: float, in_channels: int, out_channels: int) -> nn.S
 class ResidualGCN(GraphNet):
     r"""Stack residual graph convolutions whose weights have the largest singular value c.
 
-    .. math:: X^{(l+1)} = X^{(l)} + \mathrm{ReLU}(\hat A X^{(l)} W^{(l)}),
+    .. math:: X^{(l+1)} = X^{(l)} + \mathrm{ReLU}(\hat A X^{(l)} W^{(l)} + b^{(l)}),
         \quad W^{(l)} = c\, V^{(l)} / \sigma_{max}(V^{(l)})
 
     The Frobenius Lipschitz constant of each layer is at most :math:`1 + c |\hat A|_2`. If the graph
