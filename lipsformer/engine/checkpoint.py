@@ -24,7 +24,7 @@ from lipsformer.engine.run_folder import (
     PREFIX,
     CheckpointError,
     Checkpoints,
-    fingerprint,
+    manifest_entry,
 )
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class CheckpointFolder(Checkpoints):
                 save_file(dict(content), temporary / name)
             for name, content in texts.items():
                 (temporary / name).write_text(content)
-            manifest = {path.name: fingerprint(path) for path in sorted(temporary.iterdir())}
+            manifest = {path.name: manifest_entry(path) for path in sorted(temporary.iterdir())}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
             for path in (*temporary.iterdir(), temporary):
                 flush(path)

@@ -475,12 +475,12 @@ def find_fault(path: Path) -> str | None:
             return f"{name} is missing"
         if (size := file.stat().st_size) != expected["bytes"]:
             return f"{name} has {size} bytes instead of {expected['bytes']}"
-        if fingerprint(file) != expected:
+        if manifest_entry(file) != expected:
             return f"{name} is damaged, its SHA-256 sum does not match"
     return None
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
+def manifest_entry(path: Path) -> dict[str, Any]:
     """Return size and SHA-256 sum of a file, as the manifest of a checkpoint lists them."""
     with path.open("rb") as file:
         digest = hashlib.sha256()

@@ -148,9 +148,10 @@ def test_a_kill_between_the_two_renames_of_a_second_save_costs_nothing(
             raise KeyboardInterrupt
         return rename(path, target)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", killed)
-        save(folder, 5, size=7)
+        with pytest.raises(KeyboardInterrupt):
+            save(folder, 5, size=7)
     for _ in range(2):
         newest = folder.newest()
         assert newest is not None
