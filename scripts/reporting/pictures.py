@@ -52,9 +52,9 @@ def overlaid(array: np.ndarray, shares: np.ndarray) -> np.ndarray:
         shares: [h, w] in [0, 1], one per token.
     """
     height, width = array.shape[:2]
-    grey = np.asarray(Image.fromarray(array).convert("L"), dtype=np.float64)[..., None]
+    gray = np.asarray(Image.fromarray(array).convert("L"), dtype=np.float64)[..., None]
     tokens = Image.fromarray(shares.astype(np.float32))
     tiles = np.asarray(tokens.resize((width, height), Image.Resampling.NEAREST))
     colors = 255 * colormaps["plasma"](tiles)[..., :3]
     cover = 0.35 + 0.45 * tiles[..., None]
-    return (cover * colors + (1 - cover) * grey).round().astype(np.uint8)
+    return (cover * colors + (1 - cover) * gray).round().astype(np.uint8)
