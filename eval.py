@@ -92,8 +92,11 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
             say(options.json, "classes     matched by their order: the weights do not name them")
     model.to(accelerator.device, torch.float64 if precision == "fp64" else None)
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
-    settings = (data, weights.file, distances, options.attack_every)
-    proof = Certification(accelerator, model, *settings) if distances else None
+    proof = None
+    if distances:
+        proof = Certification(
+            accelerator, model, data, weights.file, distances, options.attack_every
+        )
     figures = {s.name: evaluate_set(accelerator, model, s, data, batch_size, proof) for s in sets}
     if proof is not None:
         proof.write(json.loads(timm_config(model, classes)))

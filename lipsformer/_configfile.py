@@ -186,10 +186,7 @@ def make_config(
         # One merge onto the schema: a second one would meet frozen objects.
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), merged))
     except ConfigError as error:
-        message = str(error)
-        raise ConfigError(
-            message if message.startswith(origin) else f"{origin}: {message}"
-        ) from None
+        raise ConfigError(f"{origin}: {error}") from None
     except MissingMandatoryValue as error:
         raise ConfigError(f"{origin}: {error.full_key} is required and not given") from None
     except (OmegaConfBaseException, yaml.YAMLError, TypeError) as error:

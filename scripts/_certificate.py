@@ -64,6 +64,7 @@ CHAIN = "theorem 24: chains and weighted residuals"
 
 def certificate(
     bound: Bound,
+    *,
     weights: Path,
     model: Mapping[str, Any],
     data: DataConfig,
@@ -171,6 +172,14 @@ def digest(content: Any) -> str:
 def sha256(content: bytes) -> str:
     """Return the SHA-256 in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
+
+
+def pixel_scale(data: DataConfig) -> float:
+    """Return the factor from certified distances of normalized images to those of pixels.
+
+    Normalization stretches distances by at most 1 / min(std). The factor is rounded down.
+    """
+    return min(data.std) * (1.0 - 2.0**-44)
 
 
 def own_sizes(dataset: ImageDataset, data: DataConfig) -> list[tuple[int, int, int]]:

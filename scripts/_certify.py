@@ -27,7 +27,7 @@ from lipsformer.analysis.certificates import (
 from lipsformer.analysis.robustness import robust_mask
 from lipsformer.config import DataConfig
 from lipsformer.engine.steps import SizedBatches
-from scripts._certificate import FILE, certificate
+from scripts._certificate import FILE, certificate, pixel_scale
 from scripts._histogram import histogram
 
 DEFAULT = "36/255"
@@ -115,27 +115,43 @@ class Certification:
         self, eval_set: EvalSet, classifier: nn.Module, batches: SizedBatches
     ) -> dict[str, Any]:
         """Return certified and attacked accuracy of a set."""
-        settings = (self.data, self.distances, eval_set.outputs, self.attack_every)
-        figures = certify(self.bound, classifier, batches, *settings)
-        self.images[eval_set.name] = eval_set, *figures.pop("certificates")
+        figures, rows, norms = certify(
+            self.bound,
+            classifier,
+            batches,
+            data=self.data,
+            distances=self.distances,
+            outputs=eval_set.outputs,
+            attack_every=self.attack_every,
+        )
+        self.images[eval_set.name] = eval_set, rows, norms
         return figures
 
     def write(self, description: Mapping[str, Any]) -> None:
         """Write the certificate of all sets so far; `description` is timm's, of the model."""
-        parts = (self.weights, description, self.data, self.images, self.distances, self.dtype)
-        self.file.write_text(json.dumps(certificate(self.bound, *parts), indent=1) + "\n")
+        content = certificate(
+            self.bound,
+            weights=self.weights,
+            model=description,
+            data=self.data,
+            sets=self.images,
+            distances=self.distances,
+            dtype=self.dtype,
+        )
+        self.file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def certify(
     bound: Bound,
     classifier: Any,
     batches: SizedBatches,
+    *,
     data: DataConfig,
     distances: Sequence[float],
     outputs: Sequence[int] | None,
     attack_every: int = 1,
-) -> dict[str, Any]:
-    """Return certified and attacked accuracy in percent, and logits and radii of every image.
+) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]:
+    """Certify the images of a set, and attack them.
 
     The images are certified with logits in float64. The attack runs the program itself.
 
@@ -147,15 +163,17 @@ def certify(
         distances: 2-norms of the change of an image, for pixel values in [0, 1].
         outputs: Which of the model's logits count; None for all.
         attack_every: The first of so many images is attacked.
+
+    Returns:
+        Figures with certified and attacked accuracy in percent; label, logits, level and radii of
+        each image; the largest norms of the inputs of modules.
     """
     dtype, exact = next(classifier.parameters()).dtype, copy.deepcopy(classifier).double()
     model, watched = (x if outputs is None else x.model for x in (classifier, exact))
     norms = watch_norms(watched)
     logits, labels = _exact_logits(exact, batches, data)
     real, executed, levels, largest = _radii(model, bound, logits, norms, outputs, dtype)
-    # Normalization stretches distances by at most 1 / min(std).
-    stretch = min(data.std) * (1.0 - 2.0**-44)
-    real, executed = real * stretch, executed * stretch
+    real, executed = real * pixel_scale(data), executed * pixel_scale(data)
     right = logits.argmax(1) == labels
     held, attacked = _attack(classifier, batches, data, distances, executed, attack_every)
 
@@ -167,7 +185,7 @@ def certify(
         {"label": label, "logits": z, "real": r, "executed": e, "level": level}
         for label, z, r, e, level in zip(*(value.tolist() for value in values), strict=True)
     ]
-    return {
+    figures = {
         "pixel_bound_log10": bound.log10 - math.log10(min(data.std)),
         "logit_rounding": bound.output.error,
         "dtype": str(dtype).removeprefix("torch."),
@@ -182,8 +200,8 @@ def certify(
             for distance, kept in zip(distances, held, strict=True)
         ],
         "radii": {"real": histogram(real.tolist()), "executed": histogram(executed.tolist())},
-        "certificates": (rows, largest),
     }
+    return figures, rows, largest
 
 
 @torch.no_grad()

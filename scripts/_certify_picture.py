@@ -13,6 +13,7 @@ from lipsformer.analysis.certificates import certified_radius
 from lipsformer.analysis.local_certificates import local_certificates
 from lipsformer.analysis.robustness import margins, smallest_margins
 from lipsformer.config import DataConfig
+from scripts._certificate import pixel_scale
 
 FAILURE = 1e-12  # probability that the local certificate is wrong
 LARGEST = 64  # pixels: larger images have no local certificate, which would take minutes
@@ -63,7 +64,6 @@ def certify_picture(model: nn.Module, pixels: Tensor, data: DataConfig) -> Pictu
     bound = lipschitz_bound(model, image_domain(tuple(pixels.shape[1:]), data.mean, data.std))
     mean, std = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in (data.mean, data.std))
     image = pixels[None].cpu().double() / 255.0
-    stretch = min(data.std) * (1.0 - 2.0**-44)  # normalization stretches distances
     around = None
     with torch.no_grad():
         logits = copy.deepcopy(model).double()((image - mean) / std)
@@ -85,8 +85,8 @@ def certify_picture(model: nn.Module, pixels: Tensor, data: DataConfig) -> Pictu
     return PictureCertificate(
         margin=margins(logits, label).item(),
         constant_log10=bound.log10 - math.log10(min(data.std)),
-        everywhere=everywhere * stretch,
-        around=None if around is None else around * stretch,
+        everywhere=everywhere * pixel_scale(data),
+        around=None if around is None else around * pixel_scale(data),
         distances=DISTANCES,
         found=found.values.tolist(),
     )

@@ -22,7 +22,6 @@ import json
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.preflight import try_images
 from lipsformer.engine.run_folder import (
     TIMM_CONFIG,
     WHICH,
@@ -45,6 +43,7 @@ from lipsformer.engine.run_folder import (
     load_weights,
 )
 from scripts._hub_card import model_card
+from scripts._image_size import resize_input
 from scripts._new_folder import new_folder
 from scripts._runtimes import FORMATS, load, trace, write
 
@@ -75,19 +74,6 @@ def _difference(actual: Tensor, expected: Tensor, tolerance: float) -> float:
             f"logits differ by {difference:.3g} of the largest, more than {tolerance:g}"
         )
     return difference
-
-
-def _resize(model: Any, channels: int, img_size: int) -> None:
-    """Make a model take images of another size, if it can."""
-    refusal = f"--img-size {img_size} is not possible for this model"
-    if img_size < 1:
-        raise ConfigError(f"{refusal}: it must be at least 1")
-    if hasattr(model, "set_input_size"):
-        try:
-            model.set_input_size(img_size=img_size)
-        except (ValueError, AssertionError) as error:
-            raise ConfigError(f"{refusal}: {error}") from None
-    try_images(model.eval(), torch.zeros(1, channels, img_size, img_size), refusal)
 
 
 def is_folder(name: str) -> bool:
@@ -143,7 +129,7 @@ def export_model(
     channels, height, width = model.pretrained_cfg["input_size"]
     if img_size is not None:
         height = width = img_size
-        _resize(model, channels, img_size)
+        resize_input(model, name, channels, img_size)
         model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (channels, height, width)}
     card = None
     if "hf" in formats and weights is not None and weights.kind is not None:

@@ -39,8 +39,8 @@ SWIN_BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.")
 CSWIN_BLOCK = re.compile(r"stage(\d+)\.(\d+)\.")
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be converted. The message is shown to the user."""
+class ReleasedWeightsError(ValueError):
+    """A released checkpoint cannot be converted. The message is shown to the user."""
 
 
 def read_checkpoint(path: Path) -> StateDict:
@@ -53,10 +53,10 @@ def read_checkpoint(path: Path) -> StateDict:
         The weights by name.
 
     Raises:
-        CheckpointError: If the file is missing, is refused, or does not contain weights.
+        ReleasedWeightsError: If the file is missing, is refused, or does not contain weights.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
+        raise ReleasedWeightsError(f"{path}: no such file")
     try:
         if path.suffix == ".safetensors":
             content = safetensors.torch.load_file(path)
@@ -65,15 +65,15 @@ def read_checkpoint(path: Path) -> StateDict:
                 content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("Please use")[0]
-        raise CheckpointError(
+        raise ReleasedWeightsError(
             f"{path}: refused, nothing was executed. A pickle may only contain tensors, plain "
             f"containers and yacs.config.CfgNode; PyTorch's reader reports: {reason.strip()}"
         ) from None
     except (EOFError, RuntimeError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path}: not a readable checkpoint ({error})") from None
+        raise ReleasedWeightsError(f"{path}: not a readable checkpoint ({error})") from None
     content = unwrap(content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
-        raise CheckpointError(
+        raise ReleasedWeightsError(
             f"{path}: contains no dictionary of tensors, neither at the top nor in 'model'"
         )
     return dict(content)
@@ -86,7 +86,8 @@ def swin_arguments(weights: StateDict) -> dict[str, Any]:
         weights: Weights under their released names.
 
     Raises:
-        CheckpointError: If a tensor that tells an argument is missing or not of the right shape.
+        ReleasedWeightsError: If a tensor that tells an argument is missing or not of the right
+            shape.
     """
     depths = _depths(weights, SWIN_BLOCK)
     for name in weights:
@@ -119,9 +120,9 @@ def cswin_arguments(
         split_sizes: Width of the stripes of every stage with stripes; None to look them up.
 
     Raises:
-        CheckpointError: If the numbers are not given and no registered model has these dimensions,
-            if they do not fit the number of stages, or if a tensor that tells an argument is
-            missing or not of the right shape.
+        ReleasedWeightsError: If the numbers are not given and no registered model has these
+            dimensions, if they do not fit the number of stages, or if a tensor that tells an
+            argument is missing or not of the right shape.
     """
     depths = _depths(weights, CSWIN_BLOCK)
     args = {
@@ -139,13 +140,13 @@ def cswin_arguments(
                 num_heads = list(model.num_heads)
                 split_sizes = [size for size in model.split_sizes if size is not None]
     if num_heads is None or split_sizes is None:
-        raise CheckpointError(
+        raise ReleasedWeightsError(
             f"no registered model has embed_dim={args['embed_dim']} and depths={depths}, and the "
             "weights do not tell the numbers of heads and the stripe widths: pass both --num-heads "
             "and --split-sizes"
         )
     if len(num_heads) != len(depths) or len(split_sizes) != sum(striped):
-        raise CheckpointError(
+        raise ReleasedWeightsError(
             f"{len(num_heads)} numbers of heads and {len(split_sizes)} stripe widths, but the "
             f"weights have {len(depths)} stages, {sum(striped)} of them with stripes"
         )
@@ -168,12 +169,12 @@ def _common_arguments(weights: StateDict, stem_name: str, first_block: str) -> d
 
 
 def _tensor(weights: StateDict, name: str, ndim: int) -> Tensor:
-    """Return a tensor that tells an argument of the model, or raise a `CheckpointError`."""
+    """Return a tensor that tells an argument of the model, or raise a `ReleasedWeightsError`."""
     if name not in weights:
-        raise CheckpointError(f"the checkpoint is incomplete: it contains no {name}")
+        raise ReleasedWeightsError(f"the checkpoint is incomplete: it contains no {name}")
     if weights[name].ndim != ndim:
         shape = list(weights[name].shape)
-        raise CheckpointError(f"{name} has the shape {shape}, but must have {ndim} dimensions")
+        raise ReleasedWeightsError(f"{name} has the shape {shape}, but must have {ndim} dimensions")
     return weights[name]
 
 
@@ -198,7 +199,7 @@ def build_model(
         The model, and the name of the registered model with the same architecture, or None.
 
     Raises:
-        CheckpointError: If the names are not those of a released checkpoint, or if tensors are
+        ReleasedWeightsError: If the names are not those of a released checkpoint, or if tensors are
             missing, left over, or of another shape.
     """
     if "stage1_conv_embed.0.weight" in weights:
@@ -207,10 +208,12 @@ def build_model(
     elif "layers.0.blocks.0.dwconv_layers.0.weight" in weights:
         module, fallback = lipsformer_swin, "lipsformer_swin_tiny"
         if num_heads is not None or split_sizes is not None:
-            raise CheckpointError("--num-heads and --split-sizes apply to CSwin checkpoints only")
+            raise ReleasedWeightsError(
+                "--num-heads and --split-sizes apply to CSwin checkpoints only"
+            )
         args = swin_arguments(weights)
     else:
-        raise CheckpointError(
+        raise ReleasedWeightsError(
             "neither a Swin nor a CSwin checkpoint of the released code: it contains no "
             "layers.0.blocks.0.dwconv_layers.0.weight and no stage1_conv_embed.0.weight, but names "
             "such as " + ", ".join(sorted(weights)[:3])
@@ -227,7 +230,7 @@ def build_model(
         model.load_state_dict(module.checkpoint_filter_fn(weights, model))
     # interpolating a table of biases gives an AttributeError if the model lacks its block
     except (AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"the weights do not fit: {error}") from None
+        raise ReleasedWeightsError(f"the weights do not fit: {error}") from None
     return model, registered
 
 
@@ -259,10 +262,10 @@ def import_weights(
         A message of one line that says what was written.
 
     Raises:
-        CheckpointError: If `out` exists or `source` cannot be converted.
+        ReleasedWeightsError: If `out` exists or `source` cannot be converted.
     """
     if out.exists():
-        raise CheckpointError(f"{out} exists already: choose another folder or remove it")
+        raise ReleasedWeightsError(f"{out} exists already: choose another folder or remove it")
     model, registered = build_model(read_checkpoint(source), num_heads, split_sizes)
     with new_folder(out) as folder:
         save_for_hf(model, str(folder), safe_serialization=True)
@@ -284,7 +287,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@user_errors(CheckpointError)
+@user_errors(ReleasedWeightsError)
 def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     args = (parser or make_parser()).parse_intermixed_args(argv)

@@ -24,6 +24,7 @@ from data import DataError, Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, require_writable
 from lipsformer.analysis.bounds import (
+    Domain,
     UnknownModuleError,
     flatten_bound,
     image_domain,
@@ -43,8 +44,10 @@ from scripts._assemble import data_config
 from scripts._json_output import add_json_option, check_json_target, say, write_json
 
 
-def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tensor:
-    """Return normalized validation images of a data set; random images without settings.
+def load_images(model: nn.Module, settings: Sequence[str], number: int) -> tuple[Tensor, Domain]:
+    """Return normalized images, and the domain of all images of their size.
+
+    They are validation images of the data set of the settings, or random images without settings.
 
     Raises:
         ConfigError: If the data set has fewer images.
@@ -55,7 +58,8 @@ def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tenso
         generator = torch.Generator().manual_seed(0)
         pixels = torch.rand(number, channels, height, width, generator=generator)
         mean, std = (torch.tensor(known[key])[:, None, None] for key in ("mean", "std"))
-        return (pixels - mean) / std
+        domain = image_domain((height, width), known["mean"], known["std"])
+        return (pixels - mean) / std, domain
     data = data_config(known, settings, origin="--data")
     images = build_eval_dataset(data, classes=None)
     if number > len(images):
@@ -64,7 +68,8 @@ def load_images(model: nn.Module, settings: Sequence[str], number: int) -> Tenso
         )
     step = len(images) // number
     picked, _ = collate([images[i] for i in range(0, step * number, step)])
-    return Normalize(data.mean, data.std)(picked)
+    domain = image_domain((data.img_size, data.img_size), data.mean, data.std)
+    return Normalize(data.mean, data.std)(picked), domain
 
 
 def measure(
@@ -72,13 +77,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return a record with the total of the model and a row per module."""
     model.eval()
-    known: Any = model.pretrained_cfg
-    x = load_images(model, settings, images)
-    mean, std = known["mean"], known["std"]
-    if settings:
-        data = data_config(known, settings, origin="--data")
-        mean, std = data.mean, data.std
-    domain = image_domain(x.shape[2:], mean, std)
+    x, domain = load_images(model, settings, images)
     parts = dict(flatten_bound(lipschitz_bound(model, domain)))
     estimates = estimate_submodules(model, parts, x, num_iters=iters)
     if ascent > 0:

@@ -30,6 +30,7 @@ from lipsformer.analysis.cost import (
     part_costs,
 )
 from lipsformer.engine.run_folder import create_model
+from scripts._image_size import resize_input
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,13 +56,7 @@ def profile_model(
         size = model.pretrained_cfg["input_size"]
         if img_size is not None:
             size = (size[0], img_size, img_size)
-            if hasattr(model, "set_input_size"):
-                try:
-                    model.set_input_size(img_size=img_size)
-                except (ValueError, AssertionError) as error:
-                    raise ConfigError(
-                        f"--img-size {img_size} is not possible for {name}: {error}"
-                    ) from None
+            resize_input(model, name, size[0], img_size)
         images = torch.randn(batch_size, *size, device=target)
         parts = part_costs(model, images[:1])
         step = _training_step if train else _inference_step

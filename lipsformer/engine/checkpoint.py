@@ -24,7 +24,7 @@ from lipsformer.engine.run_folder import (
     PREFIX,
     CheckpointError,
     Checkpoints,
-    fingerprint,
+    manifest_entry,
 )
 
 logger = logging.getLogger(__name__)
@@ -69,21 +69,22 @@ class CheckpointFolder(Checkpoints):
         final = self.path_of(step)
         temporary, aside = self.path / f".{final.name}", self.path / f".{final.name}.old"
         try:
-            for left in (temporary, aside):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
             temporary.mkdir(parents=True)
             for name, content in tensors.items():
                 save_file(dict(content), temporary / name)
             for name, content in texts.items():
                 (temporary / name).write_text(content)
-            manifest = {path.name: fingerprint(path) for path in sorted(temporary.iterdir())}
+            manifest = {path.name: manifest_entry(path) for path in sorted(temporary.iterdir())}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
             for path in (*temporary.iterdir(), temporary):
                 flush(path)
             # A run reaches a step twice if a signal stopped it there before the evaluation, or if
             # its checkpoint of this step was damaged and it continued an earlier one. The old one
-            # is set aside, because removing its files one by one takes time.
+            # is set aside, because removing its files one by one takes time. If the process is
+            # killed between the two renames, `numbered` finds it there.
             if final.exists():
+                shutil.rmtree(aside, ignore_errors=True)
                 final.rename(aside)
             temporary.rename(final)
             flush(self.path)
@@ -104,8 +105,8 @@ class CheckpointFolder(Checkpoints):
         # A checkpoint numbered above `step` is damaged: the run continued an earlier one.
         current = sorted(number for number in numbered if number <= step)
         stay = {*current[-self.keep :], best_step}
-        unfinished = self.path.glob(f".{PREFIX}*")
-        for path in (*unfinished, *(p for number, p in numbered.items() if number not in stay)):
+        kept = {path for number, path in numbered.items() if number in stay}
+        for path in sorted({*self.path.glob(f".{PREFIX}*"), *numbered.values()} - kept):
             try:
                 # Hidden first: a folder that is removed only in part must not look like a damaged
                 # checkpoint.

@@ -52,7 +52,8 @@ EMA = "ema.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 INSTRUMENTS = "instruments.safetensors"
 PREFIX = "update-"
-NAME = re.compile(rf"{PREFIX}(\d{{9}})")
+# A checkpoint, or one that was set aside so that another of the same step could take its place.
+NAME = re.compile(rf"{PREFIX}(\d{{9}})|\.{PREFIX}(\d{{9}})\.old")
 
 WHICH = ("best", "last")
 WHICH_HELP = "of a run: the best evaluated weights (default) or those of the newest checkpoint"
@@ -138,7 +139,8 @@ class Checkpoints:
 
     def latest(self) -> str | None:
         """Return the name with the largest number; unlike `newest`, without looking for damage."""
-        return max((path.name for path in self.numbered().values()), default=None)
+        numbered = self.numbered()
+        return numbered[max(numbered)].name if numbered else None
 
     def newest(self) -> Path | None:
         """Return the newest intact checkpoint; a warning names each damaged one that is newer."""
@@ -150,9 +152,14 @@ class Checkpoints:
         return None
 
     def numbered(self) -> dict[int, Path]:
-        """Return number of steps -> folder. Other names in the folder are left out."""
-        found = {path: NAME.fullmatch(path.name) for path in self.path.glob(f"{PREFIX}*")}
-        return {int(match[1]): path for path, match in found.items() if match}
+        """Return number of steps -> folder. Other names in the folder are left out.
+
+        A checkpoint that was set aside counts if its process was killed before the new one took its
+        place.
+        """
+        # sorted, so that names with a dot come first and the others replace them
+        found = [(NAME.fullmatch(path.name), path) for path in sorted(self.path.glob("*"))]
+        return {int(match[1] or match[2]): path for match, path in found if match}
 
 
 class RunFolder:
@@ -468,12 +475,12 @@ def find_fault(path: Path) -> str | None:
             return f"{name} is missing"
         if (size := file.stat().st_size) != expected["bytes"]:
             return f"{name} has {size} bytes instead of {expected['bytes']}"
-        if fingerprint(file) != expected:
+        if manifest_entry(file) != expected:
             return f"{name} is damaged, its SHA-256 sum does not match"
     return None
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
+def manifest_entry(path: Path) -> dict[str, Any]:
     """Return size and SHA-256 sum of a file, as the manifest of a checkpoint lists them."""
     with path.open("rb") as file:
         digest = hashlib.sha256()

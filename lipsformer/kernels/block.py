@@ -104,8 +104,7 @@ class _Block(torch.autograd.Function):
         t, lepe = _named(tensors)
         factor = x.shape[-1] / (x.shape[-1] - 1)
         in_1 = z1 = z2 = in_2 = z3 = in_3 = qkv = heads_out = in_4 = z4 = None
-        pointwise = qkv_weight = fc1 = None
-        saved_3 = saved_4 = [None, None]
+        pointwise = qkv_weight = unscaled_3 = proj = fc1 = unscaled_4 = fc2 = None
         x1 = x
         if _enters(kept[0]):
             in_1 = _select(x, kept[0])
@@ -123,22 +122,25 @@ class _Block(torch.autograd.Function):
             qkv, qkv_weight = linear(in_3, t.qkv, t.qkv_bias, False, None)
             qkv = qkv.unflatten(-1, (3, len(options), -1))
             heads_out = windows_forward(qkv, bias, tau, lepe, options)
-            branch, *saved_3 = _scaled_linear(heads_out, t.proj, t.proj_bias, False, t.scale_3)
+            branch, unscaled_3, proj = _scaled_linear(
+                heads_out, t.proj, t.proj_bias, False, t.scale_3
+            )
             x3 = _add(x2, branch, t.mask_3, kept[2])
-        kept_1 = None, None, None
+        saved_norm_1 = None, None, None
         if t.gain_1 is not None and t.shift_1 is not None:
-            x3, kept_1 = center_affine(x3, t.gain_1, t.shift_1, factor)
+            x3, saved_norm_1 = center_affine(x3, t.gain_1, t.shift_1, factor)
         x4 = x3
         if _enters(kept[3]):
             in_4 = _select(x3, kept[3])
             z4, fc1 = linear(in_4, t.fc1, t.fc1_bias, False, None)
-            branch, *saved_4 = _scaled_linear(z4, t.fc2, t.fc2_bias, True, t.scale_4)
+            branch, unscaled_4, fc2 = _scaled_linear(z4, t.fc2, t.fc2_bias, True, t.scale_4)
             x4 = _add(x3, branch, t.mask_4, kept[3])
-        out, kept_2 = center_affine(x4, t.gain_2, t.shift_2, factor)
+        out, saved_norm_2 = center_affine(x4, t.gain_2, t.shift_2, factor)
         ctx.kept, ctx.options, ctx.factor = kept, options, factor
         ctx.save_for_backward(
             *(in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4),
-            *(pointwise, qkv_weight, fc1, *saved_3, *saved_4, *kept_1, *kept_2),
+            *(pointwise, qkv_weight, unscaled_3, proj, fc1, unscaled_4, fc2),
+            *(*saved_norm_1, *saved_norm_2),
             *(bias, tau, *tensors),
         )
         return out
@@ -146,35 +148,36 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        saved = ctx.saved_tensors  # may be read only once under checkpointing
-        in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4 = saved[:10]
-        pointwise, qkv_weight, fc1 = saved[10:13]
-        saved_3, saved_4 = saved[13:15], saved[15:17]
-        kept_1, kept_2 = saved[17:20], saved[20:23]
-        bias, tau = saved[23:25]
-        t, lepe = _named(saved[25:])
+        # saved_tensors may be read only once under checkpointing
+        in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4, *saved = ctx.saved_tensors
+        pointwise, qkv_weight, unscaled_3, proj, fc1, unscaled_4, fc2, *saved = saved
+        normed_1, lost_1, sum_1, normed_2, lost_2, sum_2, *inputs = saved
+        bias, tau, *tensors = inputs
+        t, lepe = _named(tensors)
         kept, factor = ctx.kept, ctx.factor
 
         # from the end to the beginning; grad is the gradient on the stream
         grad = grad_outputs[0].contiguous()
-        grad, *norm_2 = center_affine_backward(grad, t.gain_2, t.shift_2, kept_2, factor)
+        saved_norm_2 = normed_2, lost_2, sum_2
+        grad, *norm_2 = center_affine_backward(grad, t.gain_2, t.shift_2, saved_norm_2, factor)
         to_fc1 = to_fc2 = to_proj = (None, None, None)
         if _enters(kept[3]):
             own = _mask(grad, t.mask_4, kept[3])
             grad_z, *to_fc2 = _scaled_backward(
-                own, z4, t.fc2, t.fc2_bias, True, t.scale_4, *saved_4
+                own, z4, t.fc2, t.fc2_bias, True, t.scale_4, unscaled_4, fc2
             )
             own, *to_fc1 = linear_backward(grad_z, in_4, t.fc1, t.fc1_bias, False, None, fc1)
             grad = _add(grad, own, None, kept[3])
         norm_1: Sequence[Tensor | None] = (None, None)
         if t.gain_1 is not None and t.shift_1 is not None:
-            grad, *norm_1 = center_affine_backward(grad, t.gain_1, t.shift_1, kept_1, factor)
+            saved_norm_1 = normed_1, lost_1, sum_1
+            grad, *norm_1 = center_affine_backward(grad, t.gain_1, t.shift_1, saved_norm_1, factor)
         to_qkv = (None, None, None)
         attention, to_lepe = (None, None), [None] * len(lepe)
         if _enters(kept[2]):
             own = _mask(grad, t.mask_3, kept[2])
             own, *to_proj = _scaled_backward(
-                own, heads_out, t.proj, t.proj_bias, False, t.scale_3, *saved_3
+                own, heads_out, t.proj, t.proj_bias, False, t.scale_3, unscaled_3, proj
             )
             own, *attention, to_lepe = windows_backward(own, qkv, bias, tau, lepe, ctx.options)
             own, *to_qkv = linear_backward(
@@ -202,10 +205,10 @@ class _Block(torch.autograd.Function):
             *(*to_fc1[:2], *to_fc2, None, *norm_2, *to_lepe),
         )
         # A parameter of a branch that no sample entered has the gradient zero.
-        inputs = zip(saved[23:], gradients, ctx.needs_input_grad[3:], strict=True)
+        triples = zip(inputs, gradients, ctx.needs_input_grad[3:], strict=True)
         return (
             *(grad, None, None),
-            *(torch.zeros_like(x) if g is None and needed else g for x, g, needed in inputs),
+            *(torch.zeros_like(x) if g is None and needed else g for x, g, needed in triples),
         )
 
 

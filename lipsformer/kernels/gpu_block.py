@@ -82,11 +82,9 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        x, z1, z2, x1, z3, x2, qkv, heads_out, centered_1, x3, z4, centered_2 = ctx.saved_tensors[
-            :12
-        ]
-        pointwise, qkv_weight, proj, fc1, fc2 = ctx.saved_tensors[12:17]
-        tensors = ctx.saved_tensors[17:]
+        saved = ctx.saved_tensors  # may be read only once under checkpointing
+        x, z1, z2, x1, z3, x2, qkv, heads_out, centered_1, x3, z4, centered_2, *saved = saved
+        pointwise, qkv_weight, proj, fc1, fc2, *tensors = saved
         t = BlockTensors(*tensors[: len(BlockTensors._fields)])
         attention: WindowArguments = ctx.attention.with_tensors(tensors[len(t) :])
         grad = grad_outputs[0].to(x.dtype).contiguous()

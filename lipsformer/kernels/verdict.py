@@ -84,7 +84,7 @@ def restore_verdicts(known: Mapping[str, bool]) -> None:
 
 
 def _ask(name: str, judge: Callable[[], bool | None]) -> bool | None:
-    """Return the verdict of rank 0; None without one."""
+    """Return the verdict of rank 0, or False if it gives none; on rank 0, see `_judge`."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return judge()
     store, key = dist.distributed_c10d._get_default_store(), f"lipsformer/verdict/{name}"

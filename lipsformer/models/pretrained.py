@@ -20,9 +20,8 @@ CHECKOUT = Path(__file__).parents[2] / "weights"
 # differ from those of the weights, and those that leave the function of the network as it is.
 SOURCES = ("file", "url", "state_dict", "hf_hub_id")
 ADAPTED = ("num_classes", "in_chans", "img_size", "window_size", "global_pool")
-FEATURES = ("features_only", "out_indices", "feature_cls")
 NEUTRAL = (
-    *FEATURES,
+    *("features_only", "out_indices", "feature_cls"),
     *("weight_init", "cache_dir", "device", "dtype", "dynamic_img_size", "strict_img_size"),
 )
 
@@ -33,9 +32,9 @@ def register_with_weights(entry: Callable[..., Model]) -> Callable[..., Model]:
     The weights are those of the folder ``<name>.<tag>`` in timm's format, in the folder that the
     environment variable ``LIPSFORMER_WEIGHTS`` names, or in ``weights/`` of the checkout. The
     arguments that the model of the folder was built with are defaults, also where only the tag is
-    named and the weights stay random. Weights that the caller
-    names in timm's other ways, such as ``local-dir:`` and ``pretrained_cfg_overlay``, are left
-    alone.
+    named and the weights stay random. Weights that the caller names in timm's other ways, such as
+    ``local-dir:`` and ``pretrained_cfg_overlay``, are loaded as timm does, which lets arguments
+    replace those of the folder without a check.
 
     Args:
         entry: The entry function; its name is that of the model.

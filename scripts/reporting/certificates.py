@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from scripts._certify_picture import PictureCertificate
+from scripts._certify_picture import FAILURE, PictureCertificate
 from scripts.reporting.figures import Drawing, style
 from scripts.reporting.theme import LIGHT, SERIES
 
@@ -80,7 +80,7 @@ def sentences(found: PictureCertificate) -> str:
     if found.around is not None:
         parts.append(
             f"Around this picture that is proved up to {found.around:.2g}, with a probability of "
-            "10^-12 that this is wrong."
+            f"10^{math.log10(FAILURE):g} that this is wrong."
         )
     parts.append("Rounding is not counted here.")
     at = f"{found.attacked:.2g}"

@@ -113,7 +113,7 @@ def test_the_logits_of_a_certificate_are_those_of_the_decimal_mean_and_deviation
     bound = lipschitz_bound(network, image_domain((5, 5), data.mean, data.std))
     images = torch.randint(256, (3, 3, 5, 5)).float()
     batches = [(images, torch.zeros(3, dtype=torch.long))]
-    rows, _ = certify(bound, network, batches, data, [1e-3], None)["certificates"]
+    _, rows, _ = certify(bound, network, batches, data=data, distances=[1e-3], outputs=None)
     weight, bias = (p.detach().double() for p in network[0].parameters())
     pixels = images.double() / 255.0
     for row, image in zip(rows, pixels, strict=True):

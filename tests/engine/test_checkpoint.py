@@ -136,6 +136,34 @@ def test_a_step_is_saved_again_though_the_last_save_of_it_was_killed_in_its_clea
     assert len(load_file(good / MODEL)["w"]) == 7
 
 
+def test_a_kill_between_the_two_renames_of_a_second_save_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=1)
+    save(folder, 5)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == ".update-000000005":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(folder, 5, size=7)
+    for _ in range(2):
+        newest = folder.newest()
+        assert newest is not None
+        assert folder.latest() == newest.name
+        assert torch.equal(load_file(newest / MODEL)["w"], torch.full((1000,), 5.0))
+        with small_files(), pytest.raises(CheckpointError, match=f"last good one is {newest}"):
+            save(folder, 5, size=10_000)
+    again = save(folder, 5, size=7)
+    assert numbers(folder) == ["update-000000005"]
+    assert len(load_file(again / MODEL)["w"]) == 7
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ MOMENTS = {
     ("lipsformer.engine.tracking", "Tracking.record"): 12,
     ("lipsformer.engine.train_state", "TrainState.state_dict"): 11,
     (CHECKPOINT, "save_file"): 33,
-    (CHECKPOINT, "fingerprint"): 66,
+    (CHECKPOINT, "manifest_entry"): 66,
     (CHECKPOINT, "flush"): 90,
     (CHECKPOINT, "CheckpointFolder._prune"): 11,
 }

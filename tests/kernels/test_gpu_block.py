@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lipsformer.kernels import dispatch, gpu_cosine_windows, verdict
 from lipsformer.layers import ScaledCosineAttention
@@ -134,6 +135,19 @@ def test_block_equals_float64(monkeypatch, kind, dropped, dtype):
         assert one.grad is not None, name
         # The summands of tau's gradient cancel. Plain operators in bfloat16 err by up to 8 % there.
         close(one.grad, other.grad, dtype, 4.0 if name.endswith("log_logit_scale") else 1.0)
+
+
+def test_a_block_may_be_computed_again_in_its_backward_pass():
+    torch.manual_seed(0)
+    fused = block("windows", 18).to(DEVICE).train()
+    x = torch.randn(1, 3, 5, 18, device=DEVICE, requires_grad=True)
+    kept = _fused.gpu_block(fused, x)
+    recomputed = checkpoint(_fused.gpu_block, fused, x, use_reentrant=False)
+    results = [
+        torch.autograd.grad(out.square().sum(), [x, *fused.parameters()])
+        for out in (kept, recomputed)
+    ]
+    torch.testing.assert_close(*results)
 
 
 def test_second_derivatives_of_a_block_are_refused():

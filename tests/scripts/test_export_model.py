@@ -114,7 +114,7 @@ def test_command_line_names_mistakes_before_it_writes(tmp_path, capsys):
         (["lipsformer_nano", str(tmp_path)], "exists: choose another folder"),
         (
             ["lipsformer_nano", out, "--img-size", "3"],
-            "--img-size 3 is not possible for this",
+            "--img-size 3 is not possible for lipsformer_nano",
         ),
         (["lipsformer_swin_nano.no", out], "'lipsformer_swin_nano.no' cannot be built: there are"),
         ([f"local-dir:{tmp_path}", out], "cannot be built: Config file not found: "),

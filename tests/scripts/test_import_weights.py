@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from yacs.config import CfgNode
 
 from scripts.import_weights import (
-    CheckpointError,
+    ReleasedWeightsError,
     build_model,
     import_weights,
     main,
@@ -180,7 +180,7 @@ def test_a_malicious_file_is_refused(tmp_path, function, args, where):
     content = {"model": {"head.weight": torch.ones(2, 3)}, "epoch": 1}
     content[where] = {"head.weight": Call(find(function), *args)}
     torch.save(content, tmp_path / "evil.pth")
-    with pytest.raises(CheckpointError, match="refused, nothing was executed"):
+    with pytest.raises(ReleasedWeightsError, match="refused, nothing was executed"):
         import_weights(tmp_path / "evil.pth", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["evil.pth"]
 
@@ -189,7 +189,7 @@ def test_a_malicious_plain_pickle_is_refused(tmp_path):
     marker = tmp_path / "executed"
     content = pickle.dumps(Call(find("os.system"), f"touch {marker}"), protocol=2)
     (tmp_path / "evil.pth").write_bytes(content)
-    with pytest.raises(CheckpointError, match="refused, nothing was executed"):
+    with pytest.raises(ReleasedWeightsError, match="refused, nothing was executed"):
         read_checkpoint(tmp_path / "evil.pth")
     assert not marker.exists()
 
@@ -243,7 +243,7 @@ def test_an_incomplete_checkpoint_is_refused(missing, message):
     weights = to_official(timm.create_model("lipsformer_swin_nano", official_compat=True))
     kept = {name: tensor for name, tensor in weights.items() if not name.startswith(missing)}
     assert len(kept) < len(weights)
-    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+    with pytest.raises(ReleasedWeightsError, match=f"(?s){message}"):
         build_model(kept)
 
 
@@ -259,7 +259,7 @@ def test_a_tensor_with_other_dimensions_is_named(name, shape, ndim):
     weights = to_official(timm.create_model("lipsformer_swin_nano", official_compat=True))
     weights[name] = torch.ones(shape)
     expected = f"{name} has the shape {list(shape)}, but must have {ndim} dimensions"
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ReleasedWeightsError) as caught:
         build_model(weights)
     assert str(caught.value) == expected
 
@@ -268,7 +268,7 @@ def test_a_tensor_with_other_dimensions_is_named(name, shape, ndim):
 def test_a_tensor_of_another_shape_is_refused(name):
     weights = to_official(timm.create_model("lipsformer_swin_nano", official_compat=True))
     weights[name] = torch.ones(7)
-    with pytest.raises(CheckpointError, match="the weights do not fit: "):
+    with pytest.raises(ReleasedWeightsError, match="the weights do not fit: "):
         build_model(weights)
 
 
@@ -286,7 +286,7 @@ def test_weights_that_do_not_fit_leave_nothing_behind(oracles, tmp_path, change,
     _, weights, _ = oracle(oracles, "swin")
     change(weights)
     torch.save(weights, tmp_path / "weights.pth")
-    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+    with pytest.raises(ReleasedWeightsError, match=f"(?s){message}"):
         import_weights(tmp_path / "weights.pth", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pth"]
 
@@ -302,7 +302,7 @@ def test_weights_that_do_not_fit_leave_nothing_behind(oracles, tmp_path, change,
 )
 def test_options_that_do_not_fit_are_named(oracles, body, options, message):
     _, weights, _ = oracle(oracles, body)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ReleasedWeightsError, match=message):
         build_model(weights, **options)
 
 

@@ -51,7 +51,7 @@ def test_weights_of_a_checkpoint_are_the_ones_measured(tmp_path):
 
 def test_images_are_prepared_as_the_model_says():
     model = timm.create_model("lipsformer_swin_nano", pretrained_cfg_overlay={"crop_pct": 0.5})
-    found = load_images(model, ["source=digits"], 3)
+    found, _ = load_images(model, ["source=digits"], 3)
     known = {key: model.pretrained_cfg[key] for key in ("mean", "std", "interpolation")}
     data = DataConfig(source="digits", img_size=32, crop_pct=0.5, **known)
     images = build_eval_dataset(data, classes=None)
@@ -101,7 +101,7 @@ def test_mistakes_end_in_one_line(argv, message, capsys, tmp_path):
 
 def test_all_validation_images_can_be_measured():
     model = timm.create_model("lipsformer_swin_nano")
-    found = load_images(model, ["source=digits"], 360)
-    first = load_images(model, ["source=digits"], 1)
+    found, _ = load_images(model, ["source=digits"], 360)
+    first, _ = load_images(model, ["source=digits"], 1)
     assert len(found) == len(found.unique(dim=0)) == 360
     assert torch.equal(found[:1], first)

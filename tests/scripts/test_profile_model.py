@@ -46,6 +46,7 @@ def test_image_size_reaches_models_with_and_without_a_fixed_one():
             33,
             "--img-size 33 is not possible for lipsformer_nano: img_size=33 is",
         ),
+        ("resnet18", -1, "--img-size -1 is not possible for resnet18: it must be at least 1"),
         ("lipsformer_contractive_nano", 64, r"--img-size 64 is not .* must be \(32, 32\)"),
         ("local-dir:nowhere", None, "the model 'local-dir:nowhere' cannot be built: Config file"),
     ],
