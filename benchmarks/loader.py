@@ -4,7 +4,7 @@
 
 Both loaders run in this process, on one thread, from the file to the uint8 batch that goes to the
 device, with equal settings and on the same files; they take turns in random order, and the least
-CPU time counts, so that a busy machine favours neither. Normalisation, erasing and mixing follow on
+CPU time counts, so that a busy machine favors neither. Normalization, erasing and mixing follow on
 the device in both.
 
 Three sets: the ImageNet sample as stored (short side 256), the same enlarged to the sizes that the

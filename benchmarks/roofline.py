@@ -49,7 +49,7 @@ KINDS: dict[type[nn.Module], str] = {
 
 
 class Attention(nn.Module):
-    """What an attention does between its projections: normalise, attend in windows, LePE."""
+    """What an attention does between its projections: normalize, attend in windows, LePE."""
 
     def __init__(self, module: WindowAttention | StripeAttention) -> None:
         """Take over the parameters of ``module``, those of its projections left out."""

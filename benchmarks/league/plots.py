@@ -72,7 +72,7 @@ def heatmap(
     title: str,
     path: Path,
 ) -> Path:
-    """Draw panels of cells coloured by accuracy; a cell in which a seed is not stable is grey."""
+    """Draw panels of cells colored by accuracy; a cell in which a seed is not stable is gray."""
     height = 0.34 * len(rows) + 1.6
     width = 2.6 + 0.62 * len(columns) * len(panels)
     figure = Figure(figsize=(max(width, 7.0), height), layout="constrained")
@@ -104,16 +104,16 @@ def _draw_cell(ax: Any, x: int, y: int, cell: list[Record], low: float, high: fl
     value = mean(r["top1"] for r in cell)
     stable = all(r["stable"] for r in cell)
     share = (value - low) / (high - low)
-    colour = colormaps["viridis"](share) if stable else "0.85"
-    ax.add_patch(_square(x, y, colour))
+    color = colormaps["viridis"](share) if stable else "0.85"
+    ax.add_patch(_square(x, y, color))
     ink = "0.45" if not stable else "white" if share < 0.6 else "black"
     ax.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=9, color=ink)
 
 
-def _square(x: int, y: int, colour: Any) -> Any:
+def _square(x: int, y: int, color: Any) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=colour, linewidth=0)
+    return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=color, linewidth=0)
 
 
 def plot_signals(records: Sequence[Record], path: Path) -> Path:

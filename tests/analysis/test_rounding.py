@@ -193,7 +193,7 @@ def test_the_float32_program_stays_within_its_error(name, path):
     assert exact.norm(dim=1).max().item() <= bound.output.norm
 
 
-@pytest.mark.parametrize("order", ["positive", "cancelling"])
+@pytest.mark.parametrize("order", ["positive", "canceling"])
 def test_sums_reach_a_good_part_of_their_error(order):
     """All roundings of a sum of equal terms point in one direction."""
     terms = 4096
@@ -201,7 +201,7 @@ def test_sums_reach_a_good_part_of_their_error(order):
     with torch.no_grad():
         layer.weight.fill_(1.0 + 2.0**-23)
         layer.bias.fill_(0.0)
-        if order == "cancelling":
+        if order == "canceling":
             layer.weight[0, ::2] *= -1.0
     x = torch.full((1, 1, terms), 1.0 + 2.0**-23)
     bound = lipschitz_bound(layer, Domain(size=(1,), radius=70.0, norm=70.0, error=0.0))

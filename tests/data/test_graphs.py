@@ -35,7 +35,7 @@ def test_real_graphs_have_their_published_sizes(datasets, name):
 
 
 @pytest.mark.data
-def test_planetoid_split_is_the_public_one_and_rows_are_normalised(datasets):
+def test_planetoid_split_is_the_public_one_and_rows_are_normalized(datasets):
     data = load_graph("cora", datasets / "graphs")
     sizes = [int(data[f"{split}_mask"].sum()) for split in ("train", "val", "test")]
     assert sizes == [140, 500, 1000]

@@ -26,7 +26,7 @@ def test_neighbor_norm_equals_a_loop_over_nodes(dtype, rtol):
         torch.testing.assert_close(out[i].double(), expected, rtol=rtol, atol=rtol)
 
 
-def test_pair_norm_centres_the_graph_and_sets_its_mean_square_length():
+def test_pair_norm_centers_the_graph_and_sets_its_mean_square_length():
     torch.manual_seed(1)
     out = NodeNorm("pairnorm", 5)(torch.randn(11, 5, dtype=torch.double) + 3, None)
     torch.testing.assert_close(out.mean(0), torch.zeros(5, dtype=torch.double))

@@ -16,7 +16,7 @@ def test_center_norm_equals_its_matrix():
 
 
 @pytest.mark.parametrize("dim", [2, 3, 7, 96])
-def test_center_norm_constant_is_d_over_d_minus_1_at_initialisation(dim):
+def test_center_norm_constant_is_d_over_d_minus_1_at_initialization(dim):
     sigma = torch.linalg.matrix_norm(center_norm_matrix(CenterNorm(dim).weight), 2)
     assert sigma.item() == pytest.approx(dim / (dim - 1), rel=1e-12)
 

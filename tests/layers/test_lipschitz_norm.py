@@ -212,7 +212,7 @@ def test_exact_lipschitz_constant_stays_below_the_bounds(m, n, size):
         assert worst <= proved < lipschitz_norm_theorem(m, n, math.sqrt(3))
 
 
-def test_plain_scores_exceed_the_bound_at_inputs_where_normalised_ones_do_not():
+def test_plain_scores_exceed_the_bound_at_inputs_where_normalized_ones_do_not():
     x = torch.tensor([[0.0, 0.0], [30.0, -30.0]], dtype=torch.double)
     query = torch.tensor([[1.0], [0.0]], dtype=torch.double)
 

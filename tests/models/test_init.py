@@ -1,4 +1,4 @@
-"""Initialisation: spectral, complete, repeatable, also after the meta device."""
+"""Initialization: spectral, complete, repeatable, also after the meta device."""
 
 import math
 

@@ -37,7 +37,7 @@ CONTRACT = [
     "test_model_forward_fx",
     "test_model_backward_fx",
 ]
-# selected in timm by name of a model, for behaviour that any model should have
+# selected in timm by name of a model, for behavior that any model should have
 GENERAL = [
     "test_prune_intermediate_layers_contract",
     "test_prune_intermediate_layers_params_used",

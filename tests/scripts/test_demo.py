@@ -165,11 +165,11 @@ def test_attention_of_the_chosen_head_lies_over_the_image(answers):
 
 def test_overlay_shows_the_image_where_shares_are_low():
     image = np.full((4, 6, 3), (200, 100, 50), np.uint8)
-    grey = 0.299 * 200 + 0.587 * 100 + 0.114 * 50
+    gray = 0.299 * 200 + 0.587 * 100 + 0.114 * 50
     page = overlaid(image, np.array([[0.0, 1.0]]))
     low, high = np.array([13, 8, 135]), np.array([240, 249, 33])  # the ends of plasma
-    np.testing.assert_allclose(page[:, :3] - (0.35 * low + 0.65 * grey), 0, atol=1.5)
-    np.testing.assert_allclose(page[:, 3:] - (0.8 * high + 0.2 * grey), 0, atol=1.5)
+    np.testing.assert_allclose(page[:, :3] - (0.35 * low + 0.65 * gray), 0, atol=1.5)
+    np.testing.assert_allclose(page[:, 3:] - (0.8 * high + 0.2 * gray), 0, atol=1.5)
 
 
 def test_bars_are_sorted_escaped_and_marked():
@@ -200,7 +200,7 @@ def broken_files() -> dict[str, bytes]:
     good = encoded(photo(), "JPEG")
     png = encoded(photo())
     bomb = encoded(Image.new("1", (12000, 12000)))
-    grey = Image.fromarray(np.full((5, 7), 0.5, np.float32))
+    gray = Image.fromarray(np.full((5, 7), 0.5, np.float32))
     size = b"\0\x1f\0\x35"  # height and width in the header
     chunk = png.index(b"IDAT")
     return {
@@ -222,7 +222,7 @@ def broken_files() -> dict[str, bytes]:
         "crc.png": png[: chunk + 9] + bytes([png[chunk + 9] ^ 255]) + png[chunk + 10 :],
         "bomb.png": bomb,
         "bomb.gif": b"GIF89a" + bytes([255] * 4) + bytes(20),
-        "float.tiff": encoded(grey, "TIFF"),
+        "float.tiff": encoded(gray, "TIFF"),
         "half.webp": encoded(photo(), "WEBP")[:200],
         "half.gif": encoded(photo(), "GIF")[:300],
         "half.bmp": encoded(photo(), "BMP")[:300],

@@ -107,7 +107,7 @@ def to_official(model):
         pytest.param("lipsformer_swin_tiny", 2, marks=pytest.mark.slow),
     ],
 )
-def test_registered_architectures_are_recognised(tmp_path, name, in_chans):
+def test_registered_architectures_are_recognized(tmp_path, name, in_chans):
     args = {"official_compat": True, "num_classes": 11, "in_chans": in_chans}
     model = timm.create_model(name, **args).eval()
     out = tmp_path / "out"
