@@ -37,7 +37,7 @@ from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
-from lipsformer.engine.run_folder import find_weights, fingerprint, load_model
+from lipsformer.engine.run_folder import find_weights, load_model, manifest_entry
 from scripts._runtimes import FORMATS, Logits, autocast, fold, load, trace, write
 
 MODELS = (
@@ -148,7 +148,7 @@ def measure_accuracy(options: argparse.Namespace) -> dict[str, Any]:
     images = Normalize(config.data.mean, config.data.std)(pixels).contiguous()
     expected = model(images)
     rows = []
-    exports = options.exports / fingerprint(weights.file)["sha256"][:12]
+    exports = options.exports / manifest_entry(weights.file)["sha256"][:12]
     ways = contestants(model, images, exports, options)
     for (form, precision), logits in ways.items():
         found = torch.cat([logits(part.contiguous()) for part in images.split(32)])
