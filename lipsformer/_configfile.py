@@ -24,9 +24,6 @@ Schema = TypeVar("Schema")
 # Type of the items of a list: what YAML gives for it, and its name in messages.
 _ITEMS = {int: (int, "whole numbers"), float: (int | float, "numbers"), str: (str, "words")}
 
-# Keys of the previous release: old dotted path -> new dotted path.
-RENAMED_KEYS: dict[str, str] = {}
-
 
 class ConfigError(ValueError):
     """A user's mistake. The message names the setting, its value and what is allowed."""
@@ -257,8 +254,6 @@ def _check_keys(given: Any, schema: type, prefix: str) -> None:
     for key, value in given.items():
         path = f"{prefix}{key}"
         if key not in hints:
-            if path in RENAMED_KEYS:
-                raise ConfigError(f"the key {path} is now called {RENAMED_KEYS[path]}")
             raise ConfigError(f"unknown key {path}={value!r}; {suggest(str(key), hints, prefix)}")
         hint = hints[key]
         if dataclasses.is_dataclass(hint):

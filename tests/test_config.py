@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lipsformer import _configfile
 from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.config import Config
 from lipsformer.engine.resume import config_identity
@@ -141,14 +140,6 @@ def test_mistakes_are_named(minimal: Path, override: str, parts: list[str]) -> N
     message = refusal(minimal, override)
     for part in parts:
         assert part in message
-
-
-def test_a_renamed_key_is_answered_with_its_new_name(
-    minimal: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(_configfile.RENAMED_KEYS, "optim.rate", "optim.lr")
-    message = refusal(minimal, "optim.rate=1")
-    assert message.endswith("the key optim.rate is now called optim.lr")
 
 
 @pytest.mark.parametrize(
