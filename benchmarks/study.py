@@ -178,7 +178,7 @@ def record(study: Study, row: str, seed: int, folder: Path, code: int) -> dict[s
         "starts": len(starts),
         "commit": starts[-1]["git_commit"],
         "machine": machine(torch.device("cpu"))
-        | {key: starts[-1][key] for key in ("threads", "device")},  # of the process that trained
+        | {key: starts[-1][key] for key in ("threads", "world_size", "device")},  # its last start
         "evaluations": evaluations,
     }
 

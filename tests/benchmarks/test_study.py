@@ -111,7 +111,7 @@ row = folder.name.removesuffix("-seed0")
 with open("starts.txt", "a") as starts:
     starts.write(row + chr(10))
 
-START = {"git_commit": "c0ffee", "threads": 7, "device": "a GPU"}
+START = {"git_commit": "c0ffee", "threads": 7, "world_size": 3, "device": "a GPU"}
 
 def records():
     (folder / "metrics.jsonl").write_text("")
@@ -217,6 +217,7 @@ sys.exit(3 if row == "diverges" else 75)
     (line,) = queue.lines().values()
     assert line["row"] == "diverges"
     assert line["machine"]["threads"] == 7, "those of the training, not of the queue"
+    assert line["machine"]["world_size"] == 3
     assert line["machine"]["device"] == "a GPU"
     assert queue.run("--only", "crash", "stopped") == 1
     assert queue.run("--only", "stopped", "diverges") == 0
