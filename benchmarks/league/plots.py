@@ -16,6 +16,10 @@ from benchmarks.league.table import TITLES, all_multiples, finished_rows, warmup
 Record = dict[str, Any]
 Cells = list[list[list[Record]]]  # rows, columns, seeds
 OURS = "lipsformer"
+IN_SHORT = (
+    *("lipsformer", "pre-norm", "plain", "plain + QK-norm"),
+    *("LayerScale", "sigmaReparam", "nViT"),
+)
 
 
 def plot_all(records: Sequence[Record], folder: Path) -> list[Path]:
@@ -25,6 +29,10 @@ def plot_all(records: Sequence[Record], folder: Path) -> list[Path]:
     for data, title in TITLES.items():
         if finished_rows(records, data, WARMUPS[0]):
             drawn.append(plot_rates(records, data, title, folder / f"{data}.png"))
+    short = [r for r in records if r["body"] in IN_SHORT and r["optimizer"] == "adamw"]
+    if finished_rows(short, "cifar10", WARMUPS[0]):
+        path = folder / "summary.png"
+        drawn.append(plot_rates(short, "cifar10", f"{TITLES['cifar10']}, AdamW", path))
     if deep(records):
         drawn.append(plot_depths(records, folder / "depth.png"))
     if any(first_grid(records, body) for body in BODIES):
