@@ -155,8 +155,8 @@ class TrainConfig:
 
     `global_batch_size` is the number of images of one optimizer update, over all devices. Each
     device processes its share at once, or in micro-batches of `batch_size_per_device` images whose
-    gradients are accumulated. An update with a loss or gradient that is not finite is skipped; the
-    run stops after more than `max_nonfinite_updates` skipped updates in a row.
+    gradients are accumulated. An update whose gradient is not finite is skipped. The run stops
+    after more than `max_nonfinite_updates` updates in a row whose loss or gradient is not finite.
 
     With `compile: null` the model is compiled on GPUs, unless FSDP2 shards it, and not on CPUs.
 
@@ -215,7 +215,8 @@ class RunConfig:
     folder without a run. A path starts there from that checkpoint, which must have the same config;
     the same command continues the run later. `keep` is the number of newest checkpoints that are
     kept; the best checkpoint is always kept. The first `dense_updates` updates are logged one by
-    one, and later ones as means over `log_every` updates. With `report`, a finished run writes
+    one, and later ones as means over `log_every` updates. The weights are evaluated after every
+    `eval_every_epochs` epochs and after the last one. With `report`, a finished run writes
     report.html.
 
     Example:
@@ -228,6 +229,7 @@ class RunConfig:
     allow_world_size_change: bool = False
     log_every: int = 50
     dense_updates: int = 100
+    eval_every_epochs: int = 1
     save_every_epochs: int = 1
     save_every_updates: int | None = None
     keep: int = 2
@@ -237,7 +239,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(bool(self.output_dir), "run.output_dir", self.output_dir, "must name a folder")
         require(bool(self.resume), "run.resume", self.resume, "must be auto, none or a path")
-        for name in ("log_every", "save_every_epochs", "keep"):
+        for name in ("log_every", "eval_every_epochs", "save_every_epochs", "keep"):
             value = getattr(self, name)
             require(value >= 1, f"run.{name}", value, "must be >= 1")
         dense, updates = self.dense_updates, self.save_every_updates
@@ -284,7 +286,8 @@ class LipschitzConfig:
         for name in (*caps, "update_limit", "bound_limit"):
             value = getattr(self, name)
             most = math.inf if name == "bound_limit" else 1e15  # far below float32's range
-            allowed = f"must be > 0 and at most {most:g}, or null for off"
+            limit = f" and at most {most:g}" if math.isfinite(most) else ""
+            allowed = f"must be > 0{limit}, or null for off"
             require(value is None or 0 < value <= most, f"lipschitz.{name}", value, allowed)
         if self.orthogonal and self.sigma_cap is not None:
             raise ConfigError(

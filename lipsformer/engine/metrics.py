@@ -107,9 +107,9 @@ class StepMetrics:
             before = f"; last finite update {last.step}: {_describe(last)}" if last else ""
             raise NonFiniteError(
                 f"loss or gradient is not finite at {span} ({_describe(stats)}){before}; "
-                f"train.max_nonfinite_updates={self.max_nonfinite} in a row are tolerated. "
-                "This number may change on resume; another optim.lr or optim.clip_grad needs a "
-                "new run, which may start from these weights with model.checkpoint",
+                f"train.max_nonfinite_updates={self.max_nonfinite} allows no more in a row. "
+                "You may change this number when you resume. Another optim.lr or optim.clip_grad "
+                "needs a new run, which may start from these weights with model.checkpoint",
                 first=first,
             )
 

@@ -131,7 +131,8 @@ class Trainer:
             while not self.stopped:
                 epochs_made, position = divmod(self.step, self.steps_per_epoch)
                 # Also after a resume: the last epoch may be complete, but not evaluated.
-                if position == 0 and len(self.history) < epochs_made:
+                evaluated = self.history[-1]["epoch"] if self.history else 0
+                if position == 0 and evaluated < epochs_made and self._evaluation_is_due():
                     self._finish_epoch(epochs_made)
                     continue
                 if self.step == self.total_steps:
@@ -164,7 +165,7 @@ class Trainer:
     def _after_step(self, step: int) -> bool:
         """Log and save when it is time; return whether a signal asks to stop.
 
-        The checkpoint at the end of an epoch is saved after its evaluation, except on a signal.
+        The checkpoint at the end of an evaluated epoch is saved after that, except on a signal.
         """
         self.step = step
         for made, record in self.parts.monitored:
@@ -177,13 +178,21 @@ class Trainer:
             # Once per epoch and before anything is saved: an evaluation that is repeated after an
             # interruption then sees the same weights, and the figures come from the checkpoint.
             self._prepare_eval()
-        if self._interrupted() or (self._save_is_due() and not epoch_ends):
+        evaluates = epoch_ends and self._evaluation_is_due()
+        if self._interrupted() or (self._save_is_due() and not evaluates):
             self._save()
         return bool(self.stopped)
 
+    def _evaluation_is_due(self) -> bool:
+        """Return whether the epoch that ends here is evaluated, as the last one always is."""
+        every = self.config.run.eval_every_epochs
+        return self.step // self.steps_per_epoch % every == 0 or self.step == self.total_steps
+
     def _save_is_due(self) -> bool:
+        epoch, position = divmod(self.step, self.steps_per_epoch)
         every = self.config.run.save_every_updates
-        return every is not None and self.step % every == 0
+        ends_epoch = position == 0 and epoch % self.config.run.save_every_epochs == 0
+        return ends_epoch or (every is not None and self.step % every == 0)
 
     def _prepare_eval(self) -> None:
         """Bring the weights into the state that is evaluated and saved."""
@@ -231,8 +240,7 @@ class Trainer:
         if better:
             self.best = {"epoch": epoch, "update": self.step, "weights": kind, "top1": top1}
         complete = self.step == self.total_steps
-        due = epoch % self.config.run.save_every_epochs == 0 or self._save_is_due()
-        if better or complete or due:
+        if better or complete or self._save_is_due():
             self._save()
 
     def _interrupted(self) -> bool:
@@ -260,7 +268,7 @@ class Trainer:
         mean = summarize(stats)
         if mean["skipped"]:
             logger.warning(
-                "%d of the last %d updates were skipped, because loss or gradient was not finite; "
+                "%d of the last %d updates were skipped, because the gradient was not finite; "
                 "%d in the whole run",
                 mean["skipped"],
                 len(stats),

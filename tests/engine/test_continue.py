@@ -55,6 +55,21 @@ def rewind(folder: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
+def test_rare_evaluations_leave_the_training_as_it_is(run, tmp_path: Path) -> None:
+    rare = ("train.epochs=3", "run.eval_every_epochs=2", f"run.output_dir={tmp_path / 'rare'}")
+    assert run("train.epochs=3")[0] == 0
+    assert run(*rare, "run.save_every_updates=null")[0] == 0
+    expected, found = outcome(tmp_path / "out"), outcome(tmp_path / "rare")
+    assert found["tensors"] == expected["tensors"]
+    assert [entry["epoch"] for entry in expected["history"]] == [1, 2, 3]
+    assert found["history"] == expected["history"][1:], "every second epoch, and the last one"
+    saved = sorted(path.name[-1] for path in (tmp_path / "rare" / "checkpoints").iterdir())
+    assert saved == ["3", "6", "9"], "an epoch without an evaluation is saved as well"
+    rewind(tmp_path / "rare", 3)
+    assert run(*rare, "run.save_every_updates=null")[0] == 0
+    assert outcome(tmp_path / "rare") == found
+
+
 def test_what_leaves_the_mathematics_may_change(run, finished: Path) -> None:
     expected = outcome(finished)
     rewind(finished, 4)
@@ -89,7 +104,7 @@ def test_a_run_that_met_its_limit_says_what_may_change_and_continues(
     monkeypatch.setattr(steps, "apply_gradient", broken)
     code, text = run()
     assert code == EXIT_NONFINITE
-    assert "train.max_nonfinite_updates=3 in a row are tolerated. This number may change" in text
+    assert "train.max_nonfinite_updates=3 allows no more in a row. You may change this" in text
     assert "last finite update 0" in text
     assert json.loads((tmp_path / "out" / "exit.json").read_text())["code"] == EXIT_NONFINITE
 
