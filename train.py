@@ -1,6 +1,6 @@
 """Train an image model.
 
-    python train.py --config configs/demo.yaml                    digits, about 2 minutes on a CPU
+    python train.py --config configs/demo.yaml                    digits, about 3 minutes on a CPU
     python train.py --config configs/demo.yaml optim.lr=1e-3      any setting as key=value
     python train.py --config configs/demo.yaml --dry-run          only show what would be done
     python train.py --config configs/demo.yaml --dry-run --world-size 16    the same, on 16 devices

@@ -44,7 +44,7 @@ COMMANDS = {
     "demo": Command("scripts.demo", "train,web", "show a web page for your own pictures"),
 }
 COMPLETION = "completion"
-RENAMED = {"convert": "import-weights"}  # names of the previous release
+RENAMED = {"convert": "import-weights"}  # names of earlier checkouts
 
 
 def documented_parser(text: str | None, **options: Any) -> argparse.ArgumentParser:

@@ -66,7 +66,8 @@ def require_effect(section: object, prefix: str, name: str, works: bool, needs: 
     value = getattr(section, name)
     if not works and value != getattr(type(section), name):
         raise ConfigError(
-            f"{prefix}.{name}={value!r} has no effect without {needs}: remove it or set them"
+            f"{prefix}.{name}={value!r} has no effect without {needs}: "
+            "remove it, or set what it needs"
         )
 
 
@@ -292,7 +293,7 @@ def _override(config: Any, override: str) -> Any:
 
 
 def _check_container(path: str, value: Any, hint: Any) -> None:
-    """Refuse a value that is a list, a mapping or a boolean where the type is another, or not."""
+    """Refuse lists, mappings and booleans where the type is another, and others where it is not."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and types.NoneType in options:
         return

@@ -1,6 +1,6 @@
-"""Names of the previous release: using one raises an ImportError that says the new name.
+"""Names of earlier checkouts: using one raises an ImportError that says the new name.
 
-The table is kept for one release.
+The table is removed after the first release.
 """
 
 import sys

@@ -71,7 +71,7 @@ Lipschitz-continuous transformers for vision and graphs that train without warmu
 {lines}
 
 Begin with
-  lipsformer train --config configs/demo.yaml            train on handwritten digits, 2 minutes
+  lipsformer train --config configs/demo.yaml            train on handwritten digits, 3 minutes
   lipsformer train --config configs/demo.yaml --dry-run  show what that would do
   lipsformer train --help                                list all settings with their meaning
 

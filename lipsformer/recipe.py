@@ -18,13 +18,14 @@ class AugmentConfig:
     `scale` is the range of the random crop's share of the area, `ratio` the range of its aspect
     ratio. `auto_augment` is a recipe in timm's notation. `3a` is 3-Augment, the only one that
     `color_jitter` can follow. `img_sizes` are the sizes of training images in pixels, in the order
-    of training: the nearest one on the way from the first epoch to the last applies. Without them
-    the size is `data.img_size`, which is always that of evaluation. `repeats` above 1 is repeated
-    augmentation: an epoch takes every image so often, differently augmented, and ends after as many
-    samples as without. `reprob` is the probability of random erasing and `remode` what fills the
-    erased part. `mixup` and `cutmix` are the parameters of their Beta distributions. `mixup_prob`
-    is the probability that a batch is mixed. If both are on, `mixup_switch_prob` is the probability
-    of CutMix.
+    of training. The position in this list moves evenly from its first entry in the first epoch to
+    its last entry in the last epoch, and each epoch uses the nearest size. Without them the size is
+    `data.img_size`, which is always that of evaluation. With `repeats` above 1 (repeated
+    augmentation) every image comes so many times in a row, each time augmented differently. The
+    number of samples in an epoch stays about the same. `reprob` is the probability of random
+    erasing and `remode` what fills the erased part. `mixup` and `cutmix` are the parameters of
+    their Beta distributions. `mixup_prob` is the probability that a batch is mixed. If both are on,
+    `mixup_switch_prob` is the probability of CutMix.
 
     Example:
         >>> AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8).hflip
@@ -65,10 +66,11 @@ class AugmentConfig:
         require(1 <= self.repeats <= 100, "augment.repeats", self.repeats, allowed)
         smoothing = self.label_smoothing
         require(0 <= smoothing < 1, "augment.label_smoothing", smoothing, "must be in [0, 1)")
+        both = "both augment.mixup and augment.cutmix"
         for name, works, needs in (
             ("remode", self.reprob > 0, "augment.reprob above 0"),
             ("mixup_prob", self.mixup > 0 or self.cutmix > 0, "augment.mixup or augment.cutmix"),
-            ("mixup_switch_prob", self.mixup > 0 and self.cutmix > 0, "both mixup and cutmix"),
+            ("mixup_switch_prob", self.mixup > 0 and self.cutmix > 0, both),
         ):
             require_effect(self, "augment", name, works, needs)
 

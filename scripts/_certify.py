@@ -89,7 +89,7 @@ class Certification:
         data: The preprocessing.
         weights: The file of weights; the certificate lies beside it.
         distances: 2-norms of the change of an image, for pixel values in [0, 1].
-        attack_every: The first of so many images is attacked.
+        attack_every: N, of every N images the first is attacked.
 
     Raises:
         ConfigError: If the certificate cannot be written, or the model has no proved bound here.
@@ -162,7 +162,7 @@ def certify(
         data: The preprocessing.
         distances: 2-norms of the change of an image, for pixel values in [0, 1].
         outputs: Which of the model's logits count; None for all.
-        attack_every: The first of so many images is attacked.
+        attack_every: N, of every N images the first is attacked.
 
     Returns:
         Figures with certified and attacked accuracy in percent; label, logits, level and radii of

@@ -113,7 +113,7 @@ def allowed(file: str, target: str) -> bool:
             shared = bool(rest) and (rest[0] == "reporting" or rest[0].startswith("_"))
         else:
             shared = True
-        if target == "lipsformer._renamed":  # names of the previous release, for one release
+        if target == "lipsformer._renamed":  # names of earlier checkouts
             return file.startswith(("lipsformer/", "scripts/"))
         return shared and any(covers(name, target) for name in rule(OWN, file) or ())
     packages = rule(ELSEWHERE, file)

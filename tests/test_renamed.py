@@ -1,4 +1,4 @@
-"""A name of the previous release raises one sentence with the new one, and the new one is there."""
+"""A name of an earlier checkout raises one sentence with the new one, and the new one is there."""
 
 import importlib
 import subprocess

@@ -16,8 +16,8 @@ def is_proven(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: Ap
     """Return whether a kernel is right and faster for inputs of this class; see `kernels.is_used`.
 
     The compiler cannot trace a trial. It takes a kernel whose verdict is known and plain operators
-    otherwise. A tensor on the CPU stands for a GPU that is predicted or interpreted, where there is
-    nothing to try.
+    otherwise. On the CPU, where kernels for GPUs are only predicted or interpreted, there is
+    nothing to try, and the result is True.
 
     Args:
         name: The operator with those of its settings that the shape of the input does not show.

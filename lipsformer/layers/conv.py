@@ -63,12 +63,20 @@ class DepthwiseConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``x`` ([B, H, W, C]) without copying it to another layout."""
-        fits = self.weight.shape[-1] in kernels.DEPTHWISE_SIZES and x.shape[-1] == self.dim
-        if fits and kernels.usable("depthwise", x, self.weight, training=self.training):
+        obstacle = lambda: self._obstacle(x)  # noqa: E731
+        if kernels.usable("depthwise", x, self.weight, training=self.training, unless=obstacle):
             return kernels.depthwise_conv(x, self.weight, self.bias)
         x = x.permute(0, 3, 1, 2)
         y = F.conv2d(x, self.weight, self.bias, padding=self.padding, groups=self.dim)
         return y.permute(0, 2, 3, 1)
+
+    def _obstacle(self, x: Tensor) -> str | None:
+        size = self.weight.shape[-1]
+        if size not in kernels.DEPTHWISE_SIZES:
+            return f"it has no kernel of {size} x {size}"
+        if x.shape[-1] != self.dim:
+            return f"the input has {x.shape[-1]} channels and the layer {self.dim}"
+        return None
 
     def extra_repr(self) -> str:
         """Show the channels and the kernel size."""

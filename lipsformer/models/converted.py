@@ -1,4 +1,4 @@
-"""timm's door to converted models: one registered name, which builds any of them again."""
+"""The registered function with which timm builds any converted model again."""
 
 from typing import Any, cast
 
