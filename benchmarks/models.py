@@ -1,6 +1,6 @@
 """Training step and inference of LipsFormer beside other models, interleaved in one run.
 
-    python -m benchmarks.models --output benchmarks/results/models_cpu.json
+    python -m benchmarks.models --output models.json
     python -m benchmarks.models --batch-size 1 8 32 --output benchmarks/results/batch_cpu.json
     python -m benchmarks.models --img-size 160 224 288 --output benchmarks/results/size_cpu.json
     python -m benchmarks.models swin_tiny_patch4_window7_224 lipsformer_swin_tiny \

@@ -156,7 +156,8 @@ class OptimConfig:
     arguments of its class. The Muon family updates hidden matrices, and AdamW updates the other
     parameters at the same learning rate. `clip_grad` is the largest 2-norm of the gradient of all
     parameters together. `layer_decay` makes earlier layers learn more slowly: each group of layers
-    has the learning rate of the next group, multiplied by this factor.
+    has the learning rate of the next group, multiplied by this factor. `residual_lr_scale` times
+    the learning rate is that of the weights of the residual branches.
 
     Example:
         >>> OptimConfig(lr=1e-3, clip_grad=1.0).name
@@ -172,6 +173,7 @@ class OptimConfig:
     weight_decay: float = 0.05
     clip_grad: float | None = None
     layer_decay: float | None = None
+    residual_lr_scale: float = 1.0
 
     def __post_init__(self) -> None:
         require_finite(self, "optim")
@@ -189,6 +191,8 @@ class OptimConfig:
         decay = self.layer_decay
         allowed = "must be in (0, 1], or null for off"
         require(decay is None or 0 < decay <= 1, "optim.layer_decay", decay, allowed)
+        scale = self.residual_lr_scale
+        require(scale >= 0, "optim.residual_lr_scale", scale, "must be >= 0, and 1 is off")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,14 +40,18 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     """Sort the parameters into groups by weight decay and, with layer decay, by depth.
 
     Vectors, scalars and what the model lists in `no_weight_decay()` are not decayed. A group's
-    `lr_scale` multiplies the scheduled learning rate. Optimizers that orthogonalize matrices
+    `lr_scale` multiplies the scheduled learning rate. The weights of residual branches have
+    `residual_lr_scale` times the learning rate of the others. Optimizers that orthogonalize matrices
     (the Muon family) take only hidden ones: the model's first convolution, its classifier and
     what it lists in `no_weight_decay()` go into groups with `use_fallback`, which timm updates
     by AdamW.
 
     Args:
         model: Every parameter that requires a gradient is in exactly one group.
-        optim: `weight_decay`, `layer_decay` and `name` are read.
+        optim: `weight_decay`, `layer_decay`, `residual_lr_scale` and `name` are read.
+
+    Raises:
+        ConfigError: If `residual_lr_scale` is set and the model has no weighted residuals.
     """
     declared = getattr(model, "no_weight_decay", None)
     exempt = set() if declared is None else set(declared())
@@ -57,10 +61,33 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     if get_optimizer_info(optim.name).opt_class is Muon:
         options["fallback_list"] = exempt | _ends(model)
     if optim.layer_decay is None:
-        return param_groups_weight_decay(model, optim.weight_decay, **options)
-    return param_groups_layer_decay(
-        model, optim.weight_decay, layer_decay=optim.layer_decay, **options
-    )
+        groups = param_groups_weight_decay(model, optim.weight_decay, **options)
+    else:
+        groups = param_groups_layer_decay(
+            model, optim.weight_decay, layer_decay=optim.layer_decay, **options
+        )
+    return groups if optim.residual_lr_scale == 1.0 else _scale_residuals(model, groups, optim)
+
+
+def _scale_residuals(
+    model: nn.Module, groups: list[dict[str, Any]], optim: OptimConfig
+) -> list[dict[str, Any]]:
+    """Move the weights of the residual branches into groups with a learning rate of their own."""
+    named = model.named_parameters()
+    scales = {id(p) for name, p in named if name.rpartition(".")[2] == "residual_scale"}
+    if not scales:
+        raise ConfigError(
+            f"optim.residual_lr_scale={optim.residual_lr_scale} has no effect, because the model "
+            "has no weighted residuals: remove it"
+        )
+    split = []
+    for group in groups:
+        own = [p for p in group["params"] if id(p) in scales]
+        others = [p for p in group["params"] if id(p) not in scales]
+        scale = group.get("lr_scale", 1.0) * optim.residual_lr_scale
+        split += [group | {"params": others}] if others else []
+        split += [group | {"params": own, "lr_scale": scale}] if own else []
+    return split
 
 
 def _ends(model: nn.Module) -> set[str]:

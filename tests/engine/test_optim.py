@@ -1,5 +1,6 @@
 """Parameter groups hold every parameter once; every optimizer of a run resumes bit for bit."""
 
+import dataclasses
 import json
 import re
 
@@ -85,6 +86,31 @@ def test_layer_decay_counts_blocks_of_all_stages(name: str, blocks: tuple[int, .
             depth = {"patch_embed": 0, "norm": total, "head": total + 1}[part]
         assert scale.pop(id(parameter)) == pytest.approx(0.8 ** (total + 1 - depth), rel=1e-12)
     assert not scale
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_the_weights_of_residual_branches_have_a_learning_rate_of_their_own(layer_decay) -> None:
+    model = create_model("lipsformer_swin_nano", device="meta")
+    optim = OptimConfig(lr=1.0, name="muon", weight_decay=0.3, layer_decay=layer_decay)
+    scaled = dataclasses.replace(optim, residual_lr_scale=7.0)
+
+    def settings(optim: OptimConfig) -> dict[int, tuple]:
+        keys = ("weight_decay", "use_fallback", "lr_scale")
+        defaults = {"use_fallback": False, "lr_scale": 1.0}
+        return {
+            id(p): tuple((defaults | group)[key] for key in keys)
+            for group in parameter_groups(model, optim)
+            for p in group["params"]
+        }
+
+    before, after = settings(optim), settings(scaled)
+    assert before.keys() == after.keys() == {id(p) for p in model.parameters()}
+    for name, parameter in model.named_parameters():
+        decay, fallback, scale = before[id(parameter)]
+        factor = 7.0 if name.endswith("residual_scale") else 1.0
+        assert after[id(parameter)] == (decay, fallback, pytest.approx(factor * scale)), name
+    with pytest.raises(ConfigError, match="the model has no weighted residuals: remove it"):
+        parameter_groups(small_network(), scaled)
 
 
 def test_optimizer_follows_the_adamw_formula_in_float64() -> None:
