@@ -11,10 +11,10 @@ class SigmaReparam(nn.Module):
 
     .. math:: \hat W = \frac{\gamma}{\sigma(W)} W, \quad \sigma(W) = u^T W v
 
-    gamma is one learned number, 1 at the start, as in the paper; the authors' code for vision starts
-    it at the initial spectral norm. The singular vectors u and v come from a singular
-    value decomposition at the start and follow the weight by one step of power iteration whenever
-    the weight is read in training, which a layer does one to three times per forward pass. A
+    gamma is one learned number, 1 at the start, as in the paper; the authors' code for vision
+    starts it at the initial spectral norm. The singular vectors u and v come from a singular value
+    decomposition at the start and follow the weight by one step of power iteration whenever the
+    weight is read in training, which a layer does one to three times per forward pass. A
     convolution's weight is reshaped to [out, in * k * k], as in the authors' code.
 
     Reference:

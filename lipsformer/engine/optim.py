@@ -41,9 +41,9 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
 
     Vectors, scalars and what the model lists in `no_weight_decay()` are not decayed. A group's
     `lr_scale` multiplies the scheduled learning rate. The weights of residual branches have
-    `residual_lr_scale` times the learning rate of the others. Optimizers that orthogonalize matrices
-    (the Muon family) take only hidden ones: the model's first convolution, its classifier and
-    what it lists in `no_weight_decay()` go into groups with `use_fallback`, which timm updates
+    `residual_lr_scale` times the learning rate of the others. Optimizers that orthogonalize
+    matrices (the Muon family) take only hidden ones: the model's first convolution, its classifier
+    and what it lists in `no_weight_decay()` go into groups with `use_fallback`, which timm updates
     by AdamW.
 
     Args:
