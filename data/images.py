@@ -43,6 +43,11 @@ class Picture(Protocol):
         """Width and height."""
         ...
 
+    @property
+    def channels(self) -> int:
+        """1 if the picture is gray, so that its RGB channels are equal; otherwise 3."""
+        ...
+
     def image(self) -> Image.Image:
         """Return the whole image as RGB."""
         ...
@@ -72,13 +77,18 @@ class ArrayPicture:
         """Width and height."""
         return self.array.shape[1], self.array.shape[0]
 
+    @property
+    def channels(self) -> int:
+        """1 if the array is gray, and 3 if it is RGB."""
+        return 1 if self.array.ndim == 2 else 3
+
     def image(self) -> Image.Image:
         """Return the image as RGB; gray is repeated."""
         return Image.fromarray(self.array).convert("RGB")
 
     def pixels(self, reduction: int = 1) -> np.ndarray:
         """Return uint8 [H, W, 3] at full size, whatever the `reduction`."""
-        gray = self.array.ndim == 2
+        gray = self.channels == 1
         return np.repeat(self.array[..., None], 3, axis=2) if gray else self.array
 
 
@@ -112,6 +122,16 @@ class EncodedPicture:
             UnreadableImageError: If the table of this module refuses the header.
         """
         return self._plain_jpeg_size or _readable(self._open, self.name, self.advice).size
+
+    @property
+    def channels(self) -> int:
+        """1 if the file stores gray values, with or without transparency, and 3 for other files.
+
+        Raises:
+            UnreadableImageError: If the table of this module refuses the header.
+        """
+        mode = _readable(self._open, self.name, self.advice).mode
+        return 1 if mode in ("1", "L", "LA") or mode.startswith("I;16") else 3
 
     def image(self) -> Image.Image:
         """Return the whole image as RGB.

@@ -193,7 +193,10 @@ class InMemory:
     def load(self, index: int) -> ArrayPicture:
         """Return one image."""
         if index not in self.pictures:
-            self.pictures[index] = ArrayPicture(self.source.load(index).pixels())
+            picture = self.source.load(index)
+            pixels = picture.pixels()
+            gray = picture.channels == 1
+            self.pictures[index] = ArrayPicture(pixels[..., 0].copy() if gray else pixels)
         return self.pictures[index]
 
 

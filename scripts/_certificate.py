@@ -186,9 +186,8 @@ def own_sizes(dataset: ImageDataset, data: DataConfig) -> list[tuple[int, int, i
     """Return height, width and channels of each image before any resizing."""
     if data.source == "digits":  # enlarged when they are loaded
         return [(8, 8, 1)] * len(dataset)
-    channels = 1 if data.source == "fashion_mnist" else 3
-    sizes = (dataset.source.load(index).size for index in range(len(dataset)))
-    return [(height, width, channels) for width, height in sizes]
+    pictures = (dataset.source.load(index) for index in range(len(dataset)))
+    return [(p.size[1], p.size[0], p.channels) for p in pictures]
 
 
 def own_factor(size: tuple[int, int, int], data: DataConfig) -> float:

@@ -133,6 +133,20 @@ def test_reduced_pixels_are_a_smaller_image(reduction):
     assert np.array_equal(unreduced, np.asarray(image))
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind", "channels"),
+    [
+        *(("1", "PNG", 1), ("L", "PNG", 1), ("LA", "PNG", 1), ("I;16", "PNG", 1)),
+        *(("L", "JPEG", 1), ("I;16B", "TIFF", 1), ("L", "PPM", 1)),
+        *(("RGB", "PNG", 3), ("RGBA", "PNG", 3), ("P", "PNG", 3), ("RGB", "JPEG", 3)),
+        *(("CMYK", "JPEG", 3),),
+    ],
+)
+def test_a_gray_file_has_one_channel_and_others_have_three(mode, kind, channels):
+    picture = EncodedPicture(encoded(Image.new(mode, (5, 3)), kind), "a picture")
+    assert picture.channels == channels
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(UnreadableImageError, match=r"cannot read image /nowhere/a.png: .*No such"):
         read_picture("/nowhere/a.png")

@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, FashionMNIST, ImageFolder
 
 from data import DataError, build_datasets, build_eval_dataset
-from data.sources import FolderSource, digits, held_out, image_files, torchvision_set
+from data.sources import FolderSource, InMemory, digits, held_out, image_files, torchvision_set
 from lipsformer.config import AugmentConfig, DataConfig
 from tests.data.photos import encoded, photo
 from tests.data.trees import write_tree
@@ -118,6 +118,19 @@ def test_images_in_memory_are_those_of_the_files_and_are_read_once(tmp_path):
     for _ in range(2):
         assert all((kept[0][2, index][0] == expected[index]).all() for index in range(5))
         shutil.rmtree(tmp_path / "train", ignore_errors=True)
+
+
+def test_gray_images_in_memory_are_those_of_the_files(tmp_path):
+    for name, image in (("gray", photo(17, 13).convert("L")), ("color", photo(17, 13))):
+        (tmp_path / name).mkdir()
+        image.save(tmp_path / name / "1.png")
+    source = FolderSource(tmp_path)
+    kept = InMemory(source)
+    assert [kept.load(index).channels for index in (0, 1)] == [3, 1]
+    for index in (0, 1):
+        expected = source.load(index).pixels()
+        assert np.array_equal(kept.load(index).pixels(), expected)
+        assert np.array_equal(np.asarray(kept.load(index).image()), expected)
 
 
 def test_large_jpegs_in_memory_are_not_cropped_at_a_reduced_size(tmp_path):

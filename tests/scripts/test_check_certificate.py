@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 import eval as evaluation
+from data.images import ArrayPicture
+from data.transforms import EvalTransform
 from lipsformer.engine.build import timm_config
 from scripts import check_certificate
 from scripts._certificate import digest, own_factor, resize_norm
@@ -238,6 +241,33 @@ def test_the_factor_of_the_own_pixels_is_that_of_pillows_resize():
     found = own_factor((8, 8, 1), type("Data", (), digits)())
     assert check_certificate.own_factor((8, 8, 1), digits) <= found
     assert found == pytest.approx(6.94265, abs=1e-4)
+
+
+@pytest.mark.parametrize("in_memory", ["false", "true"])
+def test_the_factor_of_gray_files_covers_the_measured_growth(folder, tmp_path, in_memory):
+    """A change of one gray pixel changes three pixels of the network."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    pictures = np.random.default_rng(0).integers(0, 256, (10, 13, 13), dtype=np.uint8)
+    for label, picture in enumerate(pictures):
+        (tmp_path / "val" / str(label)).mkdir(parents=True)
+        Image.fromarray(picture).save(tmp_path / "val" / str(label) / "0.png")
+    data = ["--data", "source=folder", f"root={tmp_path}", "num_workers=0"]
+    precision = PRECISIONS[json.loads((folder / "config.json").read_text())["architecture"]]
+    options = ["--certify", "1e-9", "--precision", precision, "--attack-every", "10"]
+    memory = f"in_memory={in_memory}"
+    assert evaluation.main(["--checkpoint", str(tmp_path), *data, memory, *options]) == 0
+
+    claims = json.loads((tmp_path / "certificate.json").read_text())
+    assert images(claims)["premises"]["sizes"] == [[13, 13, 1]]
+    transform = EvalTransform(12, crop_pct=0.9)
+    changed = pictures[0].copy()
+    changed[6, 6] ^= 128
+    before, after = (transform(ArrayPicture(x)).double() for x in (pictures[0], changed))
+    growth = float((after - before).norm()) / 128.0
+    assert growth == pytest.approx(math.sqrt(3.0))
+    assert growth <= images(claims)["own_pixel_factors"][0] < 1.001 * growth
+    assert accepted(claims, tmp_path)
 
 
 @pytest.mark.parametrize(
