@@ -70,7 +70,8 @@ def read_checkpoint(path: Path) -> StateDict:
             f"containers and yacs.config.CfgNode; PyTorch's reader reports: {reason.strip()}"
         ) from None
     except (EOFError, RuntimeError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
-        raise ReleasedWeightsError(f"{path}: not a readable checkpoint ({error})") from None
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ReleasedWeightsError(f"{path}: not a readable checkpoint ({reason})") from None
     content = unwrap(content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
         raise ReleasedWeightsError(
@@ -120,15 +121,19 @@ def cswin_arguments(
         split_sizes: Width of the stripes of every stage with stripes; None to look them up.
 
     Raises:
-        ReleasedWeightsError: If the numbers are not given and no registered model has these
-            dimensions, if they do not fit the number of stages, or if a tensor that tells an
-            argument is missing or not of the right shape.
+        ReleasedWeightsError: If only one of the two is given, if none is and no registered model
+            has these dimensions, if they do not fit the number of stages, or if a tensor that tells
+            an argument is missing or not of the right shape.
     """
     depths = _depths(weights, CSWIN_BLOCK)
     args = {
         **_common_arguments(weights, "stage1_conv_embed.0.weight", "stage1.0"),
         "depths": depths,
     }
+    if (num_heads is None) != (split_sizes is None):
+        raise ReleasedWeightsError(
+            "--num-heads and --split-sizes belong together: pass both, or neither"
+        )
     striped = [f"stage{i + 1}.0.attns.1.get_v.weight" in weights for i in range(len(depths))]
     if num_heads is None and split_sizes is None:
         for name in timm.list_models(module="lipsformer_cswin"):
@@ -199,8 +204,8 @@ def build_model(
         The model, and the name of the registered model with the same architecture, or None.
 
     Raises:
-        ReleasedWeightsError: If the names are not those of a released checkpoint, or if tensors are
-            missing, left over, or of another shape.
+        ReleasedWeightsError: If the names are not those of a released checkpoint, if there is no
+            model with these arguments, or if tensors are missing, left over, or of another shape.
     """
     if "stage1_conv_embed.0.weight" in weights:
         module, fallback = lipsformer_cswin, "lipsformer_tiny"
@@ -219,7 +224,10 @@ def build_model(
             "such as " + ", ".join(sorted(weights)[:3])
         )
     num_classes = args.pop("num_classes")
-    exact = _create(fallback, num_classes, args, device="meta")
+    try:
+        exact = _create(fallback, num_classes, args, device="meta")
+    except ValueError as error:  # such as a number of heads that does not divide the channels
+        raise ReleasedWeightsError(f"the model cannot be built: {error}") from None
     registered = None
     extra = {} if args["in_chans"] == 3 else {"in_chans": args["in_chans"]}
     for name in timm.list_models(module=module.__name__.rpartition(".")[2]):

@@ -234,7 +234,7 @@ class RunFolder:
 
 
 def find_weights(path: str | Path, which: str = "best") -> Weights:
-    """Return the weights that a run, a checkpoint, a folder of timm's format or a file stands for.
+    """Find the weights of a run, a checkpoint, a folder in timm's format, or a file.
 
     A checkpoint stands for its better set of weights, a folder of timm's format for its
     model.safetensors. A file of weights in a checkpoint is taken as it is, with what the run
@@ -434,7 +434,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise CheckpointError(f"{file}: there is no such file") from None
     except Exception as error:  # torch.load raises whatever its parsers raise
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{file} is not a file of weights: {reason}") from None
     for key in ("model", "state_dict"):
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):

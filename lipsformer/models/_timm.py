@@ -168,7 +168,8 @@ def create(
     variant: str,
     pretrained: bool,
     filter_fn: Callable[[dict[str, Any], nn.Module], dict[str, Any]],
-    **kwargs: Any,
+    args: dict[str, Any],
+    kwargs: dict[str, Any],
 ) -> Model:
     """Build a registered hierarchical model with timm.
 
@@ -177,15 +178,19 @@ def create(
         variant: Registered name.
         pretrained: Load the weights of the configuration.
         filter_fn: The ``checkpoint_filter_fn`` of the model's file.
-        **kwargs: Arguments of the model and of timm's builder.
+        args: Arguments of the variant. Its tuples have one entry for each stage. If the caller
+            chooses fewer stages, they are cut to that number.
+        kwargs: Arguments of the caller for the model and timm's builder, which replace ``args``.
     """
+    stages = len(kwargs.get("depths", args["depths"]))
+    args = {key: x[:stages] if isinstance(x, tuple) else x for key, x in args.items()}
     return build_model_with_cfg(
         cls,
         variant,
         pretrained,
         pretrained_filter_fn=filter_fn,
         feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
-        **kwargs,
+        **{**args, **kwargs},
     )
 
 

@@ -83,11 +83,19 @@ class StripeAttention(nn.Module):
             proj_drop: Dropout probability after the output projection.
             device: Device of the parameters.
             dtype: Data type of the parameters.
+
+        Raises:
+            ValueError: If the number of heads does not divide C, or is odd with a split size.
         """
         super().__init__()
         self.dim = dim
         self.split_size = split_size
         self.num_branches = 1 if split_size is None else 2
+        if num_heads < 1 or num_heads % self.num_branches != 0 or dim % num_heads != 0:
+            raise ValueError(
+                f"num_heads={num_heads} must be a positive multiple of {self.num_branches} that "
+                f"divides dim={dim}"
+            )
         self.heads_per_branch = num_heads // self.num_branches
         # the released code divides the attention's output by the root of the heads
         self.attn_factor = 1.0 / math.sqrt(self.heads_per_branch) if official_compat else 1.0
@@ -211,7 +219,13 @@ class LipsFormerCSwin(LipsFormer):
             official_compat: Numerics of the first published code: besides what ``LipsFormer``
                 says, the attention's output is divided by the root of the heads.
             **kwargs: Arguments of ``LipsFormer``.
+
+        Raises:
+            ValueError: If there is not one number of heads and one split size for each stage, or a
+                number of heads does not fit the channels and the split size of its stage.
         """
+        if not len(num_heads) == len(split_sizes) == len(depths):
+            raise ValueError(f"{num_heads=}, {split_sizes=} and {depths=} must be of one length")
         # set before super().__init__, which calls make_attn
         self.num_heads, self.split_sizes = num_heads, split_sizes
         if residual_scale is None and official_compat:
@@ -257,8 +271,10 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
     return state_dict
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> LipsFormerCSwin:
-    return create(LipsFormerCSwin, variant, pretrained, checkpoint_filter_fn, **kwargs)
+def _create(
+    variant: str, pretrained: bool, args: dict[str, Any], kwargs: dict[str, Any]
+) -> LipsFormerCSwin:
+    return create(LipsFormerCSwin, variant, pretrained, checkpoint_filter_fn, args, kwargs)
 
 
 @register_fold(ConvMerging)
@@ -295,25 +311,40 @@ def lipsformer_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerCSwin:
         "num_heads": (2, 4, 8, 16),
         "split_sizes": (1, 2, 4, None),
     }
-    return _create("lipsformer_nano", pretrained, **{**args, **kwargs})
+    return _create("lipsformer_nano", pretrained, args, kwargs)
 
 
 @register_with_weights
 def lipsformer_tiny(pretrained: bool = False, **kwargs: Any) -> LipsFormerCSwin:
     """LipsFormer-Tiny of the paper, 23.8 M parameters, 4.7 GMACs at 224 px."""
-    args = {"embed_dim": 64, "depths": (1, 2, 21, 1), "num_heads": (2, 4, 8, 16)}
-    return _create("lipsformer_tiny", pretrained, **{**args, **kwargs})
+    args = {
+        "embed_dim": 64,
+        "depths": (1, 2, 21, 1),
+        "num_heads": (2, 4, 8, 16),
+        "split_sizes": (1, 2, 7, None),
+    }
+    return _create("lipsformer_tiny", pretrained, args, kwargs)
 
 
 @register_with_weights
 def lipsformer_small(pretrained: bool = False, **kwargs: Any) -> LipsFormerCSwin:
     """LipsFormer-Small, the block of Tiny on CSwin-Small: 37.5 M parameters, 7.4 GMACs."""
-    args = {"embed_dim": 64, "depths": (2, 4, 32, 2), "num_heads": (2, 4, 8, 16)}
-    return _create("lipsformer_small", pretrained, **{**args, **kwargs})
+    args = {
+        "embed_dim": 64,
+        "depths": (2, 4, 32, 2),
+        "num_heads": (2, 4, 8, 16),
+        "split_sizes": (1, 2, 7, None),
+    }
+    return _create("lipsformer_small", pretrained, args, kwargs)
 
 
 @register_with_weights
 def lipsformer_base(pretrained: bool = False, **kwargs: Any) -> LipsFormerCSwin:
     """LipsFormer-Base, the block of Tiny on CSwin-Base: 83.0 M parameters, 16.2 GMACs."""
-    args = {"embed_dim": 96, "depths": (2, 4, 32, 2), "num_heads": (4, 8, 16, 32)}
-    return _create("lipsformer_base", pretrained, **{**args, **kwargs})
+    args = {
+        "embed_dim": 96,
+        "depths": (2, 4, 32, 2),
+        "num_heads": (4, 8, 16, 32),
+        "split_sizes": (1, 2, 7, None),
+    }
+    return _create("lipsformer_base", pretrained, args, kwargs)

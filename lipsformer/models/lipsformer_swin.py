@@ -85,8 +85,13 @@ class WindowAttention(nn.Module):
             proj_drop: Dropout probability after the output projection.
             device: Device of the parameters.
             dtype: Data type of the parameters.
+
+        Raises:
+            ValueError: If the number of heads does not divide C.
         """
         super().__init__()
+        if num_heads < 1 or dim % num_heads != 0:
+            raise ValueError(f"num_heads={num_heads} must be a positive divisor of dim={dim}")
         self.dim = dim
         self.num_heads = num_heads
         self.window_size = cast(tuple[int, int], to_2tuple(window_size))
@@ -227,7 +232,13 @@ class LipsFormerSwin(LipsFormer):
             num_heads: Number of heads of each stage.
             window_size: Largest side, or (height, width), of a window in tokens.
             **kwargs: Arguments of ``LipsFormer``.
+
+        Raises:
+            ValueError: If there is not one number of heads for each stage, or a number of heads
+                does not divide the channels of its stage.
         """
+        if len(num_heads) != len(depths):
+            raise ValueError(f"{num_heads=} and {depths=} must be of one length")
         # set before super().__init__, which calls make_attn
         self.num_heads, self.window_size = num_heads, window_size
         super().__init__(embed_dim=embed_dim, depths=depths, **kwargs)
@@ -296,8 +307,10 @@ def fit_position_tables(state_dict: dict[str, Any], model: nn.Module) -> dict[st
     return fitted
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> LipsFormerSwin:
-    return create(LipsFormerSwin, variant, pretrained, checkpoint_filter_fn, **kwargs)
+def _create(
+    variant: str, pretrained: bool, args: dict[str, Any], kwargs: dict[str, Any]
+) -> LipsFormerSwin:
+    return create(LipsFormerSwin, variant, pretrained, checkpoint_filter_fn, args, kwargs)
 
 
 @register_fold(PatchMerging)
@@ -329,25 +342,25 @@ def lipsformer_swin_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerS
         "num_heads": (2, 4, 8, 16),
         "window_size": 4,
     }
-    return _create("lipsformer_swin_nano", pretrained, **{**args, **kwargs})
+    return _create("lipsformer_swin_nano", pretrained, args, kwargs)
 
 
 @register_with_weights
 def lipsformer_swin_tiny(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
     """LipsFormer-Swin-Tiny, 30.9 M parameters, 5.0 GMACs at 224 px."""
     args = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24)}
-    return _create("lipsformer_swin_tiny", pretrained, **{**args, **kwargs})
+    return _create("lipsformer_swin_tiny", pretrained, args, kwargs)
 
 
 @register_with_weights
 def lipsformer_swin_small(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
     """LipsFormer-Swin-Small, 54.5 M parameters, 9.7 GMACs at 224 px."""
     args = {"embed_dim": 96, "depths": (2, 2, 18, 2), "num_heads": (3, 6, 12, 24)}
-    return _create("lipsformer_swin_small", pretrained, **{**args, **kwargs})
+    return _create("lipsformer_swin_small", pretrained, args, kwargs)
 
 
 @register_with_weights
 def lipsformer_swin_base(pretrained: bool = False, **kwargs: Any) -> LipsFormerSwin:
     """LipsFormer-Swin-Base, 96.0 M parameters, 17.0 GMACs at 224 px."""
     args = {"embed_dim": 128, "depths": (2, 2, 18, 2), "num_heads": (4, 8, 16, 32)}
-    return _create("lipsformer_swin_base", pretrained, **{**args, **kwargs})
+    return _create("lipsformer_swin_base", pretrained, args, kwargs)

@@ -181,6 +181,46 @@ def test_impossible_arguments_are_named(name, kwargs, message):
         create(name, device="meta", **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        (
+            "lipsformer_nano",
+            {"num_heads": (3, 4, 8, 16)},
+            "=3 .* multiple of 2 that divides dim=32",
+        ),
+        (
+            "lipsformer_nano",
+            {"num_heads": (1, 4, 8, 16)},
+            "=1 .* multiple of 2 that divides dim=32",
+        ),
+        (
+            "lipsformer_nano",
+            {"num_heads": (2, 4, 8, 5)},
+            "=5 .* multiple of 1 that divides dim=256",
+        ),
+        ("lipsformer_nano", {"num_heads": (2, 4, 8)}, "num_heads=.*, split_sizes=.* of one length"),
+        ("lipsformer_nano", {"split_sizes": (1, 2)}, r"split_sizes=\(1, 2\) .* of one length"),
+        ("lipsformer_nano", {"depths": (1,), "split_sizes": (1, 2)}, "must be of one length"),
+        ("lipsformer_swin_nano", {"num_heads": (5, 4, 8, 16)}, "=5 .* positive divisor of dim=32"),
+        ("lipsformer_swin_nano", {"num_heads": (0, 4, 8, 16)}, "=0 .* positive divisor of dim=32"),
+        ("lipsformer_swin_nano", {"num_heads": (2, 4, 8)}, "num_heads=.* must be of one length"),
+        ("lipsformer_swin_nano", {"depths": (1,), "num_heads": (2, 4)}, "must be of one length"),
+    ],
+)
+def test_numbers_of_heads_that_do_not_fit_are_named(name, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        create(name, device="meta", **kwargs)
+
+
+@pytest.mark.parametrize("name", ["lipsformer_tiny", "lipsformer_swin_tiny"])
+def test_fewer_stages_than_a_variant_has_take_the_first_of_its_settings(name):
+    model = create(name, device="meta", depths=(1, 1))
+    assert len(model.stages) == len(model.num_heads) == 2
+    heads = create(name, device="meta").num_heads
+    assert model.num_heads == heads[:2]
+
+
 def test_images_that_do_not_fit_the_patches_are_named():
     model = create("lipsformer_nano")
     with pytest.raises(ValueError, match="image size 32x33 is not a multiple of the patch size 2"):

@@ -297,6 +297,9 @@ def test_weights_that_do_not_fit_leave_nothing_behind(oracles, tmp_path, change,
     [
         ("cswin", {}, "pass both --num-heads and --split-sizes"),
         ("cswin", {"num_heads": [2, 4], "split_sizes": [1, 2, 7]}, "2 numbers of heads and 3"),
+        ("cswin", {"num_heads": [2, 4, 8, 16]}, "belong together: pass both, or neither"),
+        ("cswin", {"split_sizes": [1, 2, 7]}, "belong together: pass both, or neither"),
+        ("cswin", {**CSWIN, "num_heads": [3, 4, 8, 16]}, "cannot be built: num_heads=3 must be"),
         ("swin", CSWIN, "to CSwin checkpoints only"),
     ],
 )
@@ -312,9 +315,12 @@ def test_command_line_refuses_an_existing_folder(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'out'} exists")
     assert main([str(tmp_path / "x.pth"), str(tmp_path / "new")]) == 2
     assert "no such file" in capsys.readouterr().err
-    (tmp_path / "x.pth").write_bytes(b"no checkpoint")
-    assert main([str(tmp_path / "x.pth"), str(tmp_path / "new")]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    for content, reason in ((b"no checkpoint", "refused, nothing"), (b"", "checkpoint (EOFError)")):
+        (tmp_path / "x.pth").write_bytes(content)
+        assert main([str(tmp_path / "x.pth"), str(tmp_path / "new")]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {tmp_path / 'x.pth'}: ")
+        assert reason in error
     assert not (tmp_path / "new").exists()
 
 
