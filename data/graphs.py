@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.datasets import Actor, Planetoid, WebKB, WikipediaNetwork
-from torch_geometric.utils import to_undirected
+from torch_geometric.utils import index_to_mask, to_undirected
 
 from data.errors import DataError
 from data.generated_graphs import generated_arxiv
@@ -62,6 +62,7 @@ def load_graph(
     root: str | Path,
     *,
     split: int = 0,
+    split_seed: int | None = None,
     normalize_features: bool = True,
     undirected: bool = False,
     missing_rate: float = 0.0,
@@ -75,6 +76,7 @@ def load_graph(
             nodes only.
         root: Folder that holds the graphs in the layout of PyG and OGB.
         split: Number of the split; 0 if there is only one.
+        split_seed: Seed of a split that `random_split` draws in place of the graph's own ones.
         normalize_features: Whether to divide the features of every node by their sum.
         undirected: Whether to add the reverse of every edge.
         missing_rate: Share, in [0, 1], of the nodes outside the training set that lose their
@@ -89,6 +91,8 @@ def load_graph(
     data: Any = _GENERATED[name]() if name in _GENERATED else _read(name, Path(root), download)
     _check(data, name)
     masks = {key: data[key] for key in ("train_mask", "val_mask", "test_mask")}
+    if split_seed is not None:
+        masks = random_split(data.y, split_seed)
     for key, mask in masks.items():
         num_splits = mask.size(1) if mask.dim() == 2 else 1
         if split >= num_splits:
@@ -139,6 +143,31 @@ def _without_download(kind: Any) -> Any:
         raise FileNotFoundError("some of its raw files are missing")
 
     return type(kind.__name__, (kind,), {"download": download})
+
+
+def random_split(y: Tensor, seed: int) -> dict[str, Tensor]:
+    """Draw 20 training nodes of each class, then 500 validation and 1,000 test nodes of the others.
+
+    The same seed gives the split of tunedGNN's option `--rand_split_class` (Luo et al. 2024).
+
+    Args:
+        y: Classes, [V].
+        seed: Seed of the draw.
+
+    Returns:
+        `train_mask`, `val_mask` and `test_mask`, [V] each.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    train, others = [], []
+    for label in y.unique():
+        nodes = (y == label).nonzero().flatten()
+        nodes = nodes[torch.randperm(len(nodes), generator=generator)]
+        train.append(nodes[:20])
+        others.append(nodes[20:])
+    rest = torch.cat(others)
+    rest = rest[torch.randperm(len(rest), generator=generator)]
+    parts = {"train": torch.cat(train), "val": rest[:500], "test": rest[500:1500]}
+    return {f"{part}_mask": index_to_mask(nodes, len(y)) for part, nodes in parts.items()}
 
 
 def missing_nodes(train_mask: Tensor, rate: float, seed: int) -> Tensor:

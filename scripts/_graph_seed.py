@@ -1,7 +1,10 @@
 """One seed of a graph run: its checks, batches and training, and the summary over seeds."""
 
+import datetime
 import json
+import platform
 import statistics
+import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch_geometric
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
@@ -101,6 +105,7 @@ def _read(config: GraphDataConfig) -> Data:
         config.name,
         graph_root(config.root),
         split=config.split,
+        split_seed=config.split_seed,
         normalize_features=config.normalize_features,
         undirected=config.undirected,
         missing_rate=config.missing_rate,
@@ -110,8 +115,9 @@ def _read(config: GraphDataConfig) -> Data:
     for split in SPLITS:
         if not data[f"{split}_mask"].any():
             raise DataError(
-                f"the {split} split of {config.name} is empty with data.split={config.split}; "
-                "choose another split, because every split needs at least one node"
+                f"the {split} split of {config.name} is empty with data.split={config.split} and "
+                f"data.split_seed={config.split_seed}; choose another split, because every split "
+                "needs at least one node"
             )
     return data
 
@@ -194,7 +200,9 @@ def train_seed(
     device: str | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Train one seed of a config on its batches and return its outcome; see `fit`.
+    """Train one seed of a config on its batches and return its outcome and its environment.
+
+    The outcome is that of `fit`, and the environment that of `environment` at the start.
 
     Args:
         config: The config of the run.
@@ -204,6 +212,7 @@ def train_seed(
         device: Device of this process; None for the config's.
         progress: Whether to show the progress on the terminal.
     """
+    start = environment()
     tensorboard = config.run.tensorboard and folder is not None and rank_and_count()[0] == 0
     if tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # an optional dependency
@@ -229,7 +238,7 @@ def train_seed(
                 if isinstance(value, float):
                     writer.add_scalar(name, value, record["epoch"])
 
-        return fit(
+        outcome = fit(
             lambda: build_model(config, batches),
             batches.train,
             batches.evaluation,
@@ -240,6 +249,34 @@ def train_seed(
             checkpoint_every=config.run.checkpoint_every,
             on_epoch=on_epoch,
         )
+    return {**outcome, "environment": start}
+
+
+def environment() -> dict[str, Any]:
+    """Return what may explain why two runs differ: commit, date, processor, threads, versions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return {
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+        "cpu": next(names, platform.processor()),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "torch_geometric": torch_geometric.__version__,
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of this code and whether files differ; None without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        result = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return result.stdout.strip()
 
 
 def read_results(log: Path, *keys: str) -> list[dict[str, Any]]:

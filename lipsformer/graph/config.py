@@ -53,6 +53,8 @@ class GraphDataConfig:
             LIPSFORMER_DATA, or `datasets` if that is not set.
         download: Whether to download a graph that is missing.
         split: Number of the split, for data sets that have several.
+        split_seed: Seed of a random split with 20 training nodes per class, 500 validation nodes
+            and 1,000 test nodes; null for the split that comes with the data.
         normalize_features: Whether to divide the features of every node by their sum.
         undirected: Whether to add the reverse of every edge.
         missing_rate: Share of the nodes outside the training set whose features are set to zero.
@@ -78,6 +80,7 @@ class GraphDataConfig:
     root: str | None = None
     download: bool = False
     split: int = 0
+    split_seed: int | None = None
     normalize_features: bool = True
     undirected: bool = False
     missing_rate: float = 0.0
@@ -106,7 +109,14 @@ class GraphDataConfig:
         for name in ("missing_seed", "tree_seed"):
             value = getattr(self, name)
             require(0 <= value < 2**63, f"data.{name}", value, "must be >= 0 and below 2^63")
-        for name in ("split", "normalize_features", "undirected", "missing_rate", "loader"):
+        seed = self.split_seed
+        allowed = "must be >= 0 and below 2^63, or null"
+        require(seed is None or 0 <= seed < 2**63, "data.split_seed", seed, allowed)
+        require_effect(self, "data", "split", seed is None, "data.split_seed=null")
+        for name in (
+            *("split", "split_seed", "normalize_features", "undirected"),
+            *("missing_rate", "loader"),
+        ):
             works = self.name != "trees"
             require_effect(self, "data", name, works, "a data.name other than trees")
 

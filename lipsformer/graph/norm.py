@@ -27,7 +27,8 @@ class NeighborNorm(nn.Module):
         x_i' = \frac{x_i - m_i}{\sqrt{\mathrm{mean}_{j \in N(i) \cup \{i\}} |x_j - m_i|_2^2
         + \epsilon}}, \quad m_i = \mathrm{mean}_{j \in N(i) \cup \{i\}}\, x_j
 
-    A node without neighbors becomes zero.
+    N(i) are the other nodes with an edge to i, so self loops change nothing. A node without
+    neighbors becomes zero.
 
     Shape:
         x: [V, C]. edge_index: [2, E] or a `SortedEdges`. The output has the shape of x.
@@ -52,13 +53,14 @@ class NeighborNorm(nn.Module):
         """Center and scale every node by its neighborhood."""
         source, target = plain_edges(edge_index)
         exact = x.to(torch.promote_types(x.dtype, torch.float))  # bfloat16 counts up to 256 only
-        degree = exact.new_ones(len(x), 1).index_add(0, target, exact.new_ones(len(target), 1))
+        no_loop = (source != target).to(exact.dtype)[:, None]  # the node itself counts once already
+        degree = exact.new_ones(len(x), 1).index_add(0, target, no_loop)
         # Differences of neighbors are precise far from the origin too.
         difference = exact[target] - exact[source]
         centered = scatter(difference, target, dim_size=len(x)) / degree  # x_i - m_i
         of_neighbors = (centered[target] - difference).square().sum(-1, keepdim=True)
         total = centered.square().sum(-1, keepdim=True)
-        total = total + scatter(of_neighbors, target, dim_size=len(x))
+        total = total + scatter(no_loop * of_neighbors, target, dim_size=len(x))
         return (centered * (total / degree + self.eps).rsqrt()).to(x.dtype)
 
 

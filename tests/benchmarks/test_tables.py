@@ -1,6 +1,8 @@
 """The tables of the pages on speed are those of the committed records."""
 
 import json
+import re
+from collections import Counter
 
 import pytest
 
@@ -19,6 +21,7 @@ from benchmarks import (
     step_parts,
     versions,
 )
+from scripts import graph_sweep
 from tests.conftest import ROOT
 
 PAGES = {
@@ -78,6 +81,83 @@ def test_the_page_on_graphs_shows_our_accuracies_beside_the_published_ones(graph
 def test_the_page_on_graphs_shows_the_tables_of_the_sweeps(table):
     pages = ("docs/graph.md", "docs/graph_results.md")
     assert any(table() in (ROOT / page).read_text() for page in pages)
+
+
+def committed(study):
+    """The lines of a study's results, with their `key=value` settings as a dictionary."""
+    text = (ROOT / "benchmarks/results/graph" / f"{study}.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [(line, dict(text.split("=") for text in line["overrides"])) for line in lines]
+
+
+def rows_of(table):
+    """The cells of the first table of a text, the header first and without the line below it."""
+    lines = table[table.index("|") :].partition("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [rows[0], *rows[2:]]
+
+
+@pytest.mark.parametrize("study", ["depth_gat", "depth_transformer"])
+def test_every_row_of_a_table_by_depth_has_one_number_of_seeds(study):
+    cells = [line["cell"] for line, _ in committed(study)]
+    counts = Counter((cell["model.num_layers"], cell["case"]) for cell in cells)
+    header, *rows = rows_of(graph_tables._by_depth_and_norm(study))
+    shown = {}
+    for row in rows:
+        values = dict(zip(header, row, strict=True))
+        shown |= {(row[0], norm): int(values["seeds"]) for norm in header[4:] if values[norm]}
+    assert shown == counts
+
+
+@pytest.mark.parametrize("study", ["depth_residual_plateau", "table_residual_datasets"])
+def test_the_tables_of_residual_networks_show_the_settings_of_their_runs(study):
+    table = {
+        "depth_residual_plateau": graph_tables.residual_depth_plateau,
+        "table_residual_datasets": graph_tables.residual_datasets,
+    }[study]
+    header, *rows = rows_of(table())
+    found = Counter()
+    for row in rows:
+        own = dict(zip(header, row, strict=True))
+        rate, halved, _ = own["lr"].partition(", halved on plateaus")
+        graph = own.get("graph", "cora")
+        names = (graph, own["network"].replace(" ", "_").lower(), own["layers"], own["c"])
+        found[(*names, rate, bool(halved), own["epochs"])] += int(own["seeds"])
+    expected = Counter()
+    for _, settings in committed(study):
+        bound = settings.get("model.kwargs.bound")
+        c = "none" if bound is None else f"{float(bound):.3g}"
+        names = (settings.get("data.name", "cora"), settings["model.name"])
+        schedule = (settings["train.lr"], "train.plateau_patience" in settings)
+        key = (*names, settings["model.num_layers"], c, *schedule, settings["train.epochs"])
+        expected[key] += 1
+    assert found == expected
+
+
+def test_the_page_on_graphs_has_the_core_hours_of_all_committed_runs():
+    folder = ROOT / "benchmarks/results/graph"
+    paths = [path for path in folder.glob("*.jsonl") if not path.stem.startswith("epochs_")]
+    runs = [line for path in paths for line, _ in committed(path.stem)]
+    earlier = [s for row in json.loads((folder / "runs.json").read_text()) for s in row["seconds"]]
+    hours, before = sum(run["seconds"] for run in runs) / 3600, sum(earlier) / 3600
+    page = (ROOT / "docs/graph_results.md").read_text()
+    assert f"| all studies | {len(runs)} | {hours:.1f} |" in page
+    assert f"| together | {len(runs) + len(earlier)} | {hours + before:.1f} |" in page
+    assert f"took {hours:.1f} core-hours, and the earlier runs" in page
+    assert f"narrower networks {before:.1f} (" in page
+
+
+@pytest.mark.parametrize("study", ["ablation_cora", "depth_gcn2", "table_trees"])
+def test_the_studies_lack_what_the_sweep_lists_as_not_run(study, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "configs/graph" / f"{study}.yaml"
+    text = graph_sweep.sweep(path, [], progress=False, only=[], train=False)
+    listed = re.findall("^- (.*): seeds (.*)$", text.partition("Not run:")[2], re.MULTILINE)
+    (row,) = [row for row in rows_of(graph_tables.studies()) if row[0] == f"`{study}`"]
+    assert int(row[3]) == sum(len(seeds.split(", ")) for _, seeds in listed)
+    header, *lines = rows_of(text)
+    run = {", ".join(line[: header.index("best-validation test")]) for line in lines}
+    assert row[4].split("; ") == [name for name, _ in listed if name not in run]
 
 
 def test_a_goal_that_was_just_missed_does_not_look_met():

@@ -11,7 +11,13 @@ from torch_geometric.datasets import Planetoid
 from data import graphs
 from data.errors import DataError
 from data.generated_graphs import generated_arxiv
-from data.graphs import TreeBatches, TreeNeighborsMatch, load_graph, missing_nodes
+from data.graphs import (
+    TreeBatches,
+    TreeNeighborsMatch,
+    load_graph,
+    missing_nodes,
+    random_split,
+)
 
 COUNTS = {  # nodes, edges, features, classes
     "cora": (2708, 10556, 1433, 7),
@@ -54,6 +60,38 @@ def test_missing_features_spare_the_training_nodes_and_follow_the_seed(datasets)
     torch.testing.assert_close(half[0], half[1])
     assert not torch.equal(half[0], half[2])
     assert (~half[0].any(dim=1)).sum() == round(0.5 * (2708 - 140))
+
+
+def loop_split(y, seed):
+    """tunedGNN's draw as a loop: PyTorch's global generator, one class after the other."""
+    torch.manual_seed(seed)
+    training, others = set(), []
+    for label in sorted(set(y.tolist())):
+        own = [node for node in range(len(y)) if y[node] == label]
+        order = [own[place] for place in torch.randperm(len(own)).tolist()]
+        training.update(order[:20])
+        others += order[20:]
+    others = [others[place] for place in torch.randperm(len(others)).tolist()]
+    return training, set(others[:500]), set(others[500:1500])
+
+
+def test_a_random_split_is_the_draw_of_tuned_gnn():
+    y = torch.arange(1709) ** 2 % 7 + 3  # four classes, the smallest with 245 nodes
+    masks = random_split(y, seed=123)
+    found = [set(mask.nonzero().flatten().tolist()) for mask in masks.values()]
+    assert list(masks) == ["train_mask", "val_mask", "test_mask"]
+    assert found == list(loop_split(y, 123)) != list(loop_split(y, 124))
+    assert y[masks["train_mask"]].unique(return_counts=True)[1].tolist() == [20] * 4
+
+
+@pytest.mark.data
+def test_a_seed_replaces_the_public_split(datasets):
+    public = load_graph("cora", datasets / "graphs")
+    drawn = load_graph("cora", datasets / "graphs", split_seed=123)
+    parts = ("train_mask", "val_mask", "test_mask")
+    found = [set(drawn[part].nonzero().flatten().tolist()) for part in parts]
+    assert found == list(loop_split(public.y, 123))
+    assert not torch.equal(drawn.train_mask, public.train_mask)
 
 
 def test_missing_nodes_draws_the_stated_share():

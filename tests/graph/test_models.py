@@ -204,11 +204,24 @@ def test_classic_gat_draws_no_random_numbers_but_those_of_its_layers():
     torch.testing.assert_close(conv.state_dict(), expected.double().state_dict())
 
 
-@pytest.mark.parametrize("settings", [{}, {"conv": "gat", "skip": "linear"}, {"skip": "identity"}])
-def test_classic_reads_sparse_features(graph, settings):
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {}) for name in NAMES),
+        ("gcn", {"grad_checkpointing": True}),
+        ("classic", {"conv": "gat", "skip": "linear"}),
+        ("classic", {"skip": "identity"}),
+        ("deep_gat", {"input_dropout": 0.4}),
+        ("deep_gat", {"linear_ends": False, "residual": True, "input_dropout": 0.4}),
+    ],
+)
+def test_every_model_reads_sparse_features(graph, name, settings):
     x, edge_index = graph
-    model = make("classic", **settings).eval()
+    model = make(name, **settings)
+    assert model.takes_sparse_features
     silence_beta_notice()
+    gradients(model.train(), x.to_sparse_csr(), edge_index)
+    model.eval()
     torch.testing.assert_close(model(x.to_sparse_csr(), edge_index), model(x, edge_index))
 
 

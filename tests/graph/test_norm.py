@@ -20,10 +20,21 @@ def test_neighbor_norm_equals_a_loop_over_nodes(dtype, rtol):
     assert out.dtype is dtype
     x = x.double()
     for i in range(7):
-        rows = torch.stack([x[i], *(x[j] for j, target in edge_index.T.tolist() if target == i)])
+        neighbors = [j for j, target in edge_index.T.tolist() if target == i != j]
+        rows = torch.stack([x[i], *(x[j] for j in neighbors)])
         spread = (rows - rows.mean(0)).square().sum(1).mean()
         expected = (x[i] - rows.mean(0)) / (spread + 1e-5).sqrt()
         torch.testing.assert_close(out[i].double(), expected, rtol=rtol, atol=rtol)
+
+
+def test_self_loops_do_not_change_neighbor_norm():
+    torch.manual_seed(3)
+    x = torch.randn(7, 5, dtype=torch.double)
+    edge_index = torch.randint(7, (2, 13))
+    without = edge_index[:, edge_index[0] != edge_index[1]]
+    loops = torch.tensor([[2, 2, 4], [2, 2, 4]])
+    expected = NeighborNorm()(x, without)
+    torch.testing.assert_close(NeighborNorm()(x, torch.cat([without, loops], dim=1)), expected)
 
 
 def test_pair_norm_centers_the_graph_and_sets_its_mean_square_length():

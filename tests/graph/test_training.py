@@ -1,7 +1,10 @@
 import json
 import math
 import os
+import subprocess
 from dataclasses import replace
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -237,6 +240,18 @@ def test_train_graph_adds_seeds_to_finished_ones(graph, tmp_path, monkeypatch, c
     assert "holds a run of another config" in capsys.readouterr().err
 
 
+def test_a_result_says_where_it_was_trained(graph, tmp_path, monkeypatch):
+    assert train_graph.main(["--config", str(write_config(tmp_path, graph, monkeypatch))]) == 0
+    (line,) = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    own = json.loads(line)["environment"]
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    commit = own["commit"].removesuffix("-dirty")
+    assert head.stdout.startswith(commit) and bool(commit) == bool(head.stdout)
+    assert date.fromisoformat(own["date"]) and own["cpu"]
+    assert own["threads"] == torch.get_num_threads() and own["torch"] == torch.__version__
+    assert own["torch_geometric"] == metadata.version("torch_geometric")
+
+
 def test_profiles_hold_the_gradients_of_the_epoch_and_are_plotted(graph, tmp_path, monkeypatch):
     path = write_config(tmp_path, graph, monkeypatch, profile_every=2, weight_decay=0.0)
     assert train_graph.main(["--config", str(path)]) == 0
@@ -355,6 +370,9 @@ def test_a_corrected_command_may_use_the_folder_that_the_wrong_one_named(
         ("data.missing_seed=9223372036854775808", "must be >= 0 and below 2^63"),
         ("data.num_trees=9", "data.num_trees=9 is not possible: must be >= 10"),
         ("data={name: trees, split: 1}", "data.split=1 has no effect without a data.name other"),
+        ("data={name: cora, split: 1, split_seed: 2}", "data.split=1 has no effect without data.s"),
+        ("data={name: trees, split_seed: 2}", "data.split_seed=2 has no effect without a data.na"),
+        ("data.split_seed=-1", "data.split_seed=-1 is not possible: must be >= 0 and below 2^63"),
         ("data={name: trees, loader: cluster}", "data.loader='cluster' has no effect without"),
         ("data={name: trees, missing_rate: 0.5}", "data.missing_rate=0.5 has no effect without"),
         ("data={name: trees, undirected: true}", "data.undirected=True has no effect without"),
@@ -378,7 +396,7 @@ def test_an_empty_split_is_refused_before_anything_is_written(
     path = write_config(tmp_path, without, monkeypatch)
     assert train_graph.main(["--config", str(path)]) == 2
     error = capsys.readouterr().err
-    assert f"the {split} split of cora is empty with data.split=0" in error
+    assert f"the {split} split of cora is empty with data.split=0 and" in error
     assert error.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
@@ -481,6 +499,7 @@ def test_a_sweep_continues_an_interrupted_run(tmp_path, monkeypatch):
     continued, epochs = train("cut", stop_at=None)
     assert epochs == [2]
     assert without_time(continued) == without_time(whole)
+    assert whole["environment"]["threads"] == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", None])
@@ -517,24 +536,54 @@ def test_every_config_loads_and_its_models_can_be_built(path):
         create_model(model.name, 5, model.hidden_channels, 3, num_layers, **model.kwargs)
 
 
+def test_the_config_of_the_gradient_norms_builds_the_described_network():
+    """docs/graph.md: a 25-layer GAT, whose first map has 8 channels, for 50 epochs."""
+    config = read_config(GraphConfig, ROOT / "configs/graph/gradients_25.yaml")
+    model = create_model(config.model.name, 5, 8, 3, config.model.num_layers, **config.model.kwargs)
+    assert (model.encoder.out_features, len(model.layers), config.train.epochs) == (8, 25, 50)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_no_committed_result_is_of_another_config(path, monkeypatch):
+    if "results:" in path.read_text():
+        monkeypatch.chdir(ROOT)
+        assert graph_sweep.sweep(path, [], progress=False, only=[], train=False)
+
+
 def test_a_wrong_axis_raises():
     with pytest.raises(ConfigError, match=r"x='model.name' is not possible: must be a key of grid"):
         GraphSweepConfig(config="x", output_dir="y", grid=("a.b=1",), x="model.name")
 
 
-def test_sparse_features_train_like_dense_ones(graph):
+@pytest.mark.parametrize(
+    ("name", "settings"),  # without dropout of the features, whose random numbers would differ
+    [
+        ("gcn", {"dropout": 0.0}),
+        ("gcn2", {"dropout": 0.0}),
+        ("classic", {}),
+        ("ggnn", {"dropout": 0.0}),
+        ("deep_gat", {"norm": "lipschitznorm"}),
+        ("deep_gat", {"linear_ends": False, "residual": True, "dropout": 0.0}),
+        ("deep_graph_transformer", {}),
+        ("residual_gcn", {"input_dropout": 0.0}),
+        ("residual_gat", {"input_dropout": 0.0}),
+        ("lips_gat", {"input_dropout": 0.0}),
+        ("lips_graph_transformer", {"input_dropout": 0.0}),
+    ],
+)
+def test_sparse_features_train_like_dense_ones(graph, name, settings):
     graph = graph.clone()
     graph.x = torch.nn.functional.one_hot(torch.arange(40) % 13, 13).float()
     records, layouts = {}, {}
-    for name, batches in (("sparse", [graph]), ("dense", (graph,))):  # only a list is prepared
-        records[name], layouts[name] = [], set()
+    for kind, batches in (("sparse", [graph]), ("dense", (graph,))):  # only a list is prepared
+        records[kind], layouts[kind] = [], set()
 
-        def build_seen(seen=layouts[name]):
-            model = create_model("deep_gat", 13, 4, 2, 2, norm="lipschitznorm")
-            model.encoder.register_forward_pre_hook(lambda _, args: seen.add(args[0].layout))
+        def build_seen(seen=layouts[kind]):
+            model = create_model(name, 13, 4, 2, 2, **settings)
+            model.register_forward_pre_hook(lambda _, args: seen.add(args[0].layout))
             return model
 
-        fit(build_seen, batches, batches, SETTINGS, 0, on_epoch=records[name].append)
+        fit(build_seen, batches, batches, SETTINGS, 0, on_epoch=records[kind].append)
     assert layouts == {"sparse": {torch.sparse_csr}, "dense": {torch.strided}}
     for sparse, dense in zip(records["sparse"], records["dense"], strict=True):
         assert sparse == pytest.approx(dense, rel=1e-4)

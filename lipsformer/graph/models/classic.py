@@ -142,11 +142,6 @@ class ClassicGNN(GraphNet):
         self.jumping_knowledge = jumping_knowledge
         self.edge_dropout = edge_dropout
 
-    @property
-    def takes_sparse_features(self) -> bool:
-        """Whether the features may be a sparse CSR matrix: a linear map reads them first."""
-        return True
-
     def _read(self, states: Iterable[Tensor]) -> Tensor:
         """Return what the head makes of the last state, or of the largest values of all layers."""
         if not self.jumping_knowledge:

@@ -102,8 +102,3 @@ class GCN2(GraphNet):
         )
         head = nn.Sequential(Dropout(dropout), nn.Linear(hidden_channels, out_channels))
         super().__init__(encoder, layers, head, grad_checkpointing)
-
-    @property
-    def takes_sparse_features(self) -> bool:
-        """Whether the features may be a sparse CSR matrix: dropout and a linear map read them."""
-        return True

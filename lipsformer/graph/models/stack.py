@@ -40,6 +40,9 @@ class GraphNet(nn.Module):
     takes_sorted_edges: bool = True
     #: Whether the layers are called as `layer(x, first, edges)`, with the output of the encoder.
     takes_first: bool = False
+    #: Whether the features may be a sparse CSR matrix: the first operation on them is a linear map,
+    #: or dropout and a linear map. Models that begin with another operation set it to False.
+    takes_sparse_features: bool = True
 
     def __init__(
         self,
@@ -62,11 +65,6 @@ class GraphNet(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.head = head
         self.grad_checkpointing = grad_checkpointing
-
-    @property
-    def takes_sparse_features(self) -> bool:
-        """Whether the features may be a sparse CSR matrix: a linear map reads them first."""
-        return isinstance(self.encoder, nn.Linear)
 
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         """Return the logits of all nodes."""
