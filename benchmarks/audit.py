@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.machine import commit
 from benchmarks.records import markdown
 from lipsformer._commands import documented_parser
+from lipsformer._machine import commit
 from lipsformer.analysis.bounds import Domain, lipschitz_bound
 from lipsformer.layers import Linear, ScaledCosineAttention
 from lipsformer.models.lipsformer import Mlp

@@ -27,10 +27,11 @@ import torch
 from pyautoattack import AutoAttack
 from torch import Tensor
 
-from benchmarks.machine import commit, machine
+from benchmarks.machine import machine
 from benchmarks.records import markdown
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
+from lipsformer._machine import commit
 from lipsformer.config import DataConfig
 from lipsformer.engine.run_folder import find_weights, load_model
 from scripts._certificate import FILE, sha256

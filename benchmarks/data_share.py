@@ -20,12 +20,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.machine import commit, machine
+from benchmarks.machine import machine
 from benchmarks.records import markdown, run
 from data import TrainBatches, build_datasets
 from data.loader import Update
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
+from lipsformer._machine import commit
 from lipsformer.config import Config
 from lipsformer.engine.distributed import start
 from lipsformer.engine.steps import train_step

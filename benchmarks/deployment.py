@@ -31,11 +31,12 @@ import torch
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from benchmarks.machine import commit, machine
+from benchmarks.machine import machine
 from benchmarks.records import markdown, run, write_record
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
+from lipsformer._machine import commit
 from lipsformer.config import Config
 from lipsformer.engine.run_folder import find_weights, load_model, manifest_entry
 from scripts._runtimes import FORMATS, Logits, autocast, fold, load, trace, write

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import commit, machine
+from benchmarks.machine import machine
 from benchmarks.records import markdown, run
 from lipsformer._commands import documented_parser
+from lipsformer._machine import commit
 
 MODELS = ("lipsformer_nano", "lipsformer_tiny", "swin_tiny_patch4_window7_224")
 CODE = """

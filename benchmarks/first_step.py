@@ -21,8 +21,9 @@ from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 
 import lipsformer  # noqa: F401  (registers the models)
-from benchmarks.machine import commit, machine
+from benchmarks.machine import machine
 from lipsformer._commands import documented_parser
+from lipsformer._machine import commit
 from lipsformer.engine.compilation import compile_regions
 
 RESULTS = Path(__file__).parent / "results" / "first_step.json"

@@ -23,8 +23,9 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks.gpu_paper.measure import Record, compare, measure, step_ratios, table
-from benchmarks.machine import commit, machine
+from benchmarks.machine import machine
 from lipsformer._commands import documented_parser
+from lipsformer._machine import commit
 
 PREDICTIONS = Path(__file__).parent / "predictions"
 REPORT = Path("gpu_report.json")

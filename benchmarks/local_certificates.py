@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.machine import commit, machine
+from benchmarks.machine import machine
 from benchmarks.records import markdown
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
+from lipsformer._machine import commit
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius
 from lipsformer.analysis.local_certificates import local_certificates

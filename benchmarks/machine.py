@@ -1,11 +1,8 @@
 """The machine that figures are measured on: its description, its limits, and what a step holds."""
 
 import datetime
-import platform
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -13,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import lipsformer
+from lipsformer._machine import cpu_name
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,16 +23,8 @@ def synchronize(device: torch.device) -> None:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Return the processor, the device and the versions of a measurement."""
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -42,13 +32,6 @@ def machine(device: torch.device) -> dict[str, Any]:
         "lipsformer": lipsformer.__version__,
         "date": datetime.date.today().isoformat(),
     }
-
-
-def commit(checkout: Path = Path(__file__).parents[1]) -> str:
-    """Return the commit of a checkout, by default of this code, and whether files differ."""
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
-    result = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=False)
-    return result.stdout.strip()
 
 
 def limits(device: torch.device, precision: str) -> dict[str, float]:

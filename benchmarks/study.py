@@ -46,6 +46,7 @@ from lipsformer.engine.run_folder import RunFolder, read_state
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
 ROOT = Path(__file__).parents[1]
+MACHINE = ("cpu", "threads", "world_size", "device")  # as the last start of a run found them
 LOGS = "logs"  # in the folder of a run: one file for each start
 STOPPED = (EXIT_STOPPED, -signal.SIGINT, -signal.SIGTERM)  # the last two before train.py listens
 COLUMNS = (
@@ -177,8 +178,7 @@ def record(study: Study, row: str, seed: int, folder: Path, code: int) -> dict[s
         "wall_seconds": round(sum(log.stat().st_mtime - float(log.stem) for log in logs), 1),
         "starts": len(starts),
         "commit": starts[-1]["git_commit"],
-        "machine": machine(torch.device("cpu"))
-        | {key: starts[-1][key] for key in ("threads", "world_size", "device")},  # its last start
+        "machine": machine(torch.device("cpu")) | {key: starts[-1][key] for key in MACHINE},
         "evaluations": evaluations,
     }
 

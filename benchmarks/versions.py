@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import commit, machine
+from benchmarks.machine import machine
 from benchmarks.records import markdown, run
 from lipsformer._commands import documented_parser
+from lipsformer._machine import commit
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("lipsformer_swin_tiny", "lipsformer_tiny")

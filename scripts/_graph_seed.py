@@ -2,9 +2,7 @@
 
 import datetime
 import json
-import platform
 import statistics
-import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -22,6 +20,7 @@ from data.clusters import ClusterBatches, metis_clusters
 from data.errors import DataError
 from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
 from lipsformer._configfile import ConfigError, require
+from lipsformer._machine import commit, cpu_name
 from lipsformer._ranks import on_first_rank, rank_and_count
 from lipsformer.engine.lock import FolderLock
 from lipsformer.graph import create_model
@@ -254,29 +253,14 @@ def train_seed(
 
 def environment() -> dict[str, Any]:
     """Return what may explain why two runs differ: commit, date, processor, threads, versions."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
-        "cpu": next(names, platform.processor()),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "torch_geometric": torch_geometric.__version__,
     }
-
-
-def _commit() -> str | None:
-    """Return the commit of this code and whether files differ; None without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        result = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return None
-    return result.stdout.strip()
 
 
 def read_results(log: Path, *keys: str) -> list[dict[str, Any]]:

@@ -153,5 +153,5 @@ def _training(config: Config, data: str, start: Mapping[str, Any]) -> str:
         f"{config.train.global_batch_size}, {config.optim.name} at a learning rate of "
         f"{config.optim.lr:g} after {config.schedule.warmup_epochs:g} epochs of warmup, "
         f"precision {config.train.precision}, seed {config.train.seed}; code at commit "
-        f"{start['git_commit']}{' with changes' if start['git_changed'] else ''}. {packages}."
+        f"{start['git_commit']}. {packages}."
     )

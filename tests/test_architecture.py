@@ -13,14 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECKED = ("lipsformer", "data", "train.py", "eval.py", "scripts", "benchmarks")
 
 LIBRARY = {
-    *{
-        "lipsformer",
-        "lipsformer.config",
-        "lipsformer.recipe",
-        "lipsformer._configfile",
-        "lipsformer._commands",
-        "lipsformer._ranks",
-    },
+    *{"lipsformer", "lipsformer.config", "lipsformer.recipe", "lipsformer._configfile"},
+    *{"lipsformer._commands", "lipsformer._machine", "lipsformer._ranks"},
     *{"lipsformer.kernels", "lipsformer.layers", "lipsformer.models", "lipsformer.graph"},
     *{"lipsformer.analysis", "lipsformer.engine", "lipsformer.jsonl"},
 }
@@ -37,6 +31,7 @@ OWN = {
     "lipsformer/completion.py": {"lipsformer._commands", "lipsformer.config"},
     "lipsformer/_configfile.py": set(),
     "lipsformer/jsonl.py": set(),
+    "lipsformer/_machine.py": set(),
     "lipsformer/_ranks.py": set(),
     "lipsformer/config.py": {"lipsformer._configfile", "lipsformer.recipe"},
     "lipsformer/recipe.py": {"lipsformer._configfile"},
@@ -55,7 +50,8 @@ OWN = {
     },
     "lipsformer/engine": {
         *{"lipsformer.engine", "lipsformer.analysis", "lipsformer.models", "lipsformer.kernels"},
-        *{"lipsformer.config", "lipsformer._configfile", "lipsformer._ranks", "lipsformer.jsonl"},
+        *{"lipsformer.config", "lipsformer._configfile", "lipsformer._machine"},
+        *{"lipsformer._ranks", "lipsformer.jsonl"},
     },
     "data": {"data"},
     "data/build.py": {"data", "lipsformer.config"},
@@ -75,6 +71,7 @@ ELSEWHERE = {
     "lipsformer/completion.py": {"shtab"},
     "lipsformer/_configfile.py": {"omegaconf", "yaml"},
     "lipsformer/jsonl.py": set(),
+    "lipsformer/_machine.py": set(),
     "lipsformer/_ranks.py": {"torch"},
     "lipsformer/config.py": {"omegaconf", "yaml"},
     "lipsformer/recipe.py": {"omegaconf", "yaml"},

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from benchmarks.league.bodies import BODIES, build
 from benchmarks.league.images import Images, normalize
 from benchmarks.league.signals import attention_entropy, spectral_concentration
-from benchmarks.machine import commit, machine
+from benchmarks.machine import machine
+from lipsformer._machine import commit
 from lipsformer.config import OptimConfig
 from lipsformer.engine.optim import make_optimizer, set_lr
 from lipsformer.engine.schedule import CosineSchedule

@@ -3,7 +3,6 @@
 import logging
 import os
 import platform
-import subprocess
 import sys
 from datetime import datetime, timezone
 from importlib import metadata
@@ -16,6 +15,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 
 from lipsformer._configfile import ConfigError
+from lipsformer._machine import commit, cpu_name
 from lipsformer.config import Config, TrainConfig
 from lipsformer.engine.allocator import keep_freed_memory
 from lipsformer.engine.run_folder import TENSORBOARD
@@ -177,8 +177,8 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": [sys.executable, *sys.argv],
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "git_commit": commit(),
+        "cpu": cpu_name(),
         "python": platform.python_version(),
         "packages": {name: metadata.version(name) for name in packages},
         "platform": platform.platform(),
@@ -188,21 +188,6 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
         "distributed": str(accelerator.distributed_type.value),
         "precision": accelerator.mixed_precision,
     }
-
-
-def _git(*arguments: str) -> str | None:
-    """Return the output of a git command about this source tree; None outside a clone."""
-    try:
-        result = subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return result.stdout.strip()
 
 
 def memory_gib(device: torch.device) -> float:

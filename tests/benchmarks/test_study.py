@@ -111,7 +111,7 @@ row = folder.name.removesuffix("-seed0")
 with open("starts.txt", "a") as starts:
     starts.write(row + chr(10))
 
-START = {"git_commit": "c0ffee", "threads": 7, "world_size": 3, "device": "a GPU"}
+START = {"git_commit": "c0ffee", "cpu": "a CPU", "threads": 7, "world_size": 3, "device": "a GPU"}
 
 def records():
     (folder / "metrics.jsonl").write_text("")

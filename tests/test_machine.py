@@ -1,0 +1,41 @@
+"""What records say about the code and the processor: compared with git's own commands."""
+
+import platform
+import subprocess
+from pathlib import Path
+
+from lipsformer import _machine
+from lipsformer._machine import commit, cpu_name
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_commit_of_a_checkout_is_marked_only_while_a_tracked_file_differs(tmp_path):
+    assert commit(tmp_path) is None
+    git(tmp_path, "init")
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-m", "first")
+    git(tmp_path, "tag", "-a", "v1", "-m", "v1")  # a tag must not replace the commit
+    head = git(tmp_path, "rev-parse", "HEAD")[:12]
+    (tmp_path / "untracked").write_text("")
+    assert commit(tmp_path) == head
+    (tmp_path / "file").write_text("two")
+    assert commit(tmp_path) == f"{head}-dirty"
+
+
+def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() is None
+
+
+def test_the_processor_is_the_first_model_name_of_cpuinfo(tmp_path, monkeypatch):
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(_machine, "Path", lambda _: cpuinfo)
+    assert cpu_name() == platform.processor()
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Zuse Z3: relay\nmodel name\t: other\n")
+    assert cpu_name() == "Zuse Z3: relay"
