@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -26,6 +27,17 @@ class _Part(NamedTuple):
     result: str
     offset: int  # from the first element of the result
     view: str  # the Python expression of the tensor
+
+
+class _Owner(NamedTuple):
+    """The result of an earlier call, or the input, without its memory."""
+
+    result: str
+    storage: StorageWeakRef  # keeps the address of the storage from being used again
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 class _Line(NamedTuple):
@@ -69,8 +81,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._lines: list[_Line] = []
         self._names: dict[str, Any] = {"threads": torch.get_num_threads}
-        self._owners: dict[int, tuple[str, Tensor]] = {}  # storage: result and its tensor
-        self._alive: list[Any] = []  # a storage that is freed could give its address to another
+        self._owners: dict[int, _Owner] = {}  # by the address of the storage
         self._own(x, "x")
 
     def __torch_dispatch__(
@@ -90,7 +101,6 @@ class Recorder(TorchDispatchMode):
             raise CannotRecordError(f"{func} writes to a tensor that outlives the call")
         result = func(*args, **kwargs)
         outputs = _tensors(result)
-        self._alive.append((inputs, outputs))
         # Uninitialized memory is filled later, and a random number is another in every call.
         varies = "empty" in func._schema.name or torch.Tag.nondeterministic_seeded in func.tags
         if not varies and all(self._part(tensor) is None for tensor in inputs):
@@ -119,7 +129,6 @@ class Recorder(TorchDispatchMode):
             types: The types of its parameters for ctypes; the last one is the number of threads.
             args: All other arguments: tensors, numbers and None.
         """
-        self._alive.append(args)
         uses: set[str] = set()
         given = [self._pointer(value, uses) for value in args]
         library: Any = compiled_library()
@@ -155,20 +164,23 @@ class Recorder(TorchDispatchMode):
     def _own(self, tensor: Any, name: str) -> None:
         """Note that a result holds the memory of a tensor, unless an earlier one does."""
         if isinstance(tensor, Tensor) and self._part(tensor) is None:
-            self._owners[tensor.untyped_storage()._cdata] = (name, tensor)
+            storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+            self._owners[storage._cdata] = _Owner(
+                name, StorageWeakRef(storage), tensor.dtype, tensor.size(), tensor.stride(), offset
+            )
 
     def _part(self, tensor: Tensor) -> _Part | None:
         """Return where a tensor is stored, None for a constant."""
         if tensor.layout != torch.strided:  # a weight in oneDNN's layout
             return None
-        found = self._owners.get(tensor.untyped_storage()._cdata)
-        if found is None:
+        owner = self._owners.get(tensor.untyped_storage()._cdata)
+        if owner is None:
             return None
-        name, owner = found
+        name = owner.result
         if tensor.dtype != owner.dtype:
             raise CannotRecordError("a view has another type than its tensor")
-        offset = int(tensor.storage_offset()) - int(owner.storage_offset())
-        if (tensor.size(), tensor.stride(), offset) == (owner.size(), owner.stride(), 0):
+        offset = int(tensor.storage_offset()) - owner.offset
+        if (tensor.size(), tensor.stride(), offset) == (owner.size, owner.stride, 0):
             return _Part(name, 0, name)
         geometry = f"{tuple(tensor.size())}, {tensor.stride()}, {name}.storage_offset() + {offset}"
         return _Part(name, offset, f"{name}.as_strided({geometry})")

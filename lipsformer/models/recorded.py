@@ -16,8 +16,9 @@ class RecordedForward:
     """Forward pass of a model that records its calls, for every kind of input that comes twice.
 
     A recording holds for one shape, layout and type of a single input on the CPU, without
-    gradients. It is dropped as soon as a parameter was written, a module replaced or a hook added,
-    and made again at the next but one call. Other inputs are computed by the modules.
+    gradients and with autocast as it was. All recordings are dropped when a parameter is written,
+    a module is replaced or a hook is added. The second call after that records again. Other inputs
+    are computed by the modules.
 
     Example:
         >>> import torch
@@ -38,12 +39,7 @@ class RecordedForward:
                 method.
         """
         self.model = model
-        self._forget()
-
-    def _forget(self) -> None:
-        self.recordings: dict[Any, Callable[[Tensor], Any] | None] = {}
-        self.seen: set[Any] = set()
-        self.watched: _Watched | None = None
+        self.state: _State | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the recordings, which can be neither copied nor saved."""
@@ -52,7 +48,7 @@ class RecordedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start again without recordings."""
         self.model = state["model"]
-        self._forget()
+        self.state = None
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute what the modules compute.
@@ -65,20 +61,23 @@ class RecordedForward:
         single = type(x) is Tensor and not args and not kwargs
         if not single or not kernels.usable("recording", x, unless=_obstacle):
             return self._modules(x, *args, **kwargs)
-        if self.watched is None or self.watched.has_changed():
-            self._forget()
-            self.watched = _Watched(self.model)
-        if not self.watched.may_be_recorded():
+        state = self.state  # another thread may replace it during this call
+        if state is None or state.watched.has_changed():
+            state = self.state = _State(self.model)
+        if not state.watched.may_be_recorded():
             return self._modules(x)
-        kind = (x.shape, x.stride(), x.dtype, kernels.product_dtype(x))
-        if kind in self.recordings:
-            recorded = self.recordings[kind]
+        autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        kind = (x.shape, x.stride(), x.dtype, autocast)
+        if kind in state.recordings:
+            recorded = state.recordings[kind]
             return self._modules(x) if recorded is None else recorded(x)
-        if kind in self.seen:
-            self.recordings[kind], result = self._record(x)
+        if kind in state.seen:
+            recorded, result = self._record(x)
+            if not state.watched.has_changed():  # while it was recorded
+                state.recordings[kind] = recorded
             return result
-        if len(self.seen) < MAX_RECORDINGS:
-            self.seen.add(kind)
+        if len(state.seen) < MAX_RECORDINGS:
+            state.seen.add(kind)
         return self._modules(x)  # the first time, so that layers can prepare their weights
 
     def _modules(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +92,15 @@ class RecordedForward:
         except kernels.CannotRecordError as error:
             kernels.log("recording", str(error))
             return None, self._modules(x)
+
+
+class _State:
+    """The recordings of a model whose parameters, modules and hooks stay as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.watched = _Watched(model)
+        self.recordings: dict[Any, Callable[[Tensor], Any] | None] = {}
+        self.seen: set[Any] = set()
 
 
 class _Watched:

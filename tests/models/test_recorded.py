@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import lipsformer
 from lipsformer.models.recorded import MAX_RECORDINGS, RecordedForward
@@ -19,7 +20,7 @@ def fold(form: str) -> nn.Module:
 
 
 def recordings(model: nn.Module) -> dict:
-    return model.forward.__self__.recordings
+    return model.forward.__self__.state.recordings
 
 
 def modules_alone(folded: nn.Module, images: Tensor) -> Tensor:
@@ -211,6 +212,87 @@ def test_threads_and_another_number_of_threads_share_the_recorded_calls():
             torch.testing.assert_close(folded(batches[0]), expected[0])
     finally:
         torch.set_num_threads(before)
+
+
+class Interrupted(nn.Module):
+    """Writes and calls itself from another thread in the middle of a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+        self.interrupt = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = 2.0 * self.weight  # a constant of the recording
+        if self.interrupt:
+            self.interrupt = False
+            other = threading.Thread(target=self.write_and_call, args=(x,))
+            other.start()
+            other.join()
+        return doubled * x
+
+    def write_and_call(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.weight.fill_(5.0)
+            self(x)
+
+
+def test_a_recording_is_not_used_if_another_thread_wrote_while_it_was_made():
+    module, x = Interrupted().eval(), torch.ones(7)
+    module.forward = RecordedForward(module).forward
+    with torch.no_grad():
+        module(x)
+        module.interrupt = True
+        module(x)  # records
+        for _ in range(3):
+            assert torch.equal(module(x), torch.full((7,), 10.0))
+
+
+class Deep(nn.Module):
+    """A chain of sums, which notes how many of its tensors were alive at once."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth, self.most = depth, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = []
+        for _ in range(self.depth):
+            x = x + 1.0
+            results.append(StorageWeakRef(x.untyped_storage()))
+            self.most = max(self.most, sum(not result.expired() for result in results))
+        return x
+
+
+def test_the_call_that_records_keeps_no_tensor_longer_than_the_modules_do():
+    most = []
+    for depth in (11, 29):
+        module = Deep(depth).eval()
+        module.forward = RecordedForward(module).forward
+        with torch.no_grad():
+            module(torch.zeros(3))
+            alone = module.most
+            assert torch.equal(module(torch.zeros(3)), torch.full((3,), float(depth)))
+        assert list(recordings(module).values()) != [None]
+        most.append((alone, module.most))
+    assert most[0] == most[1] and most[0][1] <= most[0][0] + 1
+
+
+class Squares(nn.Module):
+    """Computes in float32 under autocast, whatever the type of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(x, torch.zeros_like(x), reduction="none")
+
+
+def test_autocast_has_recordings_of_its_own():
+    module, x = Squares().eval(), torch.randn(3, 5).bfloat16()
+    module.forward = RecordedForward(module).forward
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(call_recorded(module, x), x.float().square())
+        result = call_recorded(module, x)
+    assert result.dtype == torch.bfloat16 and torch.equal(result, x.square())
 
 
 class Odd(nn.Module):
