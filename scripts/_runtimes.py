@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 import lipsformer
+from lipsformer.models.inference import NothingToFoldError
 
 Logits = Callable[[Tensor], Tensor]
 NAMES = {"input_names": ["images"], "output_names": ["logits"]}
@@ -19,7 +20,7 @@ def fold(model: nn.Module) -> nn.Module:
     """Return a copy folded for inference, or the model itself if there is nothing to fold."""
     try:
         return lipsformer.optimize_for_inference(model)
-    except TypeError:
+    except NothingToFoldError:
         return model
 
 

@@ -45,6 +45,9 @@ _FLAGS = [
     "-fno-trapping-math",
     "-Wno-psabi",
 ]
+# What compilers say if they were killed, or memory or disk space was missing: the next try may
+# succeed.
+_PASSING = ("Killed", "terminated", "due to signal", "out of memory", "exhausted", "No space left")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +58,8 @@ def compiled_library() -> ctypes.CDLL | None:
     """Find the kernels for this processor in the wheel or in the cache, or compile them.
 
     ``CXX`` names the compiler, with arguments if need be. A compilation that failed is not tried
-    again until the sources or the compiler change.
+    again until the sources or the compiler change, unless memory or disk space was missing or the
+    compiler was killed.
 
     Returns None where the system is not Linux, the processor is neither an x86-64 with AVX2 nor an
     aarch64, or there is neither a library nor a compiler.
@@ -170,7 +174,9 @@ def _compile(compiler: list[str], command: list[str], built: Path) -> None:
     units = sorted(_SOURCES.glob("*.cpp"))
     objects = [str(built.with_name(f"{unit.stem}.o")) for unit in units]
     builds = [
-        subprocess.Popen([*command, "-c", str(unit), "-o", out], stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, "-c", str(unit), "-o", out], stderr=subprocess.PIPE, env=_in_english()
+        )
         for unit, out in zip(units, objects, strict=True)
     ]
     # All are waited for: none may write into a folder that is gone.
@@ -179,16 +185,23 @@ def _compile(compiler: list[str], command: list[str], built: Path) -> None:
     errors = [text for text, code in zip(said, codes, strict=True) if code != 0]
     if not errors:
         link = [*compiler, "-shared", *objects, "-o", str(built)]
-        linked = subprocess.run(link, capture_output=True, text=True, check=False)
+        linked = subprocess.run(
+            link, capture_output=True, text=True, check=False, env=_in_english()
+        )
         errors = [linked.stderr] if linked.returncode != 0 else []
     if errors:
         lines = [line for line in errors[0].splitlines() if "error" in line] or [errors[0]]
         reason = f"{command[0]} failed: {lines[0].strip() or 'it said nothing'}"
-        killed = min(codes) < 0  # for memory or by the user, who may try again
-        raise OSError(reason) if killed else _BuildError(reason)
+        passing = min(codes) < 0 or any(trouble in errors[0] for trouble in _PASSING)
+        raise OSError(reason) if passing else _BuildError(reason)
     content = built.read_bytes()
     built.write_bytes(content + hashlib.sha256(content).digest())
     built.chmod(0o755)
+
+
+def _in_english() -> dict[str, str]:
+    """Return the environment with messages in English, which are searched for words."""
+    return {**os.environ, "LC_ALL": "C"}
 
 
 def main(folder: Path) -> None:

@@ -44,42 +44,38 @@ class Arrangement(NamedTuple):
 def cpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
     """Return why the CPU's kernel would not compute what these modules compute.
 
-    The kernel does not check sizes, and would read elsewhere in memory if they did not fit.
-
     Args:
         channels: Number of channels of each partition.
         arrangement: The windows and modules.
     """
-    windows, attentions, bias, lepes = arrangement
-    if any(channels % attention.num_heads for attention in attentions):
-        return "the heads do not divide the channels"
-    tokens = math.prod(windows[0])
-    if bias is not None and bias.shape != (1, attentions[0].num_heads, tokens, tokens):
-        return f"the bias has the shape {tuple(bias.shape)}"
-    if any(h * w > kernels.MAX_WINDOW_TOKENS for h, w in windows):
+    if any(h * w > kernels.MAX_WINDOW_TOKENS for h, w in arrangement.windows):
         return f"a window has more than {kernels.MAX_WINDOW_TOKENS} tokens"
-    obstacle = _module_obstacle(attentions, lepes)
+    obstacle = _module_obstacle(arrangement) or _size_obstacle(channels, arrangement)
     if obstacle is not None:
         return obstacle
-    for attention in attentions:
+    for attention in arrangement.attentions:
         if attention.value_scale is not None and attention.value_scale <= 0.0:
             return "the value scale is not positive, which the kernel reads as raw values"
     return None
 
 
-def gpu_obstacle(arrangement: Arrangement) -> str | None:
-    """Return why the GPU's kernel would not compute what these modules compute."""
-    windows, attentions, bias, lepes = arrangement
+def gpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
+    """Return why the GPU's kernel would not compute what these modules compute.
+
+    Args:
+        channels: Number of channels of each partition.
+        arrangement: The windows and modules.
+    """
+    windows, attentions, bias, _ = arrangement
     most = kernels.MAX_GPU_TOKENS if bias is None else kernels.MAX_GPU_TOKENS_WITH_BIAS
     if any(h * w > most for h, w in windows):
         return f"a window has more than {most} tokens"
-    obstacle = _module_obstacle(attentions, lepes)
+    obstacle = _module_obstacle(arrangement) or _size_obstacle(channels, arrangement)
     if obstacle is not None:
         return obstacle
     first, *others = attentions
     for other in others:
-        same = other.num_heads == first.num_heads and other.eps == first.eps
-        if not same or (other.value_scale is None) != (first.value_scale is None):
+        if other.eps != first.eps or (other.value_scale is None) != (first.value_scale is None):
             return "the attentions of the partitions differ"
         if isinstance(first.tau(), float) and other.tau() != first.tau():
             return "the attentions of the partitions differ"
@@ -138,8 +134,26 @@ def gpu_arguments(arrangement: Arrangement) -> kernels.WindowArguments:
     )
 
 
-def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[Any]) -> str | None:
+def _size_obstacle(channels: int, arrangement: Arrangement) -> str | None:
+    """Return which sizes do not fit: the kernels would read elsewhere in memory."""
+    windows, attentions, bias, lepes = arrangement
+    heads = attentions[0].num_heads
+    if any(attention.num_heads != heads for attention in attentions):
+        return "the partitions have different numbers of heads"
+    if channels % heads:
+        return "the heads do not divide the channels"
+    tokens = math.prod(windows[0])
+    if bias is not None and bias.shape != (1, heads, tokens, tokens):
+        return f"the bias has the shape {tuple(bias.shape)}"
+    for lepe in lepes:
+        if lepe.weight.shape != (channels, 1, 3, 3) or lepe.bias.shape != (channels,):
+            return f"the positional encoding is {lepe}"
+    return None
+
+
+def _module_obstacle(arrangement: Arrangement) -> str | None:
     """Return why no kernel would compute what these modules compute, None if it would."""
+    _, attentions, _, lepes = arrangement
     for attention in attentions:
         if getattr(type(attention), "forward", None) is not ScaledCosineAttention.forward:
             return f"the attention is {type(attention).__name__}"
@@ -148,7 +162,7 @@ def _module_obstacle(attentions: Sequence[Any], lepes: Sequence[Any]) -> str | N
         if attention.training and attention.attn_drop > 0.0:
             return "the attention weights have dropout"
     for lepe in lepes:
-        if type(lepe).forward is not DepthwiseConv2d.forward or lepe.weight.shape[1:] != (1, 3, 3):
+        if type(lepe).forward is not DepthwiseConv2d.forward:
             return f"the positional encoding is {lepe}"
     compiling = torch.compiler.is_compiling()  # which cannot ask for global hooks
     hooked = not compiling and bool(torch.nn.modules.module._has_any_global_hook())

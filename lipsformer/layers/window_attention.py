@@ -45,6 +45,10 @@ def attend_in_windows(
     Returns:
         [B, H, W, P * C].
 
+    Raises:
+        ValueError: If not every partition has a window and an attention, if there are positional
+            encodings but not one for each, or if there is a bias and more than one partition.
+
     Example:
         >>> import torch
         >>> from lipsformer.layers import ScaledCosineAttention, attend_in_windows
@@ -52,6 +56,15 @@ def attend_in_windows(
         >>> attend_in_windows(qkv, [(2, 4)], [ScaledCosineAttention(num_heads=2)]).shape
         torch.Size([1, 5, 7, 8])
     """
+    partitions = qkv.shape[4]
+    if not len(windows) == len(attentions) == (len(lepes) or partitions) == partitions:
+        raise ValueError(
+            f"qkv has {partitions} partitions, but there are {len(windows)} windows, "
+            f"{len(attentions)} attentions and {len(lepes)} positional encodings: give one of each "
+            "for every partition, or no positional encodings"
+        )
+    if bias is not None and partitions > 1:
+        raise ValueError(f"qkv has {partitions} partitions, but a bias needs a single one")
     arrangement = Arrangement(windows, attentions, bias, lepes)
     parameters = [p for module in (*attentions, *lepes) for p in module.parameters()]
     tensors = (qkv, *parameters) if bias is None else (qkv, bias, *parameters)
@@ -67,7 +80,7 @@ def attend_in_windows(
         "cosine_windows.gpu",
         qkv,
         training=attentions[0].training,
-        unless=lambda: gpu_obstacle(arrangement),
+        unless=lambda: gpu_obstacle(qkv.shape[-1], arrangement),
     ) and gpu_proven(_plain_windows, qkv, arrangement):
         return kernels.gpu_cosine_windows(qkv, gpu_arguments(arrangement))
     return _plain_windows(qkv, arrangement)

@@ -152,7 +152,8 @@ def _gpu_obstacle(block: Any, x: Tensor) -> str | None:
     obstacle = _module_obstacle(block, _modules(block))
     if obstacle is not None:
         return obstacle
-    return gpu_obstacle(block.attn.branch.arrangement(x.shape[1], x.shape[2]))
+    arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
+    return gpu_obstacle(x.shape[-1] // len(arrangement.attentions), arrangement)
 
 
 def _cpu_obstacle(block: Any, x: Tensor) -> str | None:

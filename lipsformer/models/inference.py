@@ -150,6 +150,17 @@ class FoldedResidual(nn.Module):
 
     Shape:
         x: [B, ..., C]; the output has the same shape.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import CenterNorm, WeightedResidual
+        >>> from lipsformer.models.inference import FoldedResidual
+        >>> linear, norm, x = torch.nn.Linear(3, 3), CenterNorm(3), torch.randn(5, 3)
+        >>> residual = WeightedResidual(linear, dim=3, init_value=0.1)
+        >>> expected = norm(residual(x))
+        >>> folded = FoldedResidual(residual, linear, norm)
+        >>> torch.allclose(folded(x), expected, atol=1e-6)
+        True
     """
 
     gain: Tensor | None
@@ -177,6 +188,10 @@ class FoldedResidual(nn.Module):
         if self.gain is None:
             return x + self.branch(x)
         return kernels.center(x, self.gain, self.branch(x))
+
+
+class NothingToFoldError(TypeError):
+    """A model has none of the layers that can be folded."""
 
 
 @torch.inference_mode(False)  # writes to a tensor of that mode would go unnoticed
@@ -216,9 +231,10 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: If the model is in training mode.
-        TypeError: If nothing in the model can be folded, or the model is folded already, or a
-            module that would be folded is used twice, has hooks or belongs to an adapter such as
-            LoRA, so that the folded model would compute something else.
+        NothingToFoldError: If the model has no layer of LipsFormer.
+        TypeError: If the model is folded already, or a module that would be folded is used twice,
+            has hooks or belongs to an adapter such as LoRA, so that the folded model would compute
+            something else.
     """
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
@@ -231,7 +247,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     if not any(
         isinstance(module, (CenterNorm, ScaledCosineAttention)) for module in folded.modules()
     ):
-        raise TypeError(
+        raise NothingToFoldError(
             f"{type(model).__name__} has nothing to fold: pass a LipsFormer or a model of convert()"
         )
     _require_single_use(folded)

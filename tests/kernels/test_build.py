@@ -206,6 +206,29 @@ def test_a_failed_compilation_is_not_tried_again(folder, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
+    ("trouble", "said"),
+    [("kill -KILL $$", "Killed"), ("ulimit -v 60000; exec {cc1plus} $*", "memory")],
+    ids=["killed", "memory"],
+)
+def test_a_compilation_that_the_machine_ended_is_tried_again(
+    folder, tmp_path, monkeypatch, caplog, trouble, said
+):
+    """g++ itself ends with an ordinary exit code if the compiler proper that it calls is killed."""
+    where = subprocess.run(["g++", "-print-prog-name=cc1plus"], capture_output=True, text=True)
+    proper = tmp_path / "cc1plus"
+    proper.write_text(f"#!/bin/sh\n{trouble.format(cc1plus=where.stdout.strip())}\n")
+    proper.chmod(0o755)
+    (tmp_path / "csrc" / "fill.cpp").write_text("#include <map>\n#include <string>\n")
+    monkeypatch.setenv("CXX", f"g++ -B{tmp_path}")
+    assert again() is None
+    (record,) = warnings(caplog)
+    assert said in record.message
+    assert list(folder.iterdir()) == []
+    proper.unlink()
+    assert again() is not None
+
+
+@pytest.mark.parametrize(
     ("machine", "capability", "option"),
     [
         ("x86_64", "AVX512", "-mavx512bw"),

@@ -11,7 +11,8 @@ import pytest
 FOLDER = Path(__file__).parents[1]
 FILES = (
     *("kernels/test_windows.py", "kernels/test_pointwise.py", "kernels/test_derivatives.py"),
-    *("kernels/test_bfloat16.py", "kernels/test_block.py"),
+    *("kernels/test_bfloat16.py", "kernels/test_block.py", "kernels/test_elu.py"),
+    "kernels/test_node_terms.py",
     *("layers/test_conv.py", "layers/test_linear.py"),
 )
 COMPILERS = (

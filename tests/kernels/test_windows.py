@@ -189,6 +189,42 @@ def test_plain_operators_compute_what_the_kernel_does_not(calls, reason):
     assert len(calls) == 1
 
 
+def test_partitions_with_different_numbers_of_heads_are_computed_by_plain_operators(calls):
+    attentions = [ScaledCosineAttention(2), ScaledCosineAttention(3)]
+    qkv, windows = torch.randn(2, 5, 7, 3, 2, 6), [(5, 2), (3, 7)]
+    result = attend_in_windows(qkv, windows, attentions)
+    torch.testing.assert_close(result, reference(qkv, windows, attentions, None, []))
+    assert calls == []
+
+
+def test_a_positional_encoding_of_too_few_channels_is_refused(calls):
+    """The kernel would read beyond its weights."""
+    qkv, attentions = torch.randn(1, 2, 3, 3, 1, 8), [ScaledCosineAttention(2)]
+    with pytest.raises(RuntimeError, match="groups"):
+        attend_in_windows(qkv, [(2, 3)], attentions, lepes=[DepthwiseConv2d(4, 3)])
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("windows", "attentions", "lepes", "bias", "message"),
+    [
+        (1, 2, 0, False, "2 partitions, but there are 1 windows"),
+        (2, 3, 0, False, "3 attentions"),
+        (2, 2, 1, False, "1 positional encodings"),
+        (2, 2, 0, True, "a bias needs a single one"),
+    ],
+)
+def test_what_does_not_fit_the_partitions_is_refused(windows, attentions, lepes, bias, message):
+    with pytest.raises(ValueError, match=message):
+        attend_in_windows(
+            torch.randn(1, 2, 3, 3, 2, 4),
+            [(2, 3)] * windows,
+            [ScaledCosineAttention(1)] * attentions,
+            torch.zeros(1, 1, 6, 6) if bias else None,
+            [DepthwiseConv2d(4, 3)] * lepes,
+        )
+
+
 def test_bfloat16_rounds_inputs_and_results_only():
     attentions, lepes = parts([(3, 5), (7, 2)], 2, 17, lepe=True, learn_logit_scale=True)
     modules = nn.ModuleList([attentions, lepes])
