@@ -64,8 +64,14 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
             f"--certify bounds the rounding of {' and '.join(CERTIFIED)}, not of "
             f"{options.precision}: use one of them as --precision"
         )
-    if options.attack_every < 1:
-        raise ConfigError(f"--attack-every={options.attack_every} must be >= 1")
+    attack_every = options.attack_every
+    if attack_every is not None and not distances:
+        raise ConfigError(
+            f"--attack-every={attack_every} has no effect without --certify: leave it out, or add "
+            "--certify"
+        )
+    if attack_every is not None and attack_every < 1:
+        raise ConfigError(f"--attack-every={attack_every} must be >= 1")
     weights = find_weights(options.checkpoint, options.weights)
     overrides = [f"data.{override}" for override in options.data]
     config = (
@@ -94,9 +100,7 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
     proof = None
     if distances:
-        proof = Certification(
-            accelerator, model, data, weights.file, distances, options.attack_every
-        )
+        proof = Certification(accelerator, model, data, weights.file, distances, attack_every or 1)
     figures = {s.name: evaluate_set(accelerator, model, s, data, batch_size, proof) for s in sets}
     if proof is not None:
         proof.write(json.loads(timm_config(model, classes)))
@@ -134,7 +138,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--attack-every",
         type=int,
-        default=1,
         metavar="N",
         help="with --certify, attack the first of every N images; default 1, all images",
     )

@@ -66,7 +66,7 @@ def train(config: Config) -> int:
 
 def _train(config: Config) -> int:
     accelerator = distributed.start(config)
-    start = find_start(config, accelerator)
+    start = find_start(config)
     folder, settings = Path(config.run.output_dir), dump_config(config)
     origin = start and start.name
     begin = {"config": settings, "checkpoint": origin}

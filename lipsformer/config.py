@@ -82,19 +82,20 @@ class ModelConfig:
 class DataConfig:
     """Which images to use, and how to prepare them.
 
-    `root` is the folder of all data sets. It defaults to the environment variable LIPSFORMER_DATA,
-    and to `datasets` if that is not set. `name` is a folder below `root`; the sources `folder`,
-    `shards` (written by `scripts.make_shards`) and `parquet` (Hugging Face's format, which may use
-    other names of splits) read it. With `holdout` above 0, this share of the training images of
-    each class is left out of training and evaluated in place of `val_split`, so that settings can
-    be chosen without the test images. `train_share` below 1 trains on this share of the remaining
-    images of each class; an epoch takes each of them 1 / `train_share` times, rounded, which keeps
-    its length. An image that cannot be read stops the run, unless the file `skip_list` names it.
-    That file holds one path per line, relative to the data folder, or for parquet one split/number
-    per line, as `lipsformer check-data` writes them. `crop_pct` is the share of each side that the
-    center crop of evaluation keeps. `mean` and `std` belong to the RGB channels, for values in [0,
-    1]. Pillow resizes evaluation images, bit for bit as timm does. With `exact_eval: false` torch
-    resizes them, which is faster and changes few values, by at most 2 of 255 levels.
+    `root` is the folder of all data sets, which the embedded digits do not need. It defaults to the
+    environment variable LIPSFORMER_DATA, and to `datasets` if that is not set. `name` is a folder
+    below `root`; the sources `folder`, `shards` (written by `scripts.make_shards`) and `parquet`
+    (Hugging Face's format, which may use other names of splits) read it. With `holdout` above 0,
+    this share of the training images of each class is left out of training and evaluated in place
+    of `val_split`, so that settings can be chosen without the test images. `train_share` below 1
+    trains on this share of the remaining images of each class; an epoch takes each of them 1 /
+    `train_share` times, rounded, which keeps its length. An image that cannot be read stops the
+    run, unless the file `skip_list` names it. That file holds one path per line, relative to the
+    data folder, or for parquet one split/number per line, as `lipsformer check-data` writes them.
+    `crop_pct` is the share of each side that the center crop of evaluation keeps. `mean` and `std`
+    belong to the RGB channels, for values in [0, 1]. Pillow resizes evaluation images, bit for bit
+    as timm does. With `exact_eval: false` torch resizes them, which is faster and changes few
+    values, by at most 2 of 255 levels.
 
     Example:
         >>> DataConfig(source="folder", name="imagenette-160", img_size=160).train_split
@@ -136,6 +137,7 @@ class DataConfig:
             all(0 < value <= 1 for value in self.std), "data.std", self.std, "must be in (0, 1]"
         )
         for name, sources in (
+            ("root", ("folder", "shards", "parquet", "cifar10", "cifar100", "fashion_mnist")),
             ("name", ("folder", "shards", "parquet")),
             ("skip_list", ("folder", "parquet")),
             ("in_memory", ("folder",)),

@@ -19,7 +19,7 @@ def dry_run(config: Config) -> str:
     """Return what a run would do. Nothing is written and nothing is downloaded."""
     config = replace(config, data=replace(config.data, download=False))
     accelerator = distributed.start(config)
-    start = find_start(config, accelerator)
+    start = find_start(config)
     text = describe_run(config, assemble(config, accelerator, start))
     accelerator.state.destroy_process_group()
     place = f"from {start}" if start else "at update 0"

@@ -1,13 +1,12 @@
 """The README.md of a model on the Hugging Face Hub, written from the records of its run."""
 
-import shlex
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from lipsformer._configfile import ConfigError
+from lipsformer._configfile import ConfigError, dump_config
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.config import Config
 from lipsformer.engine.run_folder import Weights
@@ -57,8 +56,11 @@ Resize of the shorter side to {resized} pixels ({interpolation}), center crop of
 
 {training}
 
-    {command}
+`{file}` holds every setting of the run. This command trains with them:
+
+    lipsformer train --config FOLDER/{file}
 """
+TRAINING = "train.yaml"  # the config of the run, in the folder of the card
 
 
 def model_card(model: Any, weights: Weights, *, which: str, note: str | None) -> str:
@@ -90,8 +92,6 @@ def model_card(model: Any, weights: Weights, *, which: str, note: str | None) ->
     is_best = summary is not None and summary["best"]["update"] == weights.step
     if which == "best" and is_best:
         chosen = " The weights were chosen among those of the run by their top-1 on these images."
-    program, *settings = start["command"][1:]
-    settings = [setting for setting in settings if not setting.startswith("run.")]
     side = cfg["input_size"][-1]
     return TEXT.format(
         metadata=_metadata(name, cfg.get("license"), data, split, metrics).to_yaml(),
@@ -111,13 +111,22 @@ def model_card(model: Any, weights: Weights, *, which: str, note: str | None) ->
             f"{weights.step} updates.{chosen}"
         ),
         note=f"\n{note}\n" if note else "",
-        command=shlex.join(["python", Path(program).name, *settings]),
         resized=int(side / cfg["crop_pct"]),
         interpolation=cfg["interpolation"],
         mean=tuple(cfg["mean"]),
         std=tuple(cfg["std"]),
         training=_training(config, data, start),
+        file=TRAINING,
     )
+
+
+def training_config(weights: Weights) -> str:
+    """Return the config of the run of these weights, without what belongs to its machine."""
+    config = weights.run.config()
+    data = replace(config.data, root=None)
+    output_dir = f"outputs/{config.model.name}"
+    run = replace(config.run, output_dir=output_dir, resume="auto", trackers=())
+    return dump_config(replace(config, data=data, run=run))
 
 
 def _metadata(

@@ -5,7 +5,8 @@
 
 The command writes the chosen formats to the folder OUT, which must not exist:
     hf             model.safetensors and config.json, for `timm.create_model('local-dir:OUT')` and
-                   transformers; for a run also README.md, a model card with its figures
+                   transformers; for a run also README.md, a model card with its figures, and
+                   train.yaml, the config that repeats the run
     torch-export   model.pt2, for torch.export.load
     onnx           model.onnx, for ONNX Runtime
     onnx-int8      model-int8.onnx, its matrix products in 8 bits
@@ -19,12 +20,15 @@ OpenVINO needs `pip install 'lipsformer[deploy]'`.
 
 import argparse
 import json
+import os
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import timm
 import torch
+from safetensors import SafetensorError
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
@@ -42,12 +46,19 @@ from lipsformer.engine.run_folder import (
     load_model,
     load_weights,
 )
-from scripts._hub_card import model_card
+from scripts._hub_card import TRAINING, model_card, training_config
 from scripts._image_size import resize_input
 from scripts._new_folder import new_folder
 from scripts._runtimes import FORMATS, load, trace, write
 
 DEFAULT = ["hf", "torch-export", "onnx"]  # what the extra `export` suffices for
+ONNX = ("onnx", "onnxscript", "onnxruntime")
+PACKAGES = {  # that a format needs, and the extra of lipsformer that installs them
+    "onnx": (ONNX, "export"),
+    "onnx-int8": (ONNX, "export"),
+    "openvino": (("openvino",), "deploy"),
+    "openvino-int8": (("openvino", "nncf"), "deploy"),
+}
 
 
 class ExportError(RuntimeError):
@@ -74,6 +85,17 @@ def _difference(actual: Tensor, expected: Tensor, tolerance: float) -> float:
             f"logits differ by {difference:.3g} of the largest, more than {tolerance:g}"
         )
     return difference
+
+
+def require_packages(formats: list[str]) -> None:
+    """Raise an `ExportError` that names a format whose packages are not installed."""
+    for key in formats:
+        packages, extra = PACKAGES.get(key, ((), ""))
+        if missing := [package for package in packages if find_spec(package) is None]:
+            raise ExportError(
+                f"the format {key} needs packages that are not installed ({', '.join(missing)}): "
+                f"pip install 'lipsformer[{extra}]'"
+            )
 
 
 def is_folder(name: str) -> bool:
@@ -108,12 +130,14 @@ def export_model(
         Largest difference from the model's logits, relative to the largest, by format.
 
     Raises:
-        ExportError: If ``out`` exists or an export differs from the model.
+        ExportError: If ``out`` exists or cannot be written, a package is missing, or an export
+            differs from the model.
         CheckpointError: If a run has no usable weights.
         ConfigError: If the model is not known, or the run did not evaluate the weights.
     """
-    if out.exists():
+    if os.path.exists(out):  # unlike Path.exists also for names that are too long
         raise ExportError(f"{out} exists: choose another folder or remove it")
+    require_packages(formats)
     weights = None
     if is_folder(name):
         weights = find_weights(name, which)
@@ -131,10 +155,11 @@ def export_model(
         height = width = img_size
         resize_input(model, name, channels, img_size)
         model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (channels, height, width)}
-    card = None
+    texts = {}
     if "hf" in formats and weights is not None and weights.kind is not None:
-        card = model_card(model, weights, which=which, note=note)
-    if note is not None and card is None:
+        texts["README.md"] = model_card(model, weights, which=which, note=note)
+        texts[TRAINING] = training_config(weights)
+    if note is not None and not texts:
         raise ConfigError(
             "--note has no effect without a model card: leave it out, or export a run with the "
             "format hf"
@@ -142,16 +167,21 @@ def export_model(
     model.eval()
     images = torch.randn(3, channels, height, width)  # exported with two, checked with three
     differences = {}
-    with new_folder(out) as folder:
-        traced = cache(lambda: trace(model, images))
-        for key in formats:
-            if key == "hf":
-                differences[key] = export_hf(model, images, folder)
-            else:
-                logits = load(write(key, traced, folder))(images)
-                differences[key] = _difference(logits, model(images), FORMATS[key].tolerance)
-        if card is not None:
-            (folder / "README.md").write_text(card)
+    try:
+        with new_folder(out) as folder:
+            traced = cache(lambda: trace(model, images))
+            for key in formats:
+                if key == "hf":
+                    differences[key] = export_hf(model, images, folder)
+                else:
+                    logits = load(write(key, traced, folder))(images)
+                    differences[key] = _difference(logits, model(images), FORMATS[key].tolerance)
+            for file, text in texts.items():
+                (folder / file).write_text(text)
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        raise ExportError(
+            f"{out} cannot be written: {error}; make room on the disk or choose another folder"
+        ) from None
     return differences
 
 

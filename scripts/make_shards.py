@@ -126,13 +126,19 @@ def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | N
     )
     source = build_source(data, options.parquet or folder.name)
     assert isinstance(source, FolderSource | ParquetSource)
-    make(
-        source,
-        options.shards,
-        described=f"{folder} {options.parquet or ''}".strip(),
-        images_per_shard=options.images_per_shard,
-        seed=options.seed,
-    )
+    try:
+        make(
+            source,
+            options.shards,
+            described=f"{folder} {options.parquet or ''}".strip(),
+            images_per_shard=options.images_per_shard,
+            seed=options.seed,
+        )
+    except OSError as error:
+        raise DataError(
+            f"the shards in {options.shards} cannot be written: {error}; make room on the disk and "
+            "repeat the command, which keeps the complete shards, or choose another folder"
+        ) from None
     return 0
 
 

@@ -32,6 +32,7 @@ from lipsformer.analysis.bounds import (
 )
 from lipsformer.analysis.estimate import adversarial_lipschitz, estimate_submodules
 from lipsformer.analysis.plots import plot_bounds
+from lipsformer.engine.preflight import try_images
 from lipsformer.engine.run_folder import (
     WHICH,
     WHICH_HELP,
@@ -75,9 +76,16 @@ def load_images(model: nn.Module, settings: Sequence[str], number: int) -> tuple
 def measure(
     name: str, model: nn.Module, settings: Sequence[str], *, images: int, iters: int, ascent: int
 ) -> dict[str, Any]:
-    """Return a record with the total of the model and a row per module."""
+    """Return a record with the total of the model and a row per module.
+
+    Raises:
+        ConfigError: If the model does not take the images.
+    """
     model.eval()
     x, domain = load_images(model, settings, images)
+    height, width = x.shape[2:]
+    refusal = f"{name} does not take images of {height} x {width} pixels, set img_size in --data"
+    try_images(model, x[:1], refusal)
     parts = dict(flatten_bound(lipschitz_bound(model, domain)))
     estimates = estimate_submodules(model, parts, x, num_iters=iters)
     if ascent > 0:

@@ -8,7 +8,6 @@ GMACs and activations are those of one image in evaluation; memory and speed tho
 
 import argparse
 import difflib
-import json
 import multiprocessing
 import platform
 import sys
@@ -31,6 +30,7 @@ from lipsformer.analysis.cost import (
 )
 from lipsformer.engine.run_folder import create_model
 from scripts._image_size import resize_input
+from scripts._json_output import add_json_option, check_json_target, say, write_json
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -118,6 +118,13 @@ def _processor() -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
+def _devices() -> list[str]:
+    """Return the names of the devices that PyTorch can use here."""
+    if not torch.cuda.is_available():
+        return ["cpu"]
+    return ["cpu", "cuda", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+
+
 def table(record: dict[str, Any]) -> str:
     """Return the record as text: one line per part, then the totals."""
     channels, height, width = record["input_size"]
@@ -150,13 +157,13 @@ def table(record: dict[str, Any]) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help="any timm model")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--img-size", type=int, help="side in pixels; default: the model's own")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--train", action="store_true", help="time training steps")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps")
+    add_json_option(parser)
     return parser
 
 
@@ -170,20 +177,21 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
             close = difflib.get_close_matches(name, timm.list_models(), 1)
             hint = f", did you mean {close[0]!r}" if close else ""
             parser.error(f"{name!r} is no timm model{hint}; timm.list_models() lists all")
-    if args.device.partition(":")[0] not in ("cpu", "cuda"):
-        parser.error(f"--device {args.device}: must be cpu or cuda")
-    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no GPU here; use --device cpu")
+    present = _devices()
+    if args.device not in present:
+        parser.error(f"--device {args.device}: PyTorch finds no such device; use one of {present}")
     for option in ("batch_size", "repeats"):
         if getattr(args, option) < 1:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be >= 1")
+    check_json_target(args.json)
     options = {k: v for k, v in vars(args).items() if k not in ("names", "json")}
     # One process per model: memory that one model leaves allocated would hide the next one's peak.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        results = [pool.apply_async(profile_model, (name,), options) for name in args.names]
-        for result in results:
-            record = result.get()
-            print(json.dumps(record) if args.json else table(record), flush=True)
+        records = []
+        for result in [pool.apply_async(profile_model, (name,), options) for name in args.names]:
+            records.append(result.get())
+            say(args.json, table(records[-1]))
+    write_json(args.json, records)
     return 0
 
 

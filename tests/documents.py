@@ -124,7 +124,7 @@ def check_script(
     """A script of the repository's root, or one that the page tells to write."""
     if script == "eval.py":
         overrides = parse(evaluation.main, arguments).data
-        make_config(DataConfig, [{"source": "digits"}], overrides, origin=script)
+        make_config(DataConfig, [{"source": "folder"}], overrides, origin=script)
     else:
         assert script == "train.py" or script in own_scripts, f"no check for {script}"
         options = parse(train.main, arguments)

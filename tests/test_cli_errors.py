@@ -77,6 +77,8 @@ def refused(capsys: pytest.CaptureFixture, *arguments: str, program=train.main) 
         ("run.trackers=[tensorbord]", ["'tensorbord'", "tensorboard"]),
         ("run.resume=/nowhere", ["run.resume='/nowhere'", "manifest.json is missing"]),
         ("run.output_dir=", ["run.output_dir"]),
+        ("lipschitz.residual_scale_cap=0.5", ["residual_scale_cap=0.5 has no effect, because"]),
+        ("lipschitz.gain_cap=1", ["lipschitz.gain_cap=1.0 has no effect", "has no CenterNorm"]),
         ("lipschitz.bound_limit=9", ["bound_limit=9.0", "no Lipschitz bound", "LayerNorm"]),
     ],
 )
@@ -126,8 +128,13 @@ def test_wrong_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert "no such file or folder" in error
     error = refused(capsys, "--checkpoint", str(tmp_path), program=evaluation.main)
     assert "neither a run, nor a checkpoint" in error
-    arguments = ("--checkpoint", str(tmp_path), "--batch-size", "0")
-    assert "--batch-size=0" in refused(capsys, *arguments, program=evaluation.main)
+    for option, says in {
+        ("--batch-size", "0"): "--batch-size=0",
+        ("--attack-every", "1"): "--attack-every=1 has no effect without --certify: leave it out",
+        ("--certify", "--attack-every", "0"): "--attack-every=0 must be >= 1",
+    }.items():
+        arguments = ("--checkpoint", str(tmp_path), *option)
+        assert says in refused(capsys, *arguments, program=evaluation.main)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"])

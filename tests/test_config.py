@@ -127,6 +127,7 @@ def test_config_is_frozen(minimal: Path) -> None:
         ("train.ema_warmup=true", ["train.ema_warmup", "train.ema_decay"]),
         ("data.img_size=0", ["data.img_size=0", ">= 1"]),
         ("data.name=imagenette-160", ["data.name", "no effect", "data.source=folder"]),
+        ("data.root=/d", ["data.root='/d' has no effect with data.source='digits': remove it"]),
         ("data.download=true", ["data.download=True", "no effect", "data.source=cifar10 or "]),
         ("schedule.min_lr=1", ["schedule.min_lr=1.0", "optim.lr=0.001"]),
         ("schedule.warmup_epochs=3", ["schedule.warmup_epochs=3.0", "train.epochs=3"]),
@@ -174,7 +175,6 @@ def test_identity_ignores_place_and_speed_and_nothing_else(minimal: Path) -> Non
 
     for same in (
         "run.output_dir=y",
-        "data.root=/d",
         "data.num_workers=0",
         "train.eval_batch_size=7",
     ):
@@ -182,6 +182,7 @@ def test_identity_ignores_place_and_speed_and_nothing_else(minimal: Path) -> Non
     # A JPEG in memory is cropped at its full size, one in a file at a reduced size.
     folder = ("data.source=folder", "data.name=x")
     assert named(*folder, "data.in_memory=true") != named(*folder)
+    assert named(*folder, "data.root=/d") == named(*folder)
     for other in ("optim.lr=2e-3", "train.epochs=4", "train.seed=1", "augment.mixup=0.8"):
         assert named(other) != named()
     config: Config = read_config(Config, minimal)

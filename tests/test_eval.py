@@ -76,6 +76,8 @@ def test_a_run_stands_for_its_best_weights(
     weights = RunFolder(changed).weights()
     assert (weights.file, weights.kind) == (first / "model.safetensors", "raw")
     assert RunFolder(changed).weights("last").folder == newest
+    with pytest.raises(ValueError, match="which='lsat' must be 'best' or 'last'"):
+        RunFolder(changed).weights("lsat")
     shutil.rmtree(first)
     with pytest.raises(CheckpointError, match=f"{first} cannot be used: it is incomplete"):
         RunFolder(changed).weights()

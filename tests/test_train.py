@@ -1,6 +1,7 @@
 """Training end to end: the files in `configs/`, the outputs of a run, and what ends it."""
 
 from pathlib import Path
+from shutil import copy
 
 import pytest
 import torch
@@ -86,13 +87,21 @@ def test_fine_tuning_preset_asks_for_what_it_needs(checkpoint: Path) -> None:
 
 
 def test_fine_tuning_preset_starts_from_the_weights_with_a_lower_lr_in_early_layers(
-    checkpoint: Path,
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     overrides = ["model.name=lipsformer_nano", f"model.checkpoint={checkpoint}", "data.name=set"]
     config = read_config(Config, FINETUNE, [*overrides, "data.img_size=32"])
     model = build_model(config, ["a", "b", "c"])
+    caplog.set_level("INFO", "lipsformer")
     load_initial_weights(config, model)
-    weights = load_file(checkpoint / "model.safetensors")
+    file = checkpoint / "model.safetensors"
+    random = f"classifier  random, because that of {file} has another number of classes"
+    assert caplog.messages == [random, f"weights     {file}"]
+    same = build_model(config, [str(label) for label in range(7)])
+    caplog.clear()
+    load_initial_weights(config, same)  # with its classifier
+    assert caplog.messages == [f"weights     {file}"]
+    weights = load_file(file)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name]) == (not name.startswith("head.fc")), name
     groups = parameter_groups(model, config.optim)
@@ -122,6 +131,35 @@ def test_arguments_of_a_checkpoint_that_the_config_has_not_are_named() -> None:
     overrides[0] += ".cifar10"  # a tag names the arguments too
     config = read_config(Config, FINETUNE, [*overrides, "data.img_size=32"])
     load_initial_weights(config, build_model(config, ["a", "b", "c"]))
+
+
+def test_bare_weights_load_into_a_model_that_a_tag_names(tmp_path: Path) -> None:
+    """A file without a config.json has no description, so that only its tensors must fit."""
+    bare = tmp_path / "bare.safetensors"
+    copy(FINETUNE.parents[1] / "weights/lipsformer_swin_nano.cifar10/model.safetensors", bare)
+    overrides = [f"model.checkpoint={bare}", "data.name=set", "data.img_size=32"]
+    plain = read_config(Config, FINETUNE, ["model.name=lipsformer_swin_nano", *overrides])
+    with pytest.raises(ConfigError, match=r"use the model and the arguments with which these"):
+        load_initial_weights(plain, build_model(plain, ["a", "b", "c"]))
+    tagged = read_config(Config, FINETUNE, ["model.name=lipsformer_swin_nano.cifar10", *overrides])
+    model = build_model(tagged, ["a", "b", "c"])
+    load_initial_weights(tagged, model)
+    weights = load_file(bare)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name]) == (not name.startswith("head.fc")), name
+
+
+def test_weights_of_a_converted_model_load_where_its_name_has_a_tag(tmp_path: Path) -> None:
+    overrides = ["model.name=vit_tiny_patch16_224.augreg_in21k", "model.convert=true"]
+    small = ["embed_dim=16", "depth=2", "num_heads=2"]
+    overrides += [f"model.kwargs.{pair}" for pair in small]
+    overrides += [f"model.checkpoint={tmp_path}", "data.name=set", "data.img_size=32"]
+    config = read_config(Config, FINETUNE, overrides)
+    save_for_hf(build_model(config, ["a", "b", "c"]), tmp_path, safe_serialization=True)
+    model = build_model(config, ["a", "b", "c"])
+    load_initial_weights(config, model)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from lipsformer.analysis.sigma import (
     SigmaTracker,
     assign,
     full_tensor,
+    gain_of,
     operators,
     residual_scale_of,
 )
-from lipsformer.layers import CenterNorm
 from lipsformer.layers._checks import check_positive
 from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
 
@@ -183,8 +183,8 @@ class Monitor(_Instrument):
         for name, module in self.model.named_modules():
             if (scale := residual_scale_of(module)) is not None:
                 record[f"residual_scale/{name}"] = full_tensor(scale).abs().amax()
-            elif isinstance(module, CenterNorm):
-                record[f"gain/{name}"] = full_tensor(module.weight).abs().amax()
+            elif (gain := gain_of(module)) is not None:
+                record[f"gain/{name}"] = full_tensor(gain).abs().amax()
         if self.probe is not None:
             record.update(probe_attention(self.model, self.probe))
         names = list(record)
@@ -270,8 +270,8 @@ class SpectralCap(_Instrument):
         for module in model.modules():
             if residual_scale is not None and (alpha := residual_scale_of(module)) is not None:
                 self.clamped.append((alpha, residual_scale))
-            if gain is not None and isinstance(module, CenterNorm):
-                self.clamped.append((module.weight, gain))
+            if gain is not None and (gamma := gain_of(module)) is not None:
+                self.clamped.append((gamma, gain))
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:

@@ -13,7 +13,7 @@ from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lipsformer.layers import DepthwiseConv2d, WeightedResidual
+from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 from lipsformer.layers._precision import power_of_two, without_autocast
 from lipsformer.layers.spectral import conv_sigma_bound
 
@@ -77,6 +77,11 @@ def residual_scale_of(module: nn.Module) -> Tensor | None:
     if isinstance(module, WeightedResidual):
         return module.residual_scale
     return module.gamma if isinstance(module, LayerScale) else None
+
+
+def gain_of(module: nn.Module) -> Tensor | None:
+    """Return the gain of a `CenterNorm`, or None for other modules."""
+    return module.weight if isinstance(module, CenterNorm) else None
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

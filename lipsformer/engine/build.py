@@ -104,11 +104,12 @@ def load_initial_weights(config: Config, model: nn.Module) -> None:
     try:
         weights = find_weights(config.model.checkpoint)
         known = weights.timm_config() or {}
-        held = known.get("architecture", config.model.name)
+        name = config.model.name
+        held = known.get("architecture", name)  # without a description, the tensors decide
         converted = held == CONVERTED
         if converted:
             held = known["model_args"]["original"]
-        if held != config.model.name.partition(".")[0]:  # the name without a tag
+        if held.partition(".")[0] != name.partition(".")[0]:  # the names without their tags
             raise CheckpointError(f"{weights.file} holds a {held}; set model.name={held}")
         if converted and not config.model.convert:
             raise CheckpointError(f"{weights.file} holds a converted model; set model.convert=true")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError
+from lipsformer.analysis.sigma import gain_of, residual_scale_of
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model, describe_model
 from lipsformer.engine.run_folder import (
@@ -83,6 +84,7 @@ def _run_once(
         warnings.simplefilter("ignore")
         model = build_model(config, classes)
         _require_memory(config, model)
+        _require_targets(config, model)
         for training, count, size in trials:
             key = "data.img_size" if size == config.data.img_size else "augment.img_sizes"
             model_text = describe_model(config)
@@ -118,6 +120,20 @@ def try_images(model: nn.Module, images: Tensor, refusal: str) -> Any:
             raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"{refusal}: {reason}") from None
+
+
+def _require_targets(config: Config, model: nn.Module) -> None:
+    """Refuse a cap of parameters that the model does not have."""
+    for name, find, target in (
+        ("residual_scale_cap", residual_scale_of, "residual branch with a scale"),
+        ("gain_cap", gain_of, "CenterNorm"),
+    ):
+        limit = getattr(config.lipschitz, name)
+        if limit is not None and all(find(module) is None for module in model.modules()):
+            raise ConfigError(
+                f"lipschitz.{name}={limit} has no effect, because {describe_model(config)} has no "
+                f"{target}: remove it"
+            )
 
 
 def _require_memory(config: Config, model: nn.Module) -> None:

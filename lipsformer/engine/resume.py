@@ -5,8 +5,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
@@ -52,7 +50,7 @@ def _may_change(key: str) -> bool:
     return name in _NOT_IDENTITY.get(section, ())
 
 
-def find_start(config: Config, accelerator: Accelerator) -> Path | None:
+def find_start(config: Config) -> Path | None:
     """Return the checkpoint to continue from; None starts anew. Nothing is written.
 
     It is the one that `run.resume` names, or the newest intact one of `run.output_dir`.

@@ -222,8 +222,11 @@ class RunFolder:
                 same as "last".
 
         Raises:
+            ValueError: If `which` is neither.
             CheckpointError: If the checkpoint does not exist or is damaged.
         """
+        if which not in WHICH:
+            raise ValueError(f"which={which!r} must be {' or '.join(map(repr, WHICH))}")
         newest = self.checkpoints().newest()
         if newest is None:
             raise CheckpointError(f"{self.path} is a run without an intact checkpoint")
@@ -343,7 +346,7 @@ def has_tag(name: str) -> bool:
     return timm.is_model(name) and name.partition(".")[2] not in ("", UNTRAINED)
 
 
-def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> list[str]:
+def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> None:
     """Replace the weights of a model.
 
     The file passes through the `checkpoint_filter_fn` of the model, as in timm's own loading, so
@@ -352,10 +355,8 @@ def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> lis
     Args:
         model: The model.
         file: The weights.
-        new_head: Keep the initial weights of a classifier whose shape differs, for fine-tuning.
-
-    Returns:
-        The names of the parameters that kept their initial weights.
+        new_head: Keep the initial weights of a classifier whose shape differs, for fine-tuning, and
+            log that.
 
     Raises:
         CheckpointError: If anything else is missing, unknown or of another shape.
@@ -381,7 +382,8 @@ def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> lis
     taken = {name: tensor for name, tensor in weights.items() if name not in fresh}
     check_fit({name: t for name, t in own.items() if name not in fresh}, taken, str(file))
     model.load_state_dict(taken, strict=False)
-    return fresh
+    if fresh:
+        logger.info("classifier  random, because that of %s has another number of classes", file)
 
 
 def check_fit(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], origin: str) -> None:
@@ -403,7 +405,8 @@ def check_fit(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], orig
         raise CheckpointError(
             f"{origin} does not fit the model: {len(missing)} tensors are missing "
             f"{missing[:3]}, {len(unknown)} are unknown {unknown[:3]}, "
-            f"{len(wrong)} have another shape {wrong[:3]}"
+            f"{len(wrong)} have another shape {wrong[:3]}; use the model and the arguments with "
+            "which these tensors were saved"
         )
 
 

@@ -17,6 +17,13 @@ class PatchConv2d(nn.Conv2d):
     PyTorch chooses the layout of the output by the layout of the weight, so only the weight is
     converted. The blocks then need no transposition, and there is no converted copy of the images,
     which training would have to keep.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.embed import PatchConv2d
+        >>> y = PatchConv2d(3, 16, kernel_size=4, stride=4)(torch.zeros(2, 3, 32, 24))
+        >>> y.is_contiguous(memory_format=torch.channels_last)
+        True
     """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

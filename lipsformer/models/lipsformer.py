@@ -176,7 +176,15 @@ class LipsFormerBlock(nn.Module):
 
 
 class LipsFormerStage(nn.Module):
-    """Downsampling, except in the first stage, and then blocks."""
+    """Downsampling, except in the first stage, and then blocks.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.lipsformer import LipsFormerStage, Mlp
+        >>> from lipsformer.models.lipsformer_swin import PatchMerging
+        >>> LipsFormerStage(PatchMerging(4, 8), [Mlp(8, 32)])(torch.zeros(1, 6, 10, 4)).shape
+        torch.Size([1, 3, 5, 8])
+    """
 
     def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Create the stage.
@@ -203,6 +211,16 @@ class LipsFormer(TimmInterface):
 
     A subclass adds a backbone: it sets the class attributes and implements ``make_attn``. Every
     image size that is a multiple of the patch size is accepted at run time.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.lipsformer import LipsFormer
+        >>> class WithoutAttention(LipsFormer):
+        ...     def make_attn(self, stage, block, dim):
+        ...         return torch.nn.Identity()
+        >>> model = WithoutAttention(embed_dim=8, depths=(2,), num_classes=5)
+        >>> model(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 5])
     """
 
     attn_norm: ClassVar[bool] = True  # CenterNorm after the attention's sum

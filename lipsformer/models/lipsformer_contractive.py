@@ -22,6 +22,7 @@ from lipsformer.layers import (
     Linear,
     ScaledCosineAttention,
 )
+from lipsformer.layers._checks import check_positive
 from lipsformer.models._timm import TimmInterface, model_cfg
 from lipsformer.models.embed import PatchEmbed
 from lipsformer.models.lipsformer import LipsFormerStage
@@ -114,7 +115,8 @@ class LipsFormerContractive(TimmInterface):
             attn_share: Share of the channels on which a block attends, in [0, 1]; 0 for a model
                 without attention.
             attn_least: Smallest weight a of attention in its residual, in [0, 1].
-            head_dim: Channels of a head; a block with fewer channels of attention has one head.
+            head_dim: Smallest number of channels of a head; a block has as many heads as then fit
+                into its channels of attention, at least one, and they must divide these channels.
             window_size: Largest side of a window in tokens, for each stage.
             logit_scale: tau, which multiplies the cosines.
             eps: Smoothing constant of the normalization of queries, keys and values. The values are
@@ -130,7 +132,7 @@ class LipsFormerContractive(TimmInterface):
             dtype: Data type of the parameters.
 
         Raises:
-            ValueError: If a size does not fit.
+            ValueError: If a size does not fit or an argument is out of range.
         """
         super().__init__()
         height, width = cast(tuple[int, int], to_2tuple(img_size))
@@ -143,6 +145,11 @@ class LipsFormerContractive(TimmInterface):
             raise ValueError(f"{dims=}, {depths=} and {window_size=} must be of one length")
         if not (0.0 <= attn_share <= 1.0 and 0.0 <= attn_least <= 1.0):
             raise ValueError(f"{attn_share=} and {attn_least=} must lie in [0, 1]")
+        if head_dim < 1:
+            raise ValueError(f"{head_dim=} must be at least 1")
+        check_positive("eps", eps)
+        if weight_init not in ("", "skip"):
+            raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.output_fmt, self.img_size = "NHWC", (height, width)
@@ -180,6 +187,12 @@ class LipsFormerContractive(TimmInterface):
         if attended == 0:
             return nn.Identity()
         heads = max(1, attended // self.head_dim)
+        if attended % heads != 0:
+            raise ValueError(
+                f"head_dim={self.head_dim} makes {heads} heads of the {attended} channels on which "
+                f"a block of {dim} attends, which {heads} does not divide: change head_dim or "
+                "attn_share"
+            )
         value_scale = math.sqrt(self.eps)
         core = ScaledCosineAttention(
             heads, self.logit_scale, value_scale=value_scale, eps=self.eps, **dd

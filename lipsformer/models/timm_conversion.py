@@ -49,6 +49,13 @@ class CosineAttention(nn.Module):
     """Scaled cosine self-attention with the parameters and the call of timm's ``Attention``.
 
     Shape: [B, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention``.
+
+    Example:
+        >>> import torch
+        >>> from timm.layers import Attention
+        >>> from lipsformer.models.timm_conversion import CosineAttention
+        >>> CosineAttention(Attention(8, num_heads=2), "cosine")(torch.zeros(1, 5, 8)).shape
+        torch.Size([1, 5, 8])
     """
 
     def __init__(self, original: Attention, attn: str, **options: Any) -> None:
@@ -99,6 +106,14 @@ class CosineWindowAttention(WindowAttention):
     """Scaled cosine attention in timm's Swin windows, shifted ones included.
 
     Shape: [B * num_windows, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention``.
+
+    Example:
+        >>> import torch
+        >>> from timm.models.swin_transformer import WindowAttention
+        >>> from lipsformer.models.timm_conversion import CosineWindowAttention
+        >>> attn = CosineWindowAttention(WindowAttention(8, 2, window_size=3), "cosine")
+        >>> attn(torch.zeros(4, 9, 8)).shape
+        torch.Size([4, 9, 8])
     """
 
     def __init__(self, original: WindowAttention, attn: str, **options: Any) -> None:

@@ -1,6 +1,5 @@
 """Predictions of a run's model for its validation images, and its attention."""
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from data import DataError, Normalize, build_eval_dataset, collate
 from data.dataset import ImageDataset
 from data.loader import EvalBatches
-from lipsformer._configfile import ConfigError
+from lipsformer._configfile import ConfigError, read_json
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.errors import confusion_matrix, most_confused_pairs, worst_mistakes
 from lipsformer.config import Config
@@ -150,7 +149,7 @@ def certificate_figures(
     """Draw the certificate beside the weights, and what an attack finds for the first image."""
     if not (weights.folder / FILE).exists():
         return []
-    sets = json.loads((weights.folder / FILE).read_text())["sets"]
+    sets = read_json(weights.folder / FILE)["sets"]
     claims = next(iter(sets.values()))
     premises = claims["premises"]
     right = np.argmax(premises["logits"], axis=1) == np.array(premises["labels"])

@@ -1,5 +1,6 @@
 """Shards against the folder they were made from, and against tarfile."""
 
+import resource
 import shutil
 import tarfile
 from collections import Counter
@@ -65,6 +66,33 @@ def test_the_source_reads_what_the_folder_holds(made):
 
     assert contents(from_shards) == contents(from_folder)
     assert from_shards.labels.tolist() != sorted(from_shards.labels.tolist())
+
+
+@pytest.mark.parametrize("place", ["/dev/null/shards", "/proc/below/shards", "x" * 300])
+def test_a_folder_that_cannot_be_written_is_named(made, capsys, place):
+    assert main([str(made[0] / "train"), place]) == 2
+    error = capsys.readouterr().err
+    assert f"error: the shards in {place} cannot be written: " in error
+    assert error.count("\n") == 1
+
+
+def test_the_same_command_continues_after_a_full_disk(made, tmp_path, capsys):
+    """A limit of the size of files stands for the full disk; the system enforces both."""
+    folder, shards = made
+    arguments = [str(folder / "train"), str(tmp_path / "train"), "--images-per-shard", "5"]
+    sizes = [file.stat().st_size for file in sorted((shards / "train").glob("*.tar"))]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (min(sizes), limits[1]))
+    try:
+        code = main(arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1
+    assert "cannot be written: " in error and "File too large" in error
+    assert main(arguments) == 0
+    for file in (shards / "train").glob("*.tar"):
+        assert (tmp_path / "train" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -213,6 +213,23 @@ def test_numbers_of_heads_that_do_not_fit_are_named(name, kwargs, message):
         create(name, device="meta", **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"weight_init": "unit_norm"}, "weight_init must be '' or 'skip', got 'unit_norm'"),
+        ({"eps": 0.0}, "eps=0.0 must be > 0 and finite"),
+        ({"eps": -1.0, "attn_share": 0.0}, "eps=-1.0 must be > 0 and finite"),
+        ({"eps": float("nan")}, "eps=nan must be > 0 and finite"),
+        ({"head_dim": 0}, "head_dim=0 must be at least 1"),
+        ({"head_dim": -3}, "head_dim=-3 must be at least 1"),
+        ({"head_dim": 5}, "head_dim=5 makes 9 heads of the 48 channels .* a block of 192 attends"),
+    ],
+)
+def test_arguments_that_a_contractive_model_does_not_take_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        create("lipsformer_contractive_nano", device="meta", **kwargs)
+
+
 @pytest.mark.parametrize("name", ["lipsformer_tiny", "lipsformer_swin_tiny"])
 def test_fewer_stages_than_a_variant_has_take_the_first_of_its_settings(name):
     model = create(name, device="meta", depths=(1, 1))

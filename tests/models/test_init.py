@@ -1,5 +1,6 @@
 """Initialization: spectral, complete, repeatable, also after the meta device."""
 
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import lipsformer  # noqa: F401  (registers)
 from lipsformer.layers import CenterNorm, DepthwiseConv2d
+from lipsformer.models import LipsFormerContractive
 
 NAMES = ["lipsformer_nano", "lipsformer_swin_nano"]
 
@@ -121,3 +123,37 @@ def test_residual_scales_start_as_stated(name, official, scale):
     scales = [p for n, p in model.named_parameters() if n.endswith("residual_scale")]
     assert len(scales) == 4 * 8
     torch.testing.assert_close(torch.cat(scales), torch.full((sum(map(len, scales)),), scale))
+
+
+def test_restarted_attention_is_a_mean_over_near_tokens_with_the_weight_of_its_start():
+    """For short tokens the cosines vanish, and the values keep their length."""
+    torch.manual_seed(0)
+    model = LipsFormerContractive(
+        dims=(24,),
+        depths=(2,),
+        window_size=(7,),
+        img_size=(14, 6),
+        attn_share=0.5,
+        attn_least=0.4,
+        head_dim=4,
+        num_classes=5,
+    ).double()
+    for block in model.stages[0].blocks:
+        attention = block.attn.branch
+        for parameter in (block.attn.mix, *attention.parameters()):
+            if parameter is not attention.qkv.weight:  # training keeps it orthogonal
+                torch.nn.init.normal_(parameter)
+    model.restart_attention()
+    x = 1e-6 * torch.randn(2, 7, 3, 24, dtype=torch.float64)
+    for block in model.stages[0].blocks:
+        expected = x.clone()
+        for row, column in itertools.product(range(7), range(3)):
+            total, mean = 0.0, torch.zeros(2, 12, dtype=torch.float64)
+            for i, j in itertools.product(range(7), range(3)):
+                near = math.exp(-2.0 * ((row - i) ** 2 + (column - j) ** 2))
+                total, mean = total + near, mean + near * x[:, i, j, 12:]
+            mixed = 0.3 * x[:, row, column, 12:]
+            mixed += 0.7 / block.attn.divisor(7, 3) * mean / total
+            expected[:, row, column, 12:] = mixed
+        # the matrices are orthogonal to the precision of float32, in which they were drawn
+        torch.testing.assert_close(1e6 * block.attn(x), 1e6 * expected, rtol=0.0, atol=2e-6)

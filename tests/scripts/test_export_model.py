@@ -1,13 +1,16 @@
 """Exports give the model's logits; compiled models too."""
 
+import resource
+import sys
+
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
 
 from scripts import export_model as script
-from scripts._runtimes import FORMATS, load, trace, write
-from scripts.export_model import ExportError, export_model, main
+from scripts._runtimes import FORMATS, fold, load, trace, write
+from scripts.export_model import PACKAGES, ExportError, export_model, main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the exporters' own
 
@@ -21,17 +24,12 @@ EXPORTED = [
         if (name, key) not in [(nano, "hf") for nano in NANO]
     ),
 ]
-PACKAGES = {
-    "onnx": ["onnxruntime"],
-    "onnx-int8": ["onnxruntime"],
-    "openvino": ["openvino"],
-    "openvino-int8": ["openvino", "nncf"],
-}
 
 
 def need_runtime(key: str) -> None:
     """Skip where the packages of a format are not installed."""
-    for package in PACKAGES.get(key, ()):
+    packages, _ = PACKAGES.get(key, ((), ""))
+    for package in packages:
         pytest.importorskip(package)
 
 
@@ -58,6 +56,15 @@ def test_exports_give_the_models_logits(tmp_path, name, key):
     else:
         logits = load(out / FORMATS[key].file)(images)
     assert_close(logits, model(images), tolerance)
+
+
+def test_a_model_that_should_be_folded_and_cannot_be_is_not_exported_unfolded():
+    model = timm.create_model("lipsformer_nano").eval()
+    model.stages[1].downsample.norm.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="cannot be folded"):
+        fold(model)
+    other = timm.create_model("resnet10t").eval()
+    assert fold(other) is other
 
 
 SWIN = {"embed_dim": 14, "num_heads": (2, 4)}
@@ -96,6 +103,48 @@ def test_an_export_that_differs_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "export_hf", wrong)
     with pytest.raises(ExportError, match=r"logits differ by 0.5 of the largest, more than 0"):
         export_model(NANO[0], tmp_path / "out", ["hf"], checkpoint=None, img_size=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "package", "says"),
+    [
+        (
+            "onnx",
+            "onnxscript",
+            "the format onnx needs packages that are not installed (onnxscript): pip ",
+        ),
+        ("openvino-int8", "openvino", "pip install 'lipsformer[deploy]'"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named(
+    tmp_path, capsys, monkeypatch, key, package, says
+):
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    assert main([NANO[0], str(tmp_path / "out"), "--formats", "hf", key]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["/dev/null/out", "/proc/below/out", "x" * 300])
+def test_a_folder_that_cannot_be_written_is_named(capsys, place):
+    assert main([NANO[0], place, "--formats", "hf"]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {place} cannot be written: " in error and error.count("\n") == 1
+
+
+def test_a_full_disk_costs_one_sentence_and_leaves_nothing_behind(tmp_path, capsys):
+    """A limit of the size of files stands for the full disk; the system enforces both."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        code = main([NANO[0], str(tmp_path / "out"), "--formats", "hf"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1
+    assert f"{tmp_path / 'out'} cannot be written: " in error and "File too large" in error
     assert list(tmp_path.iterdir()) == []
 
 

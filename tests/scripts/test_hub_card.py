@@ -1,7 +1,9 @@
 """A run as a folder for the Hub: the same model in timm and transformers, figures of the run."""
 
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,7 +23,9 @@ import lipsformer  # noqa: F401  (registers the models)
 from lipsformer.engine.run_folder import load_model
 from scripts.export_model import main
 from tests.launch import launch
-from tests.runs import DIGITS, write_config
+from tests.runs import DIGITS, outcome, write_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SETTINGS = {
     **DIGITS,
@@ -70,6 +74,7 @@ def test_timm_gives_the_best_weights_of_the_run(run, hub):
         "README.md",
         "config.json",
         "model.safetensors",
+        "train.yaml",
     ]
     images = torch.randn(3, 3, 16, 16)
     model = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
@@ -116,6 +121,19 @@ def test_card_says_what_an_evaluation_of_the_folder_finds(run, hub, tmp_path):
     assert "\n\nA remark.\n\n" in card.text and card.data.license == "apache-2.0"
     assert str(run) not in card.content
     assert "tag" not in json.loads((hub / "config.json").read_text())["pretrained_cfg"]
+
+
+def test_command_of_the_card_repeats_the_run(run, hub, tmp_path):
+    """It knows the folder of the card only: neither the config file of the run nor its folder."""
+    (line,) = re.findall(r"^ {4}(lipsformer .*)$", (hub / "README.md").read_text(), re.MULTILINE)
+    shutil.copy(hub / "train.yaml", tmp_path)
+    program, *arguments = shlex.split(line.replace("FOLDER", str(tmp_path)))
+    assert str(run.parent) not in (hub / "train.yaml").read_text()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", program, *arguments]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
+    again = outcome(tmp_path / "outputs" / "lipsformer_swin_nano")
+    assert again["tensors"] == outcome(run)["tensors"]
 
 
 def test_card_of_held_out_images_and_of_another_size(run, tmp_path):

@@ -49,6 +49,16 @@ def test_weights_of_a_checkpoint_are_the_ones_measured(tmp_path):
     assert lipschitz_bound(loaded, domain).log10 == lipschitz_bound(model, domain).log10
 
 
+def test_images_that_the_model_does_not_take_are_refused_in_one_sentence(tmp_path, capsys):
+    written = tmp_path / "record.json"
+    arguments = ["lipsformer_swin_nano", "--data", "source=digits", "img_size=33"]
+    assert main([*arguments, "--json", str(written)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "does not take images of 33 x 33 pixels, set img_size in --data: image size" in error
+    assert not written.exists()
+
+
 def test_images_are_prepared_as_the_model_says():
     model = timm.create_model("lipsformer_swin_nano", pretrained_cfg_overlay={"crop_pct": 0.5})
     found, _ = load_images(model, ["source=digits"], 3)

@@ -64,13 +64,27 @@ def test_table_holds_the_totals():
 
 
 @pytest.mark.slow
-def test_command_line_prints_one_json_object_per_model(capfd):
+def test_command_line_writes_a_record_of_each_model(tmp_path, capsys):
     names = ["lipsformer_swin_nano", "lipsformer_nano"]
-    assert main([*names, "--json", "--batch-size", "1", "--repeats", "1"]) == 0
-    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    file = tmp_path / "records.json"
+    quick = ["--batch-size", "1", "--repeats", "1"]
+    assert main([*names, "--json", str(file), *quick]) == 0
+    printed = capsys.readouterr().out
+    records = json.loads(file.read_text())
     assert [record["model"] for record in records] == names
     assert [record["parameters"] for record in records] == [2_367_906, 2_371_528]
     assert all(record["torch"] == torch.__version__ for record in records)
+    assert all(f"{record['images_per_second']:.1f} images/s" in printed for record in records)
+    assert main([*names, "--json", "-", *quick]) == 0
+    output, errors = capsys.readouterr()
+    assert [record["gmacs"] for record in json.loads(output)] == [r["gmacs"] for r in records]
+    assert errors.count("images/s") == 2
+
+
+def test_a_file_for_the_figures_that_cannot_be_written_is_named(capsys):
+    assert main(["lipsformer_nano", "--json", "/nowhere/at/all"]) == 2
+    error = capsys.readouterr().err
+    assert "--json '/nowhere/at/all' cannot be written: No such file" in error
 
 
 @pytest.mark.parametrize(
@@ -80,7 +94,9 @@ def test_command_line_prints_one_json_object_per_model(capfd):
         (["lipsformer_nano", "--precision", "fp8"], "invalid choice: 'fp8'"),
         (["lipsformer_nano", "--image-size", "32"], "unrecognized arguments"),
         (["lipsformer_nano", "--repeats", "0"], "--repeats 0: must be >= 1"),
-        (["lipsformer_nano", "--device", "gpu"], "--device gpu: must be cpu or cuda"),
+        (["lipsformer_nano", "--device", "gpu"], "--device gpu: PyTorch finds no such device"),
+        (["lipsformer_nano", "--device", "cuda:99"], "--device cuda:99: PyTorch finds no such"),
+        (["lipsformer_nano", "--device", "cpu:x"], "use one of ['cpu'"),
         (["lipsformer_nano", "--batch-size", "0"], "--batch-size 0: must be >= 1"),
     ],
 )

@@ -174,6 +174,15 @@ def test_a_certificate_beside_the_weights_has_a_section(run: Path, tmp_path: Pat
     assert "Around this picture that is proved up to" in text
 
 
+def test_a_damaged_certificate_is_named_in_the_report(run: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(run, tmp_path / "run")
+    beside = max((copied / "checkpoints").iterdir()) / "certificate.json"
+    beside.write_text('{"sets": {')
+    write_report([copied], copied / "report.html", images=5)
+    text, _ = read_page(copied)
+    assert f"{beside} cannot be read as JSON: " in text and "; restore the file" in text
+
+
 def test_figures_of_training_are_those_of_the_records(run: Path) -> None:
     text, _ = read_page(run)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
