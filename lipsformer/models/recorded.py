@@ -1,15 +1,20 @@
 """The forward pass of a folded model as one list of calls."""
 
+import math
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lipsformer import kernels
 
 MAX_RECORDINGS = 32  # inputs of further shapes are computed by the modules
+# One value for every pixel of the images that are computed at once: 8 images of 224 px in float32.
+# With more, the maps leave the caches, and the C library asks the system for their memory anew.
+MAX_BYTES = 8 * 224 * 224 * 4
 
 
 class RecordedForward:
@@ -18,7 +23,8 @@ class RecordedForward:
     A recording holds for one shape, layout and type of a single input on the CPU, without
     gradients and with autocast as it was. All recordings are dropped when a parameter is written,
     a module is replaced or a hook is added. The second call after that records again. Other inputs
-    are computed by the modules.
+    are computed by the modules. Large batches are divided into parts of nearly the same size, which
+    are computed one after the other.
 
     Example:
         >>> import torch
@@ -66,6 +72,16 @@ class RecordedForward:
             state = self.state = _State(self.model)
         if not state.watched.may_be_recorded():
             return self._modules(x)
+        parts = _number_of_parts(x)
+        if parts == 1:
+            return self._forward_at_once(state, x)
+        results = [self._forward_at_once(state, part) for part in x.tensor_split(parts)]
+        return tree_map(lambda *maps: torch.cat(maps), *results)
+
+    def _modules(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    def _forward_at_once(self, state: "_State", x: Tensor) -> Any:
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         kind = (x.shape, x.stride(), x.dtype, autocast)
         if kind in state.recordings:
@@ -79,9 +95,6 @@ class RecordedForward:
         if len(state.seen) < MAX_RECORDINGS:
             state.seen.add(kind)
         return self._modules(x)  # the first time, so that layers can prepare their weights
-
-    def _modules(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.model).forward(self.model, *args, **kwargs)
 
     def _record(self, x: Tensor) -> tuple[Callable[[Tensor], Any] | None, Any]:
         """Return the recorded calls, or None if there can be none, and the result."""
@@ -134,6 +147,14 @@ class _Watched:
             [tensor._version for tensor in self.tensors] if self.counted else [],
             [module.training for module in self.modules],
         )
+
+
+def _number_of_parts(x: Tensor) -> int:
+    """Return into how many parts a batch of images [B, C, H, W] is divided."""
+    if x.dim() != 4:
+        return 1
+    one = x.shape[2] * x.shape[3] * kernels.product_dtype(x).itemsize
+    return math.ceil(len(x) / max(MAX_BYTES // one, 1)) or 1
 
 
 def _obstacle() -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import lipsformer
+from lipsformer.models import recorded
 from lipsformer.models.recorded import MAX_RECORDINGS, RecordedForward
 from tests.models.test_inference import FORMS, SWIN, VIT, make, randomize
 
@@ -70,6 +71,28 @@ def test_every_map_of_features_only_has_the_same_bits(name):
         maps, expected = folded(images), modules_alone(folded, images)
         assert all(torch.equal(a, b) for a, b in zip(maps, expected, strict=True))
         assert [a.stride() for a in maps] == [b.stride() for b in expected]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("features_only", [False, True])
+def test_large_batches_are_computed_in_parts_of_nearly_equal_size(
+    features_only, precision, monkeypatch
+):
+    itemsize = {"fp32": 4, "bf16": 2}[precision]
+    monkeypatch.setattr(recorded, "MAX_BYTES", 32 * 32 * itemsize * 5)  # five images
+    model = randomize(timm.create_model("lipsformer_swin_nano", features_only=features_only))
+    folded = lipsformer.optimize_for_inference(model)
+    images = torch.randn(13, 3, 32, 32)  # parts of 5, 4 and 4 images
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        for _ in range(3):
+            result, whole = folded(images), modules_alone(folded, images)
+            parts = [modules_alone(folded, part) for part in images.tensor_split(3)]
+            maps = zip(*parts, strict=True) if features_only else [parts]
+            whole, result = (whole, result) if features_only else ([whole], [result])
+            for own, expected, alone in zip(result, maps, whole, strict=True):
+                assert torch.equal(own, torch.cat(tuple(expected)))
+                assert own.shape == alone.shape and own.stride() == alone.stride()
+    assert {kind[0][0] for kind in recordings(folded)} == {4, 5}
 
 
 def test_the_layout_and_the_place_of_the_images_in_memory_change_nothing():
