@@ -44,10 +44,10 @@ def grid(data: str, rows: Sequence[tuple[str, str]], warmup: float, seed: int) -
 def stages(records: Sequence[Record], data: Sequence[str]) -> Iterator[list[Cell]]:
     """Yield the cells in the order in which they are wanted.
 
-    First comes seed 0 of every row without warmup, then with warmup, Imagenette, and the depths.
-    The cells of the greatest depth follow: one of them takes longer than all others together.
-    Imagenette and the depths are chosen from the cells of seed 0 without warmup,
-    so they are missing until these are there.
+    First comes seed 0 of every row without warmup, then with warmup, Imagenette, the depths, and
+    the further seeds. The cells of the greatest depth are last, because one of them takes longer
+    than all others of a seed together. Imagenette and the depths are chosen from the cells of seed
+    0 without warmup, so they are missing until these are there.
 
     Args:
         records: Finished cells of all data sets.
@@ -63,10 +63,10 @@ def stages(records: Sequence[Record], data: Sequence[str]) -> Iterator[list[Cell
         if "cifar10" in data:
             yield depth_cells(records)
     if "cifar10" in data:
-        yield very_deep_cells()
         for warmup in WARMUPS:
             for seed in SEEDS[1:]:
                 yield grid("cifar10", entries(), warmup, seed)
+        yield very_deep_cells()
 
 
 def cells(records: Sequence[Record]) -> set[Cell]:
