@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from lipsformer.jsonl import append_jsonl, read_jsonl
@@ -55,6 +55,7 @@ class Summary:
         sensitivity: Mean over learning rates of how far the clipped loss lies above the best one
             (Wortsman et al. 2023, arXiv:2309.14322, with the loss of a guess as the ceiling).
         best_top1: Best accuracy of a learning rate on held-out images, mean over seeds, in percent.
+        spread: Sample standard deviation of `best_top1` over the seeds; None for one seed.
         best_lr: The learning rate of `best_top1`.
         final_loss: Clipped loss at `best_lr`.
         mean_loss: Mean over learning rates of the clipped loss, by which the league is sorted.
@@ -64,6 +65,7 @@ class Summary:
     largest_stable_lr: float | None
     sensitivity: float
     best_top1: float
+    spread: float | None
     best_lr: float
     final_loss: float
     mean_loss: float
@@ -76,10 +78,12 @@ def summarize(records: Sequence[Record]) -> Summary:
     stable = [lr for lr in losses if all(r["stable"] for r in select(records, lr=lr))]
     top1 = {lr: mean(r["top1"] for r in select(records, lr=lr)) for lr in losses}
     best_lr = max(top1, key=lambda lr: top1[lr])
+    best = [r["top1"] for r in select(records, lr=best_lr)]
     return Summary(
         largest_stable_lr=max(stable, default=None),
         sensitivity=mean(losses.values()) - min(losses.values()),
         best_top1=top1[best_lr],
+        spread=stdev(best) if len(best) > 1 else None,
         best_lr=best_lr,
         final_loss=losses[best_lr],
         mean_loss=mean(losses.values()),

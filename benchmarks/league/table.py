@@ -51,6 +51,12 @@ def multiple(summary: Summary, optimizer: str) -> float:
     return (summary.largest_stable_lr or 0.0) / OPTIMIZERS[optimizer].usual_lr
 
 
+def best_accuracy(summary: Summary) -> str:
+    """Return the best accuracy in percent, with its standard deviation over several seeds."""
+    spread = "" if summary.spread is None else f" ± {summary.spread:.1f}"
+    return f"{summary.best_top1:.1f}{spread}"
+
+
 def summary_table(records: Sequence[Record], data: str, warmup: float) -> str:
     """Return one line per row of the league: stability, sensitivity, accuracy and their ranks."""
     rows = {key: summarize(own) for key, own in finished_rows(records, data, warmup).items()}
@@ -69,7 +75,7 @@ def summary_table(records: Sequence[Record], data: str, warmup: float) -> str:
             rank([-m for m in multiples.values()], -multiples[key]),
             f"{summary.sensitivity:.3f}",
             rank([other.sensitivity for other in others], summary.sensitivity),
-            f"{summary.best_top1:.1f}",
+            best_accuracy(summary),
             f"{summary.best_lr:g}",
             rank([-other.best_top1 for other in others], -summary.best_top1),
             f"{summary.final_loss:.3f}",

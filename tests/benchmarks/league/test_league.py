@@ -18,7 +18,7 @@ from benchmarks.league.cell import Cell, run_cell
 from benchmarks.league.images import Images, cache_images, load_images
 from benchmarks.league.plan import grid, next_cell, rates, stages
 from benchmarks.league.results import append_result, mean_loss, read_results, summarize
-from benchmarks.league.table import page
+from benchmarks.league.table import best_accuracy, page
 
 BOTH = ("cifar10", "imagenette")
 ROWS = len(BODIES) + 3 * 3
@@ -135,6 +135,9 @@ def test_summary_of_a_row():
     assert summary.mean_loss == mean_loss(records) == pytest.approx(sum(losses) / 3)
     assert summary.sensitivity == pytest.approx(sum(losses) / 3 - 1.1)
     assert (summary.best_top1, summary.best_lr) == (45.0, 1e-3)
+    assert summary.spread == pytest.approx(math.sqrt(50.0))
+    assert best_accuracy(summary) == "45.0 ± 7.1"
+    assert best_accuracy(summarize([r for r in records if r["seed"] == 0])) == "40.0"
     assert summary.final_loss == pytest.approx(1.1)
 
 

@@ -1,11 +1,13 @@
 """The tables of stability on the pages are those of the records."""
 
+from statistics import mean
+
 import pytest
 
 from benchmarks.league.cell import ROOT
 from benchmarks.league.plots import IN_SHORT
 from benchmarks.league.results import read_results, select, summarize
-from benchmarks.league.table import page
+from benchmarks.league.table import best_accuracy, page
 from lipsformer.jsonl import read_jsonl
 
 PAGE = (ROOT / "docs" / "stability.md").read_text()
@@ -23,17 +25,22 @@ def test_tables_on_the_page_come_from_the_records():
     assert f"with {hours:.1f} core-hours" in PAGE
 
 
+def shown(seeds: list[dict]) -> str:
+    """Return the mean accuracy of the seeds if all of them are stable."""
+    stable = all(record["stable"] for record in seeds)
+    return f"{mean(record['top1'] for record in seeds):.1f}" if stable else "not stable"
+
+
 @pytest.mark.parametrize("body", IN_SHORT)
 def test_the_short_table_of_the_results_comes_from_the_records(body):
     adamw = select(LEAGUE, body=body, optimizer="adamw", warmup=0.0)
     wide = [record for record in select(adamw, blocks=6) if record["updates"] == 500]
     summary = summarize(wide)
-    (fast,) = select(wide, lr=0.025)
-    (deep,) = select(adamw, blocks=96)
-    cells = [f"{r['top1']:.1f}" if r["stable"] else "not stable" for r in (fast, deep)]
+    cells = [shown(select(wide, lr=0.025)), shown(select(adamw, blocks=96))]
     largest = summary.largest_stable_lr
     assert largest is not None
-    row = f"| {body} | {largest / 1e-3:g} | {summary.best_top1:.1f} | {' | '.join(cells)} |"
+    best = best_accuracy(summary)
+    row = f"| {body} | {largest / 1e-3:g} | {best} | {' | '.join(cells)} |"
     assert row in (ROOT / "docs" / "results.md").read_text()
 
 
