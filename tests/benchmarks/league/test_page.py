@@ -33,7 +33,7 @@ def shown(seeds: list[dict]) -> str:
 
 @pytest.mark.parametrize("body", IN_SHORT)
 def test_the_short_table_of_the_results_comes_from_the_records(body):
-    adamw = select(LEAGUE, body=body, optimizer="adamw", warmup=0.0)
+    adamw = select(LEAGUE, data="cifar10", body=body, optimizer="adamw", warmup=0.0)
     wide = [record for record in select(adamw, blocks=6) if record["updates"] == 500]
     summary = summarize(wide)
     cells = [shown(select(wide, lr=0.025)), shown(select(adamw, blocks=96))]
