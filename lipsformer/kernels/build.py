@@ -47,7 +47,10 @@ _FLAGS = [
 ]
 # What compilers say if they were killed, or memory or disk space was missing: the next try may
 # succeed.
-_PASSING = ("Killed", "terminated", "due to signal", "out of memory", "exhausted", "No space left")
+_PASSING = (
+    *("Killed", "signal terminated", "terminated with signal", "due to signal"),
+    *("out of memory", "exhausted", "No space left"),
+)
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _logger = logging.getLogger(__name__)
@@ -182,17 +185,18 @@ def _compile(compiler: list[str], command: list[str], built: Path) -> None:
     # All are waited for: none may write into a folder that is gone.
     said = [build.communicate()[1].decode(errors="replace") for build in builds]
     codes = [build.returncode for build in builds]
-    errors = [text for text, code in zip(said, codes, strict=True) if code != 0]
-    if not errors:
+    failed = [(code, text) for code, text in zip(codes, said, strict=True) if code != 0]
+    if not failed:
         link = [*compiler, "-shared", *objects, "-o", str(built)]
         linked = subprocess.run(
             link, capture_output=True, text=True, check=False, env=_in_english()
         )
-        errors = [linked.stderr] if linked.returncode != 0 else []
-    if errors:
-        lines = [line for line in errors[0].splitlines() if "error" in line] or [errors[0]]
+        failed = [(linked.returncode, linked.stderr)] if linked.returncode != 0 else []
+    if failed:
+        code, text = failed[0]
+        lines = [line for line in text.splitlines() if "error" in line] or [text]
         reason = f"{command[0]} failed: {lines[0].strip() or 'it said nothing'}"
-        passing = min(codes) < 0 or any(trouble in errors[0] for trouble in _PASSING)
+        passing = code < 0 or any(trouble in text for trouble in _PASSING)  # code < 0: killed
         raise OSError(reason) if passing else _BuildError(reason)
     content = built.read_bytes()
     built.write_bytes(content + hashlib.sha256(content).digest())

@@ -18,8 +18,9 @@ from lipsformer.layers.spectral import (
     spectral_init_,
     spectral_init_modules_,
 )
-from lipsformer.layers.window_attention import Arrangement, attend_in_windows
+from lipsformer.layers.window_attention import attend_in_windows
 from lipsformer.layers.windows import (
+    Arrangement,
     merge_heads,
     pad_to_even,
     partition_heads,

@@ -5,7 +5,7 @@ The kernels do not check the classes, settings or sizes of modules.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,31 +14,7 @@ from lipsformer import kernels
 from lipsformer.layers._trial import is_proven
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import ScaledCosineAttention
-
-
-class Arrangement(NamedTuple):
-    """How a map is cut into windows, and the attention within them.
-
-    A partition is a group of heads that share the shape of their windows.
-
-    Attributes:
-        windows: (h, w) in tokens of each partition.
-        attentions: The attention of each partition, with its ``num_heads``.
-        bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
-        lepes: For each partition the LePE of CSwin (locally-enhanced positional encoding): a
-            depthwise 3x3 convolution of the values, zero padded at the edge of the window, whose
-            result is added to the output. Empty for none.
-
-    Example:
-        >>> from lipsformer.layers import Arrangement, ScaledCosineAttention
-        >>> Arrangement([(2, 4)], [ScaledCosineAttention(num_heads=2)]).lepes
-        ()
-    """
-
-    windows: Sequence[tuple[int, int]]
-    attentions: Sequence[Any]
-    bias: Tensor | None = None
-    lepes: Sequence[Any] = ()
+from lipsformer.layers.windows import Arrangement
 
 
 def cpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
@@ -137,6 +113,10 @@ def gpu_arguments(arrangement: Arrangement) -> kernels.WindowArguments:
 def _size_obstacle(channels: int, arrangement: Arrangement) -> str | None:
     """Return which sizes do not fit: the kernels would read elsewhere in memory."""
     windows, attentions, bias, lepes = arrangement
+    partitions = len(attentions)
+    # `attend_in_windows` refuses this, but a whole block comes here without it.
+    if not len(windows) == (len(lepes) or partitions) == partitions:
+        return "not every partition has its window and its positional encoding"
     heads = attentions[0].num_heads
     if any(attention.num_heads != heads for attention in attentions):
         return "the partitions have different numbers of heads"

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lipsformer import kernels
 from lipsformer.layers._window_kernels import (
-    Arrangement,
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,
@@ -19,7 +18,8 @@ from lipsformer.layers._window_kernels import (
     lepe_tensors,
     tau_nu_eps,
 )
-from lipsformer.layers.windows import merge_heads, partition_heads
+from lipsformer.layers.conv import DepthwiseConv2d
+from lipsformer.layers.windows import Arrangement, merge_heads, partition_heads
 
 
 def attend_in_windows(
@@ -47,7 +47,8 @@ def attend_in_windows(
 
     Raises:
         ValueError: If not every partition has a window and an attention, if there are positional
-            encodings but not one for each, or if there is a bias and more than one partition.
+            encodings but not one for each, if one of them does not have C channels, or if there is
+            a bias and more than one partition.
 
     Example:
         >>> import torch
@@ -56,7 +57,7 @@ def attend_in_windows(
         >>> attend_in_windows(qkv, [(2, 4)], [ScaledCosineAttention(num_heads=2)]).shape
         torch.Size([1, 5, 7, 8])
     """
-    partitions = qkv.shape[4]
+    partitions, channels = qkv.shape[4:]
     if not len(windows) == len(attentions) == (len(lepes) or partitions) == partitions:
         raise ValueError(
             f"qkv has {partitions} partitions, but there are {len(windows)} windows, "
@@ -64,7 +65,16 @@ def attend_in_windows(
             "for every partition, or no positional encodings"
         )
     if bias is not None and partitions > 1:
-        raise ValueError(f"qkv has {partitions} partitions, but a bias needs a single one")
+        raise ValueError(
+            f"qkv has {partitions} partitions, but a bias needs a single one: call "
+            "attend_in_windows for every partition by itself, or pass no bias"
+        )
+    for lepe in lepes:
+        if isinstance(lepe, DepthwiseConv2d) and lepe.dim != channels:
+            raise ValueError(
+                f"a positional encoding has {lepe.dim} channels, but a partition of qkv has "
+                f"{channels}: create it by DepthwiseConv2d({channels}, kernel_size=3)"
+            )
     arrangement = Arrangement(windows, attentions, bias, lepes)
     parameters = [p for module in (*attentions, *lepes) for p in module.parameters()]
     tensors = (qkv, *parameters) if bias is None else (qkv, bias, *parameters)
@@ -72,7 +82,7 @@ def attend_in_windows(
         "cosine_windows",
         *tensors,
         training=attentions[0].training,
-        unless=lambda: cpu_obstacle(qkv.shape[-1], arrangement),
+        unless=lambda: cpu_obstacle(channels, arrangement),
     ):
         tau, nu, eps = tau_nu_eps(attentions)
         return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, lepe_tensors(lepes))
@@ -80,7 +90,7 @@ def attend_in_windows(
         "cosine_windows.gpu",
         qkv,
         training=attentions[0].training,
-        unless=lambda: gpu_obstacle(qkv.shape[-1], arrangement),
+        unless=lambda: gpu_obstacle(channels, arrangement),
     ) and gpu_proven(_plain_windows, qkv, arrangement):
         return kernels.gpu_cosine_windows(qkv, gpu_arguments(arrangement))
     return _plain_windows(qkv, arrangement)

@@ -1,10 +1,38 @@
 """Windows and stripes: cut a feature map into rectangles of tokens and join them again."""
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from timm.layers import register_notrace_function
 from torch import Tensor
+
+
+class Arrangement(NamedTuple):
+    """How a map is cut into windows, and the attention within them.
+
+    A partition is a group of heads that share the shape of their windows.
+
+    Attributes:
+        windows: (h, w) in tokens of each partition.
+        attentions: The attention of each partition, with its ``num_heads``.
+        bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
+        lepes: For each partition the LePE of CSwin (locally-enhanced positional encoding): a
+            depthwise 3x3 convolution of the values, zero padded at the edge of the window, whose
+            result is added to the output. Empty for none.
+
+    Example:
+        >>> from lipsformer.layers import Arrangement, ScaledCosineAttention
+        >>> Arrangement([(2, 4)], [ScaledCosineAttention(num_heads=2)]).lepes
+        ()
+    """
+
+    windows: Sequence[tuple[int, int]]
+    attentions: Sequence[Any]
+    bias: Tensor | None = None
+    lepes: Sequence[Any] = ()
 
 
 def pad_to_even(x: Tensor) -> Tensor:

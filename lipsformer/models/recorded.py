@@ -22,9 +22,9 @@ class RecordedForward:
 
     A recording holds for one shape, layout and type of a single input on the CPU, without
     gradients and with autocast as it was. All recordings are dropped when a parameter is written,
-    a module is replaced or a hook is added. The second call after that records again. Other inputs
-    are computed by the modules. Large batches are divided into parts of nearly the same size, which
-    are computed one after the other.
+    a module is replaced or a hook is added. The second call after that records again, but none
+    records while a module has hooks. Other inputs are computed by the modules. Large batches are
+    divided into parts of nearly the same size, which are computed one after the other.
 
     Example:
         >>> import torch
@@ -132,12 +132,13 @@ class _Watched:
         self.state = self._state()
 
     def has_changed(self) -> bool:
-        """Return whether a module was replaced or a parameter was replaced or written."""
+        """Return whether a module or parameter was replaced or written, or hooks came or went."""
         return self._state() != self.state
 
     def may_be_recorded(self) -> bool:
         """Return whether all that happens is in a recording and every change is noticed."""
-        return self.counted and not any(self.hooks)
+        *_, hooked = self.state
+        return self.counted and not hooked
 
     def _state(self) -> tuple[Any, ...]:
         objects = chain.from_iterable(map(dict.values, self.contents))
@@ -146,6 +147,7 @@ class _Watched:
             list(map(Tensor.data_ptr, self.tensors)),
             [tensor._version for tensor in self.tensors] if self.counted else [],
             [module.training for module in self.modules],
+            any(self.hooks),
         )
 
 

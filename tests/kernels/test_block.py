@@ -143,8 +143,22 @@ def put_a_layer_behind_the_attention(block):
     block.attn.branch.proj_drop = copy.deepcopy(block.conv1.branch.pointwise)
 
 
+def remove_a_positional_encoding(block):
+    """The kernel would read the memory behind the other one."""
+    del block.attn.branch.lepe[1]
+
+
 CHANGES = [second_pointwise, exchange_a_norm, leave_a_norm_out, put_a_layer_behind_the_attention]
-CHANGES += [hook, adapt, subclass, dropout, freeze, widen, replace_forward]
+CHANGES += [
+    remove_a_positional_encoding,
+    hook,
+    adapt,
+    subclass,
+    dropout,
+    freeze,
+    widen,
+    replace_forward,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])

@@ -189,10 +189,11 @@ def again() -> object:
     return build.compiled_library()
 
 
-def test_a_failed_compilation_is_not_tried_again(folder, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("said", ["bad", "unterminated comment"])
+def test_a_failed_compilation_is_not_tried_again(folder, tmp_path, monkeypatch, caplog, said):
     compiler = tmp_path / "compiler"
     compiler.write_text(
-        f"#!/bin/sh\necho x >> {tmp_path}/calls\necho 'a.h: error: bad' >&2\nexit 1\n"
+        f"#!/bin/sh\necho x >> {tmp_path}/calls\necho 'a.h: error: {said}' >&2\nexit 1\n"
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", f"{compiler} -DX='1 2'")
@@ -201,7 +202,7 @@ def test_a_failed_compilation_is_not_tried_again(folder, tmp_path, monkeypatch, 
     assert (tmp_path / "calls").read_text() == "x\n"
     assert len(warnings(caplog)) == 3
     for record in warnings(caplog):
-        assert "failed: a.h: error: bad" in record.message
+        assert f"failed: a.h: error: {said}" in record.message
         assert "\n" not in record.message
 
 
@@ -225,6 +226,22 @@ def test_a_compilation_that_the_machine_ended_is_tried_again(
     assert said in record.message
     assert list(folder.iterdir()) == []
     proper.unlink()
+    assert again() is not None
+
+
+@pytest.mark.parametrize("step", ["-c", "-shared"], ids=["compiling", "linking"])
+def test_a_compiler_that_is_killed_itself_is_tried_again(
+    folder, tmp_path, monkeypatch, caplog, step
+):
+    compiler = tmp_path / "compiler"
+    ends = f"case \" $* \" in *' {step} '*) kill -KILL $$ ;; esac\n"
+    compiler.write_text(f'#!/bin/sh\n{ends}exec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert again() is None
+    assert len(warnings(caplog)) == 1
+    assert list(folder.iterdir()) == []
+    compiler.write_text('#!/bin/sh\nexec g++ "$@"\n')
     assert again() is not None
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lipsformer.kernels import dispatch, gpu_cosine_windows, verdict
-from lipsformer.layers import ScaledCosineAttention
+from lipsformer.layers import Arrangement, ScaledCosineAttention
 from lipsformer.layers._trial import try_kernel
-from lipsformer.layers._window_kernels import Arrangement, gpu_arguments
+from lipsformer.layers._window_kernels import gpu_arguments
 from lipsformer.models import _fused
 from lipsformer.models.lipsformer import LipsFormerBlock
 from lipsformer.models.lipsformer_cswin import StripeAttention

@@ -197,11 +197,12 @@ def test_partitions_with_different_numbers_of_heads_are_computed_by_plain_operat
     assert calls == []
 
 
-def test_a_positional_encoding_of_too_few_channels_is_refused(calls):
-    """The kernel would read beyond its weights."""
+@pytest.mark.parametrize("channels", [4, 16])
+def test_a_positional_encoding_of_other_channels_is_refused(calls, channels):
+    """The kernel would read beyond its weights, or give channels the weights of others."""
     qkv, attentions = torch.randn(1, 2, 3, 3, 1, 8), [ScaledCosineAttention(2)]
-    with pytest.raises(RuntimeError, match="groups"):
-        attend_in_windows(qkv, [(2, 3)], attentions, lepes=[DepthwiseConv2d(4, 3)])
+    with pytest.raises(ValueError, match=rf"has {channels} channels.*create it by Depth.*\(8, "):
+        attend_in_windows(qkv, [(2, 3)], attentions, lepes=[DepthwiseConv2d(channels, 3)])
     assert calls == []
 
 

@@ -9,6 +9,7 @@ import timm
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
 
 import lipsformer
 from lipsformer.models import recorded
@@ -269,6 +270,36 @@ def test_a_recording_is_not_used_if_another_thread_wrote_while_it_was_made():
         module(x)  # records
         for _ in range(3):
             assert torch.equal(module(x), torch.full((7,), 10.0))
+
+
+class Hooked(nn.Module):
+    """A hook doubles the result of a module within it, as if another thread had added it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.handle: RemovableHandle | None = None
+        self.interrupt = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.interrupt:
+            self.interrupt = False
+            self.handle = self.inner.register_forward_hook(lambda module, args, out: 2.0 * out)
+        return self.inner(x) + 1.0
+
+
+def test_a_recording_is_not_used_if_a_hook_was_added_while_it_was_made():
+    module, x = Hooked().eval(), torch.ones(7)
+    module.forward = RecordedForward(module).forward
+    with torch.no_grad():
+        module(x)
+        module.interrupt = True
+        for _ in range(3):
+            assert torch.equal(module(x), torch.full((7,), 3.0))
+        assert module.handle is not None
+        module.handle.remove()
+        for _ in range(3):
+            assert torch.equal(module(x), torch.full((7,), 2.0))
 
 
 class Deep(nn.Module):
