@@ -178,7 +178,8 @@ def record(study: Study, row: str, seed: int, folder: Path, code: int) -> dict[s
         "wall_seconds": round(sum(log.stat().st_mtime - float(log.stem) for log in logs), 1),
         "starts": len(starts),
         "commit": starts[-1]["git_commit"],
-        "machine": machine(torch.device("cpu")) | {key: starts[-1][key] for key in MACHINE},
+        "machine": machine(torch.device("cpu"))
+        | {key: starts[-1][key] for key in MACHINE if key in starts[-1]},  # earlier runs lack some
         "evaluations": evaluations,
     }
 

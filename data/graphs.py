@@ -160,7 +160,7 @@ def random_split(y: Tensor, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     train, others = [], []
     for label in y.unique():
-        nodes = (y == label).nonzero().flatten()
+        nodes = (y.flatten() == label).nonzero().flatten()
         nodes = nodes[torch.randperm(len(nodes), generator=generator)]
         train.append(nodes[:20])
         others.append(nodes[20:])

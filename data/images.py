@@ -45,7 +45,7 @@ class Picture(Protocol):
 
     @property
     def channels(self) -> int:
-        """1 if the picture is gray, so that its RGB channels are equal; otherwise 3."""
+        """1 if the file stores one gray value for each pixel; otherwise 3."""
         ...
 
     def image(self) -> Image.Image:
@@ -126,6 +126,8 @@ class EncodedPicture:
     @property
     def channels(self) -> int:
         """1 if the file stores gray values, with or without transparency, and 3 for other files.
+
+        Gray pictures in a GIF or WebP file, or with a palette, are among the others.
 
         Raises:
             UnreadableImageError: If the table of this module refuses the header.

@@ -115,8 +115,8 @@ def _read(config: GraphDataConfig) -> Data:
         if not data[f"{split}_mask"].any():
             raise DataError(
                 f"the {split} split of {config.name} is empty with data.split={config.split} and "
-                f"data.split_seed={config.split_seed}; choose another split, because every split "
-                "needs at least one node"
+                f"data.split_seed={config.split_seed}; choose another split, or "
+                "data.split_seed=null for the public one, because every split needs a node"
             )
     return data
 

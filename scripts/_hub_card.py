@@ -121,7 +121,11 @@ def model_card(model: Any, weights: Weights, *, which: str, note: str | None) ->
 
 
 def training_config(weights: Weights) -> str:
-    """Return the config of the run of these weights, without what belongs to its machine."""
+    """Return the config of the run of these weights, without paths but those of its inputs.
+
+    The inputs are files without which the run cannot be repeated: `model.checkpoint`,
+    `data.skip_list` and a teacher.
+    """
     config = weights.run.config()
     data = replace(config.data, root=None)
     output_dir = f"outputs/{config.model.name}"

@@ -84,7 +84,7 @@ def measure(
     model.eval()
     x, domain = load_images(model, settings, images)
     height, width = x.shape[2:]
-    refusal = f"{name} does not take images of {height} x {width} pixels, set img_size in --data"
+    refusal = f"{name} does not take images of {height} x {width} pixels (img_size in --data)"
     try_images(model, x[:1], refusal)
     parts = dict(flatten_bound(lipschitz_bound(model, domain)))
     estimates = estimate_submodules(model, parts, x, num_iters=iters)

@@ -46,9 +46,9 @@ def attend_in_windows(
         [B, H, W, P * C].
 
     Raises:
-        ValueError: If not every partition has a window and an attention, if there are positional
-            encodings but not one for each, if one of them does not have C channels, or if there is
-            a bias and more than one partition.
+        ValueError: If qkv has another shape, a side of a window is below 1, not every partition has
+            a window and an attention, there are positional encodings but not one for each, one of
+            them does not have C channels, or there is a bias and more than one partition.
 
     Example:
         >>> import torch
@@ -57,6 +57,8 @@ def attend_in_windows(
         >>> attend_in_windows(qkv, [(2, 4)], [ScaledCosineAttention(num_heads=2)]).shape
         torch.Size([1, 5, 7, 8])
     """
+    if qkv.dim() != 6 or qkv.shape[3] != 3:
+        raise ValueError(f"qkv has the shape {tuple(qkv.shape)}: it must be [B, H, W, 3, P, C]")
     partitions, channels = qkv.shape[4:]
     if not len(windows) == len(attentions) == (len(lepes) or partitions) == partitions:
         raise ValueError(
@@ -64,6 +66,8 @@ def attend_in_windows(
             f"{len(attentions)} attentions and {len(lepes)} positional encodings: give one of each "
             "for every partition, or no positional encodings"
         )
+    if any(min(window) < 1 for window in windows):
+        raise ValueError(f"windows={list(windows)}: every side must be at least 1")
     if bias is not None and partitions > 1:
         raise ValueError(
             f"qkv has {partitions} partitions, but a bias needs a single one: call "

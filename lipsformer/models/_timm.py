@@ -189,7 +189,7 @@ def create(
         variant,
         pretrained,
         pretrained_filter_fn=filter_fn,
-        feature_cfg={"out_indices": (0, 1, 2, 3), "flatten_sequential": True},
+        feature_cfg={"out_indices": tuple(range(stages)), "flatten_sequential": True},
         **{**args, **kwargs},
     )
 

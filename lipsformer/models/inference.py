@@ -208,10 +208,10 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     memory of the weights. The last CenterNorm is not folded, because ``forward_features`` returns
     its result, and neither are scales behind a GELU.
 
-    On the CPU without gradients, the second call with images of the same shape records the calls of
+    On the CPU without gradients, the second batch of images of the same shape records the calls of
     all operators, and later calls repeat that list without the modules (``RecordedForward``), which
-    gives the same bits. It saves most where images are few or small. More than 8 images of 224 px,
-    or 16 in bf16, and as many pixels of other sizes, are computed in parts.
+    gives the same bits. It saves most where images are few or small. More than 4 images of 224 px
+    for each thread, or 8 in bf16, and as many pixels of other sizes, are computed in parts.
 
     The copy gives the same logits and features. Its parameters have other names and no gradients;
     keep the model itself for training, checkpoints and Lipschitz bounds. Weights, modules and hooks

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map
 from lipsformer import kernels
 
 MAX_RECORDINGS = 32  # inputs of further shapes are computed by the modules
-# One value for every pixel of the images that are computed at once: 8 images of 224 px in float32.
-# With more, the maps leave the caches, and the C library asks the system for their memory anew.
-MAX_BYTES = 8 * 224 * 224 * 4
+# Largest size in bytes of one channel of the images that a thread computes at once: 4 images of 224
+# px in float32. With more, the maps leave the caches, and the C library asks for their memory anew.
+MAX_BYTES_PER_THREAD = 4 * 224 * 224 * 4
 
 
 class RecordedForward:
@@ -23,8 +23,9 @@ class RecordedForward:
     A recording holds for one shape, layout and type of a single input on the CPU, without
     gradients and with autocast as it was. All recordings are dropped when a parameter is written,
     a module is replaced or a hook is added. The second call after that records again, but none
-    records while a module has hooks. Other inputs are computed by the modules. Large batches are
-    divided into parts of nearly the same size, which are computed one after the other.
+    records while a module has hooks. Other inputs are computed by the modules. Large batches of
+    models of timm and of this library are divided into parts of nearly the same size, which are
+    computed one after the other.
 
     Example:
         >>> import torch
@@ -72,7 +73,7 @@ class RecordedForward:
             state = self.state = _State(self.model)
         if not state.watched.may_be_recorded():
             return self._modules(x)
-        parts = _number_of_parts(x)
+        parts = _number_of_parts(x) if state.treats_images_alone and x.dim() == 4 else 1
         if parts == 1:
             return self._forward_at_once(state, x)
         results = [self._forward_at_once(state, part) for part in x.tensor_split(parts)]
@@ -108,10 +109,17 @@ class RecordedForward:
 
 
 class _State:
-    """The recordings of a model whose parameters, modules and hooks stay as they are."""
+    """The recordings of a model whose parameters, modules and hooks stay as they are.
+
+    Attributes:
+        treats_images_alone: Whether the results of the images do not depend on each other. Models
+            of timm and of this library are so in evaluation mode; others may compute anything.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.watched = _Watched(model)
+        known = type(model).__module__.partition(".")[0] in ("lipsformer", "timm")
+        self.treats_images_alone = known and not any(m.training for m in model.modules())
         self.recordings: dict[Any, Callable[[Tensor], Any] | None] = {}
         self.seen: set[Any] = set()
 
@@ -153,10 +161,9 @@ class _Watched:
 
 def _number_of_parts(x: Tensor) -> int:
     """Return into how many parts a batch of images [B, C, H, W] is divided."""
-    if x.dim() != 4:
-        return 1
     one = x.shape[2] * x.shape[3] * kernels.product_dtype(x).itemsize
-    return math.ceil(len(x) / max(MAX_BYTES // one, 1)) or 1
+    most = MAX_BYTES_PER_THREAD * torch.get_num_threads() // max(one, 1)
+    return math.ceil(len(x) / max(most, 1)) or 1
 
 
 def _obstacle() -> str | None:

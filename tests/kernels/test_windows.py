@@ -226,6 +226,22 @@ def test_what_does_not_fit_the_partitions_is_refused(windows, attentions, lepes,
         )
 
 
+@pytest.mark.parametrize(
+    ("shape", "window", "message"),
+    [
+        ((1, 2, 3, 2, 1, 8), (2, 3), r"the shape \(1, 2, 3, 2, 1, 8\): it must be"),
+        ((1, 2, 3, 4, 1, 8), (2, 3), r"it must be \[B, H, W, 3, P, C\]"),
+        ((1, 2, 3, 3, 8), (2, 3), "it must be"),
+        ((1, 2, 3, 3, 1, 8), (0, 3), r"windows=\[\(0, 3\)\]: every side must be at least 1"),
+        ((1, 2, 3, 3, 1, 8), (-2, -3), "at least 1"),
+    ],
+)
+def test_shapes_that_the_kernel_would_read_past_are_refused(calls, shape, window, message):
+    with pytest.raises(ValueError, match=message):
+        attend_in_windows(torch.randn(shape), [window], [ScaledCosineAttention(2)])
+    assert calls == []
+
+
 def test_bfloat16_rounds_inputs_and_results_only():
     attentions, lepes = parts([(3, 5), (7, 2)], 2, 17, lepe=True, learn_logit_scale=True)
     modules = nn.ModuleList([attentions, lepes])

@@ -80,7 +80,8 @@ def test_large_batches_are_computed_in_parts_of_nearly_equal_size(
     features_only, precision, monkeypatch
 ):
     itemsize = {"fp32": 4, "bf16": 2}[precision]
-    monkeypatch.setattr(recorded, "MAX_BYTES", 32 * 32 * itemsize * 5)  # five images
+    five = 32 * 32 * itemsize * 5
+    monkeypatch.setattr(recorded, "MAX_BYTES_PER_THREAD", -(-five // torch.get_num_threads()))
     model = randomize(timm.create_model("lipsformer_swin_nano", features_only=features_only))
     folded = lipsformer.optimize_for_inference(model)
     images = torch.randn(13, 3, 32, 32)  # parts of 5, 4 and 4 images
@@ -94,6 +95,27 @@ def test_large_batches_are_computed_in_parts_of_nearly_equal_size(
                 assert torch.equal(own, torch.cat(tuple(expected)))
                 assert own.shape == alone.shape and own.stride() == alone.stride()
     assert {kind[0][0] for kind in recordings(folded)} == {4, 5}
+
+
+class Whitened(nn.Module):
+    """Results that depend on all images of the batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.model(x)
+        return (logits - logits.mean(0)) / logits.std(0)
+
+
+def test_batches_of_an_unknown_model_are_not_divided(monkeypatch):
+    monkeypatch.setattr(recorded, "MAX_BYTES_PER_THREAD", 1)
+    model = Whitened(randomize(timm.create_model("lipsformer_swin_nano"))).eval()
+    folded = lipsformer.optimize_for_inference(model)
+    images = torch.randn(5, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(call_recorded(folded, images), modules_alone(folded, images))
 
 
 def test_the_layout_and_the_place_of_the_images_in_memory_change_nothing():

@@ -55,7 +55,7 @@ def test_images_that_the_model_does_not_take_are_refused_in_one_sentence(tmp_pat
     assert main([*arguments, "--json", str(written)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "does not take images of 33 x 33 pixels, set img_size in --data: image size" in error
+    assert "does not take images of 33 x 33 pixels (img_size in --data): image size" in error
     assert not written.exists()
 
 
