@@ -16,6 +16,7 @@ from benchmarks.league.table import TITLES, all_multiples, finished_rows, warmup
 Record = dict[str, Any]
 Cells = list[list[list[Record]]]  # rows, columns, seeds
 OURS = "lipsformer"
+GRAY = "Gray: a loss near that of guessing, in one seed or more."
 IN_SHORT = (
     *("lipsformer", "pre-norm", "plain", "plain + QK-norm"),
     *("LayerScale", "sigmaReparam", "nViT"),
@@ -53,7 +54,7 @@ def plot_rates(records: Sequence[Record], data: str, title: str, path: Path) -> 
             ]
     names = [body if optimizer == "adamw" else f"{body} · {optimizer}" for body, optimizer in order]
     columns = [f"{k:g}×" for k in all_multiples()]
-    about = f"{title}: accuracy on held-out images, %. Gray: one seed or more with a loss near that of guessing."
+    about = f"{title}: accuracy on held-out images, %. {GRAY}"
     return heatmap(panels, names, columns, "learning rate, times the usual one", about, path)
 
 
@@ -68,7 +69,7 @@ def plot_depths(records: Sequence[Record], path: Path) -> Path:
     bodies.sort(key=reached)
     grid = [[select(found, body=body, blocks=depth) for depth in DEPTHS] for body in bodies]
     columns = [str(depth) for depth in DEPTHS]
-    about = "CIFAR-10, no warmup: held-out accuracy, %. Gray: one seed or more with a loss near that of guessing."
+    about = f"CIFAR-10, no warmup: held-out accuracy, %. {GRAY}"
     return heatmap({"depth": grid}, bodies, columns, "number of blocks", about, path)
 
 
