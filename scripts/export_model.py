@@ -100,7 +100,7 @@ def require_packages(formats: list[str]) -> None:
 
 def is_folder(name: str) -> bool:
     """Return whether a model is named by its folder; names of timm come first."""
-    return not timm.is_model(name) and Path(name).is_dir()
+    return not timm.is_model(name) and os.path.isdir(name)
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def export_model(
         CheckpointError: If a run has no usable weights.
         ConfigError: If the model is not known, or the run did not evaluate the weights.
     """
-    if os.path.exists(out):  # unlike Path.exists also for names that are too long
+    if os.path.exists(out):  # Path.exists raises if the name is too long
         raise ExportError(f"{out} exists: choose another folder or remove it")
     require_packages(formats)
     weights = None

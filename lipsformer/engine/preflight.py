@@ -125,11 +125,7 @@ def try_images(model: nn.Module, images: Tensor, refusal: str) -> Any:
 def _require_targets(config: Config, model: nn.Module) -> None:
     """Refuse a cap of parameters that the model does not have."""
     for name, find, target in (
-        (
-            "residual_scale_cap",
-            residual_scale_of,
-            "WeightedResidual or LayerScale",
-        ),
+        ("residual_scale_cap", residual_scale_of, "WeightedResidual or LayerScale"),
         ("gain_cap", gain_of, "CenterNorm"),
     ):
         limit = getattr(config.lipschitz, name)
