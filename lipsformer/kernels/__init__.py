@@ -13,7 +13,7 @@ Example:
 
 from lipsformer.kernels.attention import normalize_rows, recomputed_attention
 from lipsformer.kernels.block import BlockTensors, block
-from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv
+from lipsformer.kernels.depthwise import DEPTHWISE_SIZES, depthwise_conv, depthwise_gelu
 from lipsformer.kernels.dispatch import (
     active_transform,
     gpu_switched_off,
@@ -67,6 +67,7 @@ __all__ = [
     "centered_affine",
     "cosine_windows",
     "depthwise_conv",
+    "depthwise_gelu",
     "elu",
     "fold_shift",
     "fork",

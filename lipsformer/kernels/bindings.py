@@ -66,6 +66,8 @@ def _signatures() -> dict[str, tuple[Any, ...]]:
         signatures[f"scale_weight_gradients_{name}"] = (value, *[F32] * 4, INT, INT)
         # x, weight, bias, y, batch, height, width, channels, kernel, flip
         signatures[f"depthwise_{name}"] = (value, F32, F32, value, *[INT] * 6)
+        # x, weight, bias, scale, y, batch, height, width, channels, kernel
+        signatures[f"depthwise_gelu_{name}"] = (value, F32, F32, F32, value, *[INT] * 5)
         # x, grad, grad_weight, grad_bias, batch, height, width, channels, kernel
         signatures[f"depthwise_parameters_{name}"] = (value, value, F32, F32, *[INT] * 5)
         # nu, eps, part, parts, batch, height, width, heads, dim, h, w

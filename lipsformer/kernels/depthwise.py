@@ -26,6 +26,23 @@ def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return convolve(x, weight.float(), bias.float())
 
 
+def depthwise_gelu(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return GELU(w * x + b), or x + scale * GELU(w * x + b), in one pass without gradients.
+
+    Args:
+        x: [B, H, W, C] in float32 or bfloat16; autocast casts it.
+        weight: [C, 1, K, K], K in ``DEPTHWISE_SIZES``.
+        bias: [C].
+        scale: [C], or None for the first form.
+    """
+    x = x.to(product_dtype(x)).contiguous()
+    weight, bias, *scales = (t.float().contiguous() for t in (weight, bias, scale) if t is not None)
+    y = torch.empty_like(x)
+    parameters = (weight, bias, *scales) if scales else (weight, bias, None)
+    run(f"depthwise_gelu_{name_of(x.dtype)}", x, *parameters, y, *x.shape, weight.shape[-1])
+    return y
+
+
 class _DepthwiseConv(torch.autograd.Function):
     """Depthwise convolution whose backward pass can itself be differentiated."""
 

@@ -70,6 +70,7 @@ NEEDS = {
     "attention": Needs(("onednn",)),
     "cosine_windows": Needs(("csrc",), _FLOAT32_BFLOAT16, mixed=True),
     "depthwise": Needs(("csrc", "onednn"), _FLOAT32_BFLOAT16, casts=True, mixed=True),
+    "depthwise_gelu": Needs(("csrc",), _FLOAT32_BFLOAT16, casts=True, mixed=True),
     "fold_shift": Needs((), (*_FLOAT32_BFLOAT16, torch.float64)),
     "gelu_residual": Needs((), _FLOAT32_BFLOAT16, mixed=True),
     "kept_samples": Needs((), _FLOAT32_BFLOAT16),

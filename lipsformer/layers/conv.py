@@ -63,14 +63,15 @@ class DepthwiseConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``x`` ([B, H, W, C]) without copying it to another layout."""
-        obstacle = lambda: self._obstacle(x)  # noqa: E731
+        obstacle = lambda: self.obstacle(x)  # noqa: E731
         if kernels.usable("depthwise", x, self.weight, training=self.training, unless=obstacle):
             return kernels.depthwise_conv(x, self.weight, self.bias)
         x = x.permute(0, 3, 1, 2)
         y = F.conv2d(x, self.weight, self.bias, padding=self.padding, groups=self.dim)
         return y.permute(0, 2, 3, 1)
 
-    def _obstacle(self, x: Tensor) -> str | None:
+    def obstacle(self, x: Tensor) -> str | None:
+        """Return why the CPU's kernel does not compute ``x``, or None."""
         size = self.weight.shape[-1]
         if size not in kernels.DEPTHWISE_SIZES:
             return f"it has no kernel of {size} x {size}"

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lipsformer import kernels
-from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention, WeightedResidual
+from lipsformer.layers import (
+    CenterNorm,
+    DepthwiseConv2d,
+    Linear,
+    ScaledCosineAttention,
+    WeightedResidual,
+)
 from lipsformer.layers._window_kernels import has_hooks
 from lipsformer.models.recorded import RecordedForward
 
@@ -188,6 +194,61 @@ class FoldedResidual(nn.Module):
         if self.gain is None:
             return x + self.branch(x)
         return kernels.center(x, self.gain, self.branch(x))
+
+
+class FoldedConv(nn.Module):
+    r"""Depthwise convolution and the GELU behind it, with the residual around both if asked.
+
+    .. math:: y = \mathrm{GELU}(w * x + b) \quad\text{or}\quad
+        y = x + \alpha \odot \mathrm{GELU}(w * x + b)
+
+    Without gradients on the CPU in float32 or bfloat16 this is one pass over the map.
+
+    Shape:
+        x: [B, H, W, C]; the output has the same shape.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import DepthwiseConv2d
+        >>> from lipsformer.models.inference import FoldedConv
+        >>> FoldedConv(DepthwiseConv2d(8, kernel_size=7))(torch.zeros(2, 5, 11, 8)).shape
+        torch.Size([2, 5, 11, 8])
+    """
+
+    def __init__(
+        self, depthwise: DepthwiseConv2d, residual_scale: nn.Parameter | None = None
+    ) -> None:
+        """Take over the convolution.
+
+        Args:
+            depthwise: The convolution.
+            residual_scale: [C], alpha of the residual around it, or None for no residual.
+        """
+        super().__init__()
+        require_plain(depthwise)
+        self.depthwise = depthwise
+        self.residual_scale = residual_scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to ``x`` ([B, H, W, C])."""
+        conv = self.depthwise
+        obstacle = lambda: self._obstacle(x)  # noqa: E731
+        if kernels.usable("depthwise_gelu", x, conv.weight, unless=obstacle):
+            return kernels.depthwise_gelu(x, conv.weight, conv.bias, self.residual_scale)
+        y = F.gelu(conv(x))
+        if self.residual_scale is None:
+            return y
+        return torch.addcmul(x, y, self.residual_scale).to(x.dtype)
+
+    def _obstacle(self, x: Tensor) -> str | None:
+        if has_hooks(self.depthwise):
+            return "the convolution has hooks"
+        if self.residual_scale is not None and kernels.product_dtype(x) != x.dtype:
+            return "the sum keeps the type of the input, which autocast changes"
+        return self.depthwise.obstacle(x)
+
+
+register_notrace_module(FoldedConv)
 
 
 class NothingToFoldError(TypeError):

@@ -26,6 +26,7 @@ from lipsformer.models._fused import in_one_call
 from lipsformer.models._timm import TimmInterface
 from lipsformer.models.embed import ConvStem, PatchEmbed
 from lipsformer.models.inference import (
+    FoldedConv,
     FoldedResidual,
     FrozenLinear,
     register_fold,
@@ -421,11 +422,12 @@ def fit_window(size: int, max_window: int) -> int:
 
 @register_fold(LipsFormerBlock)
 def _fold_block(block: Any) -> None:
-    """Fold what is affine in a block.
+    """Fold what is affine in a block, and the GELUs into the depthwise convolutions before them.
 
     Both convolution branches end in GELU, so their residual scales stay. One pass computes GELU,
     scale and sum.
     """
+    block.conv1, block.conv2 = _fold_conv(block.conv1), _fold_conv(block.conv2)
     mlp = block.mlp.branch
     if type(mlp) is not Mlp:
         kind = f"{type(mlp).__module__}.{type(mlp).__name__}"
@@ -435,3 +437,32 @@ def _fold_block(block: Any) -> None:
     block.mlp = FoldedResidual(block.mlp, mlp.fc2, block.norm2)
     block.mlp.branch = nn.Sequential(FrozenLinear(mlp.fc1, act_after=True), FrozenLinear(mlp.fc2))
     block.norm1, block.norm2 = nn.Identity(), nn.Identity()
+
+
+def _fold_conv(residual: Any) -> nn.Module:
+    """Return the residual of a convolution branch with the first GELU in the convolution.
+
+    A branch that a user put in its place stays as it is.
+    """
+    branch = getattr(residual, "branch", None)
+    if type(branch) is not ConvBranch or type(branch.depthwise) is not DepthwiseConv2d:
+        return residual
+    require_plain(residual, branch)
+    if branch.pointwise is None:
+        return FoldedConv(branch.depthwise, residual.residual_scale)
+    residual.branch = _FoldedConvBranch(branch.depthwise, branch.pointwise)
+    return residual
+
+
+class _FoldedConvBranch(nn.Module):
+    """The convolution branch with a 1x1 convolution, its first GELU in the depthwise one."""
+
+    ends_in = "gelu"
+
+    def __init__(self, depthwise: DepthwiseConv2d, pointwise: nn.Module) -> None:
+        super().__init__()
+        self.depthwise, self.pointwise = FoldedConv(depthwise), pointwise
+
+    def forward(self, x: Tensor, last_gelu: bool = True) -> Tensor:
+        x = self.pointwise(self.depthwise(x))
+        return F.gelu(x) if last_gelu else x

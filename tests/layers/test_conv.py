@@ -28,14 +28,14 @@ def test_depthwise_conv_equals_the_loop(kernel_size, training):
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
 
 
+SHAPES = [  # one, two and more runs of columns, either side the longer, channels within and over 16
+    *[(1, 1, 1, 5), (3, 2, 13, 37), (3, 13, 1, 5), (11, 5, 2, 37), (1, 11, 19, 16)],
+    *[(1, 23, 11, 48), (2, 3, 43, 17), (3, 37, 2, 5)],
+]
+
+
 @pytest.mark.parametrize("kernel_size", [3, 7])
-@pytest.mark.parametrize(
-    "shape",
-    [  # one, two and more runs of columns, either side the longer, channels within and over 16
-        *[(1, 1, 1, 5), (3, 2, 13, 37), (3, 13, 1, 5), (11, 5, 2, 37), (1, 11, 19, 16)],
-        *[(1, 23, 11, 48), (2, 3, 43, 17), (3, 37, 2, 5)],
-    ],
-)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.usefixtures("path")
 def test_values_and_gradients_equal_float64(kernel_size, shape):
     layer, reference = layer_and_reference(shape[-1], kernel_size)
@@ -57,6 +57,22 @@ def test_values_and_gradients_equal_float64(kernel_size, shape):
         (layer.bias.grad, reference.bias.grad),
     ]:
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel_size", [3, 7])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("compiled_kernels")
+def test_gelu_and_residual_in_the_pass_of_the_convolution_equal_float64(shape, kernel_size, dtype):
+    layer, reference = layer_and_reference(shape[-1], kernel_size)
+    x, scale = torch.randn(shape[::-1]).permute(3, 2, 1, 0).to(dtype), torch.randn(shape[-1])
+    activated = F.gelu(reference(x.double()))
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    for own, expected in [(None, activated), (scale, x.double() + scale * activated)]:
+        y = depthwise.depthwise_gelu(x, layer.weight, layer.bias, own)
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance / 10)
 
 
 @pytest.mark.usefixtures("path")

@@ -5,13 +5,14 @@ import copy
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils.parametrizations import orthogonal
 
 import lipsformer
-from lipsformer.layers import CenterNorm, Linear
-from lipsformer.models.inference import FrozenLinear
+from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
+from lipsformer.models.inference import FoldedConv, FrozenLinear
 
 SWIN = {"embed_dim": 24, "depths": (1, 2), "num_heads": (3, 6), "window_size": 7}
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -258,6 +259,20 @@ def test_tied_weights_hooks_of_blocks_and_other_gelus_stay_exact():
     with torch.no_grad():
         expected, actual = model(images), lipsformer.optimize_for_inference(model)(images)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("compiled_kernels")
+def test_a_folded_convolution_keeps_the_type_of_the_sum_and_calls_hooks():
+    conv, alpha, x = DepthwiseConv2d(5, 7), nn.Parameter(torch.randn(5)), torch.randn(2, 11, 13, 5)
+    folded = FoldedConv(conv, alpha)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = folded(x)
+    assert mixed.dtype == torch.float32
+    torch.testing.assert_close(mixed, x + alpha * F.gelu(conv(x)), rtol=1e-2, atol=1e-2)
+    conv.register_forward_hook(lambda *args: 2.0 * args[2])
+    torch.testing.assert_close(folded(x), x + alpha * F.gelu(conv(x)))
+    assert not torch.allclose(folded(x), mixed, rtol=1e-2, atol=1e-2)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 // Depthwise convolution of channels-last maps [B, H, W, C] with kernels [C, K, K], zero padded to
-// the size of the map: value, gradient of the input (flipped kernels, no bias), gradients of
-// kernels and bias.
+// the size of the map: value, also with GELU and the residual around it, gradient of the input
+// (flipped kernels, no bias), gradients of kernels and bias.
 //
 // A task takes LANES channels of an image. Rows run along the longer side of the map (kernels are
 // transposed for that) and are copied one after the other into a ring of K rows, which stays in the
@@ -100,9 +100,15 @@ template <int K> struct Ring {
     int64_t next = 0;
 };
 
+// What follows the convolution z: nothing, GELU(z), or x + scale * GELU(z) where a scale is given.
+struct Ending {
+    bool gelu = false;
+    const float *scale = nullptr;  // [C] or null
+};
+
 template <int K, class Value>
 void convolve(const Value *x, const float *weight, const float *bias, Value *y, const Maps &maps,
-              bool flip, int64_t threads) {
+              bool flip, Ending ending, int64_t threads) {
     constexpr int P = K / 2;
     const Buffer buffer(maps.blocks * K * K);
     float *taps = buffer.data;
@@ -122,6 +128,8 @@ void convolve(const Value *x, const float *weight, const float *bias, Value *y, 
             const int64_t following = maps.start(next / maps.blocks, next % maps.blocks);
             const float *kernel = taps + block * K * K * LANES;
             const vec initial = bias ? load_first(bias + block * LANES, lanes) : vec{};
+            const vec scale =
+                ending.scale ? load_first(ending.scale + block * LANES, lanes) : vec{};
             ring.next = 0;
             for (int64_t row = 0; row < maps.rows; ++row) {
                 ring.fill(x + start, row + P, lanes);
@@ -152,6 +160,19 @@ void convolve(const Value *x, const float *weight, const float *bias, Value *y, 
                         }
                     }
                     const int64_t count = right ? maps.columns - begin : T;
+                    alignas(64) float activated[T * LANES];
+                    if (ending.gelu) {
+#pragma GCC unroll 16
+                        for (int t = 0; t < T; ++t) store(activated + t * LANES, sums[t]);
+                        const float *own = ring.row(row) + begin * LANES;
+                        for (int t = 0; t < T; ++t) {
+                            vec value = gelu(load(activated + t * LANES));
+                            if (ending.scale) value = load(own + t * LANES) + scale * value;
+                            store(activated + t * LANES, value);
+                        }
+#pragma GCC unroll 16
+                        for (int t = 0; t < T; ++t) sums[t] = load(activated + t * LANES);
+                    }
 #pragma GCC unroll 16
                     for (int t = 0; t < T; ++t, to += maps.column_stride)
                         if (t < count)
@@ -254,7 +275,15 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
                                      int64_t threads) {                                            \
         const Maps maps(batch, height, width, channels);                                           \
         (kernel == 3 ? convolve<3, Value> : convolve<7, Value>)(x, weight, bias, y, maps, flip,    \
-                                                                threads);                          \
+                                                                Ending(), threads);                \
+    }                                                                                              \
+    extern "C" void depthwise_gelu_##name(                                                         \
+        const Value *x, const float *weight, const float *bias, const float *scale, Value *y,      \
+        int64_t batch, int64_t height, int64_t width, int64_t channels, int64_t kernel,            \
+        int64_t threads) {                                                                         \
+        const Maps maps(batch, height, width, channels);                                           \
+        (kernel == 3 ? convolve<3, Value> : convolve<7, Value>)(x, weight, bias, y, maps, false,   \
+                                                                Ending{true, scale}, threads);     \
     }                                                                                              \
     extern "C" void depthwise_parameters_##name(                                                   \
         const Value *x, const Value *grad, float *grad_weight, float *grad_bias, int64_t batch,    \

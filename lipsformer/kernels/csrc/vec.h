@@ -89,37 +89,48 @@ static inline void transpose_4x4(const float *x, int64_t x_row, float *y, int64_
     }
 }
 
-// e^x = scale * (1 + the result), where scale is a power of 2. Below -87.7 scale is 0 rather than a
-// number near the smallest one: products with such a number are denormal, and processors compute
-// with those far more slowly. Above 88, x counts as 88. NaN stays NaN.
-static inline vec exp_parts(vec x, vec &scale) {
-    x = x < -88.0f ? splat(-88.0f) : x;  // where the exponent becomes that of 0
-    x = x > 88.0f ? splat(88.0f) : x;
+// e^x = 2^n (1 + the result) for -88 <= x <= 0, where n is an integer.
+static inline vec exp_parts(vec x, vec &n) {
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    vec n = (x * 1.44269504f + shift) - shift;
-    vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    n = (x * 1.44269504f + shift) - shift;
+    const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     vec p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    const ivec bits = (__builtin_convertvector(n, ivec) + 127) << 23;
-    scale = reinterpret_cast<const vec &>(bits);
     return p * (r * r) + r;
 }
 
-// e^x, relative error 2e-7; above 88 it is e^88.
+static inline vec at_least(vec x, float least) { return x < least ? splat(least) : x; }  // NaN stays
+
+// 2^n, and 0 for n = -127: products with a number so small are denormal, and processors compute with
+// those far more slowly.
+static inline vec power_of_2(vec n) {
+    const ivec bits = (__builtin_convertvector(n, ivec) + 127) << 23;
+    return reinterpret_cast<const vec &>(bits);
+}
+
+// e^x for x <= 0, relative error 2e-7; 0 below -87.3, where it would be denormal. NaN stays NaN.
 static inline vec exp(vec x) {
-    vec scale;
-    const vec p = exp_parts(x, scale);
-    return (p + 1.0f) * scale;
+    vec n;
+#ifdef __AVX512F__
+    const vec p = exp_parts(x, n);
+    const __m512 least = _mm512_set1_ps(-87.3f);
+    const __mmask16 kept = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), least, _CMP_NLT_UQ);
+    return reinterpret_cast<vec>(_mm512_maskz_scalef_ps(
+        kept, reinterpret_cast<__m512>(p + 1.0f), reinterpret_cast<__m512>(n)));
+#else
+    const vec p = exp_parts(at_least(x, -88.0f), n);
+    return (p + 1.0f) * power_of_2(n);
+#endif
 }
 
 // e^x - 1 for x <= 0, relative error 2e-7 also near 0.
 static inline vec expm1(vec x) {
-    vec scale;
-    const vec p = exp_parts(x, scale);
+    vec n;
+    const vec p = exp_parts(at_least(x, -88.0f), n), scale = power_of_2(n);
     return p * scale + (scale - 1.0f);
 }
 
@@ -136,6 +147,12 @@ static inline void normal(vec x, vec &value, vec &density) {
     vec tail = 0.5f * (p * t) * gauss;
     value = x < 0.0f ? tail : 1.0f - tail;
     density = gauss * 0.39894228f;
+}
+
+static inline vec gelu(vec z) {
+    vec value, density;
+    normal(z, value, density);
+    return z * value;
 }
 
 // bfloat16: the upper half of a float, rounded to nearest even.
