@@ -23,13 +23,16 @@ from pathlib import Path
 import torch
 
 _SOURCES = Path(__file__).parent / "csrc"
+_CPUINFO = Path("/proc/cpuinfo")
 _PREBUILT = Path(__file__).parent / "prebuilt"
 # The features of x86-64-v3 and of x86-64-v4, names that GCC 9 and 10 do not know.
 _AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"]
+_WIDE = [*_AVX2, *_AVX512, "-mprefer-vector-width=512"]
 _TARGETS = {
     "x86_64": {
-        "AVX512": [*_AVX2, *_AVX512, "-mprefer-vector-width=512"],
+        "AVX512_BF16": [*_WIDE, "-mavx512bf16"],
+        "AVX512": _WIDE,
         "AVX2": _AVX2,
     },
     "aarch64": {"NEON": ["-march=armv8-a"]},
@@ -67,11 +70,11 @@ def compiled_library() -> ctypes.CDLL | None:
     Returns None where the system is not Linux, the processor is neither an x86-64 with AVX2 nor an
     aarch64, or there is neither a library nor a compiler.
     """
+    if sys.platform != "linux":
+        return None
     machine = platform.machine()
-    # every aarch64 has NEON, whatever PyTorch calls it
-    extension = "NEON" if machine == "aarch64" else torch.backends.cpu.get_cpu_capability()
-    target = _TARGETS.get(machine, {}).get(extension)
-    if sys.platform != "linux" or target is None:
+    target = _TARGETS.get(machine, {}).get(_extension(machine))
+    if target is None:
         return None
     prebuilt = _PREBUILT / _file_name([*_FLAGS, *target])
     try:
@@ -97,6 +100,16 @@ def compiled_library() -> ctypes.CDLL | None:
         reason = str(error).partition("\n")[0]
         _logger.warning("no CPU kernels, PyTorch's operators take their place: %s", reason)
         return None
+
+
+def _extension(machine: str) -> str:
+    """Return the extension of this processor's instructions, of which the kernels use the most."""
+    if machine == "aarch64":
+        return "NEON"  # which every aarch64 has, whatever PyTorch calls it
+    extension = torch.backends.cpu.get_cpu_capability()
+    if extension == "AVX512" and "avx512_bf16" in _CPUINFO.read_text().split():
+        return "AVX512_BF16"
+    return extension
 
 
 def _file_name(command: list[str]) -> str:

@@ -26,7 +26,9 @@ def cosine_windows(
     """Attend in windows without copies of queries, keys, values or scores.
 
     A partition is a group of heads that share the shape of their windows. bfloat16 is read and
-    written; the computation in between is in float32.
+    written, and the computation in between is in float32, but for one thing: a processor with
+    AVX512-BF16 multiplies bfloat16 in the forward pass, for which the weights of the values are
+    rounded to it.
 
     Args:
         qkv: [B, H, W, 3, P, C], queries, keys and values of the P partitions of the heads, in

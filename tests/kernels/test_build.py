@@ -246,18 +246,19 @@ def test_a_compiler_that_is_killed_itself_is_tried_again(
 
 
 @pytest.mark.parametrize(
-    ("machine", "capability", "option"),
+    ("machine", "capability", "features", "option"),
     [
-        ("x86_64", "AVX512", "-mavx512bw"),
-        ("x86_64", "AVX2", "-mavx2"),
-        ("x86_64", "DEFAULT", None),
-        ("aarch64", "DEFAULT", "-march=armv8-a"),
-        ("aarch64", "SVE256", "-march=armv8-a"),
-        ("riscv64", "DEFAULT", None),
+        ("x86_64", "AVX512", "avx512f avx512_bf16", "-mavx512bf16"),
+        ("x86_64", "AVX512", "avx512f avx512_bf16_later", "-mavx512bw"),
+        ("x86_64", "AVX2", "avx512f avx512_bf16", "-mavx2"),  # as ATEN_CPU_CAPABILITY may say
+        ("x86_64", "DEFAULT", "", None),
+        ("aarch64", "DEFAULT", "", "-march=armv8-a"),
+        ("aarch64", "SVE256", "", "-march=armv8-a"),
+        ("riscv64", "DEFAULT", "", None),
     ],
 )
 def test_the_processor_chooses_the_compilers_target(
-    folder, tmp_path, monkeypatch, machine, capability, option
+    folder, tmp_path, monkeypatch, machine, capability, features, option
 ):
     compiler = tmp_path / "compiler"
     compiler.write_text(f"#!/bin/sh\necho $* > {tmp_path}/arguments\nexit 1\n")
@@ -265,6 +266,9 @@ def test_the_processor_chooses_the_compilers_target(
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(build.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: Zuse Z3\nflags\t\t: fpu {features} sse2\n")
+    monkeypatch.setattr(build, "_CPUINFO", cpuinfo)
     assert again() is None
     arguments = tmp_path / "arguments"
     assert arguments.exists() == (option is not None)
@@ -272,6 +276,7 @@ def test_the_processor_chooses_the_compilers_target(
         given = arguments.read_text()
         assert option in given.split()
         assert ("avx512" in given) == (capability == "AVX512")
+        assert ("bf16" in given) == (option == "-mavx512bf16")
 
 
 def test_a_compiler_may_have_arguments_and_one_that_is_missing_is_named(
@@ -355,7 +360,7 @@ def test_a_library_of_the_wheel_needs_no_compiler(
     build.main(prebuilt)
     (prebuilt / "csrc-of-before.so").touch()
     build.main(prebuilt)
-    assert len(list(prebuilt.iterdir())) == 2  # AVX2 and AVX-512
+    assert len(list(prebuilt.iterdir())) == 3  # AVX2, AVX-512, and that with bfloat16
     monkeypatch.setattr(build, "_PREBUILT", prebuilt)
     monkeypatch.setenv("PATH", "")
     if others_may_write:

@@ -27,6 +27,8 @@ CASES = [
     ((19, 23), [(19, 17)], 3, 5, True),  # so wide that heads are taken one after the other
 ]
 
+WIDE_ROWS = ((5, 7), [(5, 7)], 2, 41, False)  # more than 32 channels per head
+
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -242,7 +244,34 @@ def test_shapes_that_the_kernel_would_read_past_are_refused(calls, shape, window
     assert calls == []
 
 
-def test_bfloat16_rounds_inputs_and_results_only():
+@torch.no_grad()
+@pytest.mark.parametrize(("size", "windows", "heads", "dim", "lepe"), [*CASES, WIDE_ROWS])
+@pytest.mark.parametrize("value_scale", [None, 2.5])
+def test_bfloat16_rounds_the_weights_and_the_output_at_most(
+    calls, size, windows, heads, dim, lepe, value_scale
+):
+    attentions, lepes = parts(
+        windows, heads, dim, lepe, value_scale=value_scale, learn_logit_scale=True
+    )
+    qkv = torch.randn(3, *size, 3, len(windows), heads * dim).bfloat16()
+    qkv[0, 0, 0] = 0.0
+    tokens = math.prod(windows[0])
+    bias = torch.randn(1, heads, tokens, tokens) if len(windows) == 1 else None
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend_in_windows(qkv, windows, list(attentions), bias, list(lepes))
+    assert len(calls) == 1
+    for module in (attentions, lepes):
+        module.double()
+    exact = qkv.double()
+    bias = None if bias is None else bias.double()
+    expected = reference(exact, windows, attentions, bias, lepes)
+    exact[:, :, :, 2].abs_()
+    sizes = reference(exact, windows, attentions, bias, [])  # sum of the weights times |values|
+    error = (out.double() - expected).abs()
+    assert (error <= 1.01 * 2**-8 * (sizes + expected.abs()) + 1e-5).all()
+
+
+def test_the_gradients_of_bfloat16_round_inputs_and_results_only():
     attentions, lepes = parts([(3, 5), (7, 2)], 2, 17, lepe=True, learn_logit_scale=True)
     modules = nn.ModuleList([attentions, lepes])
     qkv = torch.randn(3, 7, 11, 3, 2, 34).bfloat16()
@@ -255,7 +284,7 @@ def test_bfloat16_rounds_inputs_and_results_only():
             out = attend_in_windows(x, [(3, 5), (7, 2)], list(attentions), None, list(lepes))
         assert out.dtype == dtype
         out.backward(upstream.to(dtype))
-        results.append([out.detach(), x.grad, *(p.grad.clone() for p in modules.parameters())])
+        results.append([x.grad, *(p.grad.clone() for p in modules.parameters())])
     for exact, rounded in zip(*results, strict=True):
         torch.testing.assert_close(rounded, exact.to(rounded.dtype), rtol=1e-6, atol=1e-6)
 

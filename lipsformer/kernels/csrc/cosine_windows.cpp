@@ -4,147 +4,9 @@
 // A sum over a row is a chain of additions, and what needs it must wait. So a loop takes the sums of
 // all rows before the next loop uses them: then the processor works on several rows at once.
 
-#include <cmath>
-#include <initializer_list>
-#include <memory>
-
-#include "parallel.h"
-#include "vec.h"
+#include "windows.h"
 
 namespace {
-
-constexpr int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-
-// products[i] = the sum over a row of a * b.
-void row_products(const float *a, const float *b, int64_t rows, int64_t columns, float *products) {
-    for (int64_t i = 0; i < rows; ++i) {
-        vec total = {};
-        for (int64_t j = 0; j < columns; j += LANES)
-            total += load(a + i * columns + j) * load(b + i * columns + j);
-        products[i] = sum(total);
-    }
-}
-
-struct Map {
-    int64_t part, parts;                       // a partition of the heads, and how many there are
-    int64_t batch, height, width, heads, dim;  // heads of a partition, channels per head
-    int64_t h, w;                              // window, in tokens
-    int64_t out_stride = parts * heads * dim;  // floats from one token to the next
-    int64_t in_stride = 3 * out_stride;        // queries, keys and values lie side by side
-    int64_t rows = (height + h - 1) / h, cols = (width + w - 1) / w;
-    int64_t windows = batch * rows * cols;
-    int64_t n = h * w, padded_n = round_up(n), padded_dim = round_up(dim);
-    // A head's biases, scores and their gradients then have more than 256 KB each. The windows are
-    // taken head by head, so that a thread adds up the gradients of the biases of few heads.
-    bool wide = n > 256;
-
-    // The partition's first channel in a map.
-    template <typename T>
-    T *own(T *map) const {
-        return map + part * heads * dim;
-    }
-
-    int64_t head(int64_t task) const { return wide ? task / windows : task % heads; }
-
-    int64_t window(int64_t task) const { return wide ? task % windows : task / heads; }
-
-    // Token number of every place of a window in the map, -1 beyond its edge.
-    void places(int64_t window, int64_t *place) const {
-        const int64_t top = window / cols % rows * h, left = window % cols * w;
-        const int64_t image = window / (rows * cols);
-        for (int64_t y = 0; y < h; ++y)
-            for (int64_t x = 0; x < w; ++x) {
-                const bool inside = top + y < height && left + x < width;
-                place[y * w + x] =
-                    inside ? (image * height + top + y) * width + left + x : -1;
-            }
-    }
-
-    // Copy one head's channels of the window's tokens to rows of padded_dim.
-    template <typename T>
-    void gather(const T *from, int64_t stride, const int64_t *place, float *to) const {
-        for (int64_t t = 0; t < n; ++t)
-            for (int64_t c = 0; c < dim; c += LANES) {
-                const int64_t left = dim - c;
-                vec x = {};
-                if (place[t] >= 0) {
-                    const T *p = from + place[t] * stride + c;
-                    x = left >= LANES ? load(p) : load_first(p, left);
-                }
-                store(to + t * padded_dim + c, x);
-            }
-    }
-
-    // Start to load what a task will gather.
-    template <typename T>
-    void prefetch(int64_t task, std::initializer_list<const T *> parts, int64_t *place) const {
-        if (task >= windows * heads) return;
-        places(window(task), place);
-        for (const T *part : parts)
-            for (int64_t t = 0; t < n; ++t)
-                for (int64_t c = 0; c < dim && place[t] >= 0; c += LANES)
-                    __builtin_prefetch(part + place[t] * in_stride + head(task) * dim + c);
-    }
-
-    // Gather one task's queries, keys and values while the next one's are asked for.
-    template <typename T>
-    void gather_task(int64_t task, const T *q, const T *k, const T *v, int64_t *place,
-                     int64_t *place_next, float *queries, float *keys, float *values) const {
-        const int64_t channel = head(task) * dim;
-        places(window(task), place);
-        gather(q + channel, in_stride, place, queries);
-        gather(k + channel, in_stride, place, keys);
-        gather(v + channel, in_stride, place, values);
-        prefetch(task + 1, {q, k, v}, place_next);
-    }
-
-    template <typename T>
-    void scatter(const float *from, const int64_t *place, int64_t stride, T *to) const {
-        for (int64_t t = 0; t < n; ++t)
-            for (int64_t c = 0; c < dim && place[t] >= 0; c += LANES) {
-                const vec x = load(from + t * padded_dim + c);
-                T *p = to + place[t] * stride + c;
-                if (dim - c >= LANES)
-                    store(p, x);
-                else
-                    store_first(p, x, dim - c);
-            }
-    }
-
-    // x <- length * x / sqrt(|x|^2 + eps) for every row; keeps 1 / sqrt(|x|^2 + eps).
-    void normalize(float *x, float length, float eps, float *inverse) const {
-        row_products(x, x, n, padded_dim, inverse);
-        for (int64_t t = 0; t < n; ++t) inverse[t] = 1.0f / __builtin_sqrtf(inverse[t] + eps);
-        for (int64_t t = 0; t < n; ++t) {
-            float *row = x + t * padded_dim;
-            const float factor = inverse[t] * length;
-            for (int64_t c = 0; c < padded_dim; c += LANES) store(row + c, load(row + c) * factor);
-        }
-    }
-
-    // Gradient of normalize, in place; y is its result, sums are n floats to work with.
-    void normalize_backward(float *grad, const float *y, float length, const float *inverse,
-                            float *sums) const {
-        row_products(grad, y, n, padded_dim, sums);
-        for (int64_t t = 0; t < n; ++t) {
-            float *g = grad + t * padded_dim;
-            const float *row = y + t * padded_dim;
-            const float along = sums[t] / (length * length);
-            const float factor = inverse[t] * length;
-            for (int64_t c = 0; c < padded_dim; c += LANES)
-                store(g + c, (load(g + c) - load(row + c) * along) * factor);
-        }
-    }
-
-    void transpose(const float *x, float *y) const {
-        int64_t t = 0;
-        for (; t + 4 <= n; t += 4)
-            for (int64_t c = 0; c < padded_dim; c += 4)
-                transpose_4x4(x + t * padded_dim + c, padded_dim, y + c * padded_n + t, padded_n);
-        for (; t < n; ++t)
-            for (int64_t c = 0; c < padded_dim; ++c) y[c * padded_n + t] = x[t * padded_dim + c];
-    }
-};
 
 // c[m][j] += sum_k a[m * a_row + k * a_col] * b[k][j] for M rows and V * LANES columns.
 template <int M, int V>
@@ -187,55 +49,6 @@ void product(int64_t rows, const float *a, int64_t a_row, int64_t a_col, const f
         product_rows<1>(a + m * a_row, a_row, a_col, b, b_row, depth, c + m * c_row, c_row, columns);
 }
 
-void clear(float *x, int64_t n) { memset(x, 0, n * sizeof(float)); }
-
-// x <- exp(x - the largest of its row); sums[i] = the sum of the row.
-void exponentials(float *x, int64_t n, int64_t padded_n, float *sums) {
-    for (int64_t i = 0; i < n; ++i) {
-        const float *row = x + i * padded_n;
-        vec most = load(row);
-        for (int64_t j = LANES; j < padded_n; j += LANES) {
-            const vec next = load(row + j);
-            most = next > most ? next : most;
-        }
-        sums[i] = max(most);
-    }
-    for (int64_t i = 0; i < n; ++i) {
-        float *row = x + i * padded_n;
-        const float top = sums[i];
-        vec total = {};
-        for (int64_t j = 0; j < padded_n; j += LANES) {
-            const vec e = exp(load(row + j) - top);
-            total += e;
-            store(row + j, e);
-        }
-        sums[i] = sum(total);
-    }
-}
-
-// One head's biases [n][n], or zeros, in rows of padded_n that end in -infinity.
-void pad_rows(const Map &map, const float *bias, float *padded) {
-    for (int64_t i = 0; i < map.n; ++i) {
-        float *row = padded + i * map.padded_n;
-        if (bias)
-            memcpy(row, bias + i * map.n, map.n * sizeof(float));
-        else
-            clear(row, map.n);
-        for (int64_t j = map.n; j < map.padded_n; ++j) row[j] = -INFINITY;
-    }
-}
-
-// The biases of all heads like that; null for wide windows, whose biases are padded when needed.
-std::unique_ptr<float[]> pad_bias(const Map &map, const float *bias) {
-    if (map.wide) return nullptr;
-    const int64_t heads = bias ? map.heads : 1;
-    std::unique_ptr<float[]> padded(new float[heads * map.n * map.padded_n]);
-    for (int64_t head = 0; head < heads; ++head)
-        pad_rows(map, bias ? bias + head * map.n * map.n : nullptr,
-                 padded.get() + head * map.n * map.padded_n);
-    return padded;
-}
-
 // attn / sums = softmax(queries keys^T + bias), in rows of padded_n; padded is what pad_bias returned.
 void weigh(const Map &map, int64_t head, const float *queries, const float *keys_t,
            const float *bias, const float *padded, float *attn, float *sums) {
@@ -245,42 +58,8 @@ void weigh(const Map &map, int64_t head, const float *queries, const float *keys
     else
         pad_rows(map, bias ? bias + head * n * n : nullptr, attn);
     product(n, queries, pd, 1, keys_t, pn, map.dim, attn, pn, pn);
-    exponentials(attn, n, pn, sums);
-}
-
-// LePE, a depthwise 3x3 convolution inside the window: f(to, from) for the places that a tap joins.
-template <typename F>
-inline void joined(const Map &map, int64_t tap, F f) {
-    const int64_t dy = tap / 3 - 1, dx = tap % 3 - 1;
-    for (int64_t y = std::max<int64_t>(0, -dy); y < map.h - std::max<int64_t>(0, dy); ++y)
-        for (int64_t x = std::max<int64_t>(0, -dx); x < map.w - std::max<int64_t>(0, dx); ++x)
-            f(y * map.w + x, (y + dy) * map.w + x + dx);
-}
-
-// A thread's own memory, from zeros, in parts of whole vectors. A vector never lies in two lines of the
-// cache: one that is loaded soon after it was stored would be waited for.
-struct Scratch {
-    std::unique_ptr<float[]> memory;
-    float *free;
-
-    explicit Scratch(int64_t floats)
-        : memory(new float[floats + LANES]()),
-          free(memory.get() + -(reinterpret_cast<uintptr_t>(memory.get()) / 4) % LANES) {}
-
-    float *take(int64_t floats) {
-        float *p = free;
-        free += round_up(floats);
-        return p;
-    }
-};
-
-// LePE's parameters by head and then by tap, in rows of padded_dim; the tenth row is its bias.
-void arrange(const Map &map, const float *lepe, const float *shift, float *kernels) {
-    for (int64_t c = 0; c < map.heads * map.dim; ++c) {
-        float *column = kernels + c / map.dim * 10 * map.padded_dim + c % map.dim;
-        for (int64_t tap = 0; tap < 9; ++tap) column[tap * map.padded_dim] = lepe[c * 9 + tap];
-        column[9 * map.padded_dim] = shift[c];
-    }
+    exponentials(attn, n, pn, sums,
+                 [=](int64_t i, int64_t j, vec e) { store(attn + i * pn + j, e); });
 }
 
 // One partition of the heads in maps of all: qkv [tokens][3][parts][heads * dim], out
@@ -312,18 +91,10 @@ void forward(const T *qkv, T *out, const float *bias, const float *tau, const fl
             const int64_t head = map.head(task), channel = head * dim;
             const float *kernels = all_kernels + head * 10 * pd;
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
-            clear(result, n * pd);
-            if (lepe) {
-                for (int64_t t = 0; t < n; ++t) memcpy(result + t * pd, kernels + 9 * pd, pd * 4);
-                for (int64_t tap = 0; tap < 9; ++tap)
-                    for (int64_t c = 0; c < pd; c += LANES) {
-                        const vec factor = load(kernels + tap * pd + c);
-                        joined(map, tap, [&](int64_t to, int64_t from) {
-                            float *y = result + to * pd + c;
-                            store(y, load(y) + factor * load(values + from * pd + c));
-                        });
-                    }
-            }
+            if (lepe)
+                convolve_positions(map, kernels, values, pd, result);
+            else
+                clear(result, n * pd);
             map.normalize(queries, factors[head], eps, inverse);
             map.normalize(keys, 1.0f, eps, inverse);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse);
@@ -471,6 +242,10 @@ void backward(const T *qkv, const T *grad_out, const float *bias, const float *t
 }
 
 }  // namespace
+
+#ifdef __AVX512BF16__
+#include "bf16_windows.h"  // another forward() for bf16
+#endif
 
 #define EXPORT(name, T)                                                                            \
     extern "C" void cosine_windows_forward_##name(                                                 \

@@ -187,10 +187,15 @@ static inline vec load(const bf16 *p) {
 }
 
 static inline void store(bf16 *p, vec x) {
+#ifdef __AVX512BF16__
+    const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(x));
+    memcpy(p, &rounded, sizeof(rounded));
+#else
     const words bits = reinterpret_cast<const words &>(x);
     const words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const words result = x == x ? rounded : rounded - rounded + 0x7fc0;
     *reinterpret_cast<half_words *>(p) = narrow(result);
+#endif
 }
 
 static inline vec load_first(const bf16 *p, int64_t n) {
