@@ -164,6 +164,8 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
         return obstacle
     if kernels.product_dtype(x) != x.dtype:
         return "autocast changes the type of the input"
+    if not kernels.usable("linear", x, training=block.training):
+        return "its linear layers have no kernel"
     for _, module in modules:
         for parameter in module._parameters.values():  # many times faster than parameters()
             if parameter is None:

@@ -23,6 +23,16 @@ def kernels():
         pytest.skip("no compiled kernels")
 
 
+BF16_SUPPORTED = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+DTYPES = [
+    torch.float32,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(not BF16_SUPPORTED, reason="oneDNN computes no bfloat16 here"),
+    ),
+]
+
+
 def make(kind: str, lost: bool = False) -> LipsFormerBlock:
     """Return a block with random parameters; ``lost`` makes a channel's gain of each norm zero."""
     torch.manual_seed(0)
@@ -69,7 +79,7 @@ def test_equals_float64(monkeypatch, kind, size, lost):
         torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=2e-5 * other.abs().max())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", MAPS)
 @pytest.mark.parametrize("kind", ["windows", "stripes"])
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1 - 1e-9])  # the last one drops every sample
@@ -168,6 +178,22 @@ def test_a_changed_block_takes_its_modules(change):
     assert _fused.usable_on_cpu(block, x)
     change(block)
     assert not _fused.usable_on_cpu(block, x)
+
+
+@pytest.mark.parametrize("kind", ["windows", "stripes"])
+def test_without_bfloat16_in_onednn_the_modules_compute_it(monkeypatch, kind):
+    """As on processors without AVX-512, where oneDNN refuses products of bfloat16."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    block = make(kind)
+    x, upstream = maps("many tokens")
+    exact = results(block, x, upstream, LipsFormerBlock.forward.__wrapped__)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not _fused.usable_on_cpu(block, x.bfloat16())
+        rounded = results(block, x.bfloat16(), upstream)
+    assert _fused.usable_on_cpu(block, x)
+    for one, other in zip(rounded, exact, strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < 0.03
 
 
 def test_evaluation_and_other_types_take_the_modules():
