@@ -1,7 +1,7 @@
 """Linear layers on the library with the fastest products.
 
-For float32 that is MKL, PyTorch's choice, on Intel's processors only. oneDNN uses the full vector
-width of every processor, and computes bfloat16 everywhere.
+For float32 that is MKL, PyTorch's choice, on Intel's processors and on those without AVX-512. On
+others MKL uses no more than AVX2, and oneDNN the full vector width. oneDNN also computes bfloat16.
 
 The backward pass also needs the derivative of GELU, sums of rows and scaled weights
 (csrc/linear.cpp). bfloat16 is read and written between the products; the parameters and their
@@ -26,7 +26,9 @@ from lipsformer.kernels.dispatch import (
 _LARGEST_REUSED = 32 << 20  # bytes; the C library returns any larger tensor to the system
 _BLOCK = 8 << 20  # bytes that stay in the cache between two operators
 _CPU = Path("/proc/cpuinfo")
-_MKL = torch.backends.mkl.is_available() and _CPU.exists() and "GenuineIntel" in _CPU.read_text()
+_INTEL = _CPU.exists() and "GenuineIntel" in _CPU.read_text()
+_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+_MKL = torch.backends.mkl.is_available() and (_INTEL or not _AVX512)
 
 
 def fused_linear(
@@ -263,6 +265,14 @@ def sum_rows(x: Tensor) -> Tensor:
         run(f"row_sum_{name_of(x.dtype)}", x, total, x.numel() // x.shape[-1], x.shape[-1])
         return total
     return x.reshape(-1, x.shape[-1]).sum(0, dtype=dtype)
+
+
+def packing_pays(dtype: torch.dtype) -> bool:
+    """Return whether products in a data type are the fastest with a weight that oneDNN packed.
+
+    In float32 MKL is faster without AVX-512, even with GELU in a pass of its own.
+    """
+    return dtype != torch.float32 or _AVX512 or not _MKL
 
 
 def pack_weight(weight: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ class Linear(nn.Linear):
     .. math:: y = s \odot (x W^T + b) \quad\text{or}\quad y = s \odot (\mathrm{GELU}(x) W^T + b)
 
     On the CPU it is computed by oneDNN, which uses the full vector width of every processor, and in
-    float32 on Intel's processors by MKL; elsewhere it is ``nn.Linear``. The 2-norm Lipschitz
+    float32 by MKL on Intel's processors and on those without AVX-512; elsewhere it is
+    ``nn.Linear``. The 2-norm Lipschitz
     constant per token is :math:`|W|_2`, times 1.1290 with GELU.
 
     Shape:
