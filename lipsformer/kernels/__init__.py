@@ -30,7 +30,7 @@ from lipsformer.kernels.gpu_windows import (
     MAX_GPU_TOKENS_WITH_BIAS,
     gpu_cosine_windows,
 )
-from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear, packing_pays
+from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
 from lipsformer.kernels.node_terms import node_terms
 from lipsformer.kernels.pointwise import (
     add_gelu,
@@ -83,7 +83,6 @@ __all__ = [
     "normalize_rows",
     "pack_weight",
     "packed_linear",
-    "packing_pays",
     "product_dtype",
     "recomputed_attention",
     "residual",

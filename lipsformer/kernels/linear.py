@@ -27,8 +27,8 @@ _LARGEST_REUSED = 32 << 20  # bytes; the C library returns any larger tensor to 
 _BLOCK = 8 << 20  # bytes that stay in the cache between two operators
 _CPU = Path("/proc/cpuinfo")
 _INTEL = _CPU.exists() and "GenuineIntel" in _CPU.read_text()
-_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-_MKL = torch.backends.mkl.is_available() and (_INTEL or not _AVX512)
+_UP_TO_AVX2 = torch.backends.cpu.get_cpu_capability() != "AVX512"
+_MKL = torch.backends.mkl.is_available() and (_INTEL or _UP_TO_AVX2)
 
 
 def fused_linear(
@@ -265,14 +265,6 @@ def sum_rows(x: Tensor) -> Tensor:
         run(f"row_sum_{name_of(x.dtype)}", x, total, x.numel() // x.shape[-1], x.shape[-1])
         return total
     return x.reshape(-1, x.shape[-1]).sum(0, dtype=dtype)
-
-
-def packing_pays(dtype: torch.dtype) -> bool:
-    """Return whether products in a data type are the fastest with a weight that oneDNN packed.
-
-    In float32 MKL is faster without AVX-512, even with GELU in a pass of its own.
-    """
-    return dtype != torch.float32 or _AVX512 or not _MKL
 
 
 def pack_weight(weight: Tensor) -> Tensor:

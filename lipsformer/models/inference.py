@@ -47,11 +47,10 @@ class FrozenLinear(nn.Linear):
 
     .. math:: y = x W^T + b \quad\text{or}\quad y = \mathrm{GELU}(x W^T + b)
 
-    Without gradients on the CPU in bfloat16, and in float32 with AVX-512, oneDNN computes it in one
-    pass from a copy of the weight in its own layout. The copy is made at the first call and again
-    when a parameter was written or replaced or the type has changed. Elsewhere, and for parameters
-    that were made in inference mode, whose changes PyTorch does not count, it is ``nn.Linear`` and
-    GELU.
+    Without gradients on the CPU in float32 or bfloat16, oneDNN computes it in one pass from a copy
+    of the weight in its own layout. The copy is made at the first call and again when a parameter
+    was written or replaced or the type has changed. Elsewhere, and for parameters that were made in
+    inference mode, whose changes PyTorch does not count, it is ``nn.Linear`` and GELU.
 
     Shape:
         x: [..., C_in]; the output is [..., C_out].
@@ -97,9 +96,8 @@ class FrozenLinear(nn.Linear):
         return y if output_scale is None else y * output_scale
 
     def _linear(self, input: Tensor) -> Tensor:
-        obstacle = lambda: self._obstacle(input)  # noqa: E731
         if input.numel() > 0 and kernels.usable(
-            "packed_linear", input, self.weight, unless=obstacle
+            "packed_linear", input, self.weight, unless=self._obstacle
         ):
             dtype = kernels.product_dtype(input)
             packed = self.packed  # read once: another thread may replace it
@@ -114,10 +112,8 @@ class FrozenLinear(nn.Linear):
     def _tensors(self) -> list[Tensor]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
-    def _obstacle(self, input: Tensor) -> str | None:
-        """Return why no packed copy of the weight is used, or None."""
-        if not kernels.packing_pays(kernels.product_dtype(input)):
-            return "MKL is faster"
+    def _obstacle(self) -> str | None:
+        """Return why the packed copy of the weight may not be used, or None."""
         if torch.jit.is_tracing():
             return "torch.jit can keep no packed weight"
         if any(tensor.is_inference() for tensor in self._tensors()):

@@ -11,22 +11,12 @@ from torch.func import functional_call
 from torch.nn.utils.parametrizations import orthogonal
 
 import lipsformer
-from lipsformer.kernels import linear
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
 from lipsformer.models.inference import FoldedConv, FrozenLinear
 
 SWIN = {"embed_dim": 24, "depths": (1, 2), "num_heads": (3, 6), "window_size": 7}
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 HEADS = {"num_classes": 5}
-
-
-@pytest.fixture(params=["MKL", "oneDNN"])
-def products(request, monkeypatch):
-    """The library of the products in float32, which otherwise depends on the processor."""
-    if request.param == "MKL" and not torch.backends.mkl.is_available():
-        pytest.skip("this PyTorch was built without MKL")
-    monkeypatch.setattr(linear, "_MKL", request.param == "MKL")
-    monkeypatch.setattr(linear, "_AVX512", request.param == "oneDNN")
 
 
 def make(form: str, img_size: int = 56) -> nn.Module:
@@ -123,7 +113,6 @@ def test_the_walk_over_the_registered_models_is_complete():
 
 
 @pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano", "lipsformer_vit_tiny"])
-@pytest.mark.usefixtures("products")
 def test_every_map_of_a_features_only_model_stays_exact(name):
     options = {**VIT, "out_indices": (0, 1)} if "vit" in name else {}
     model = randomize(timm.create_model(name, features_only=True, **options)).double()
@@ -135,7 +124,6 @@ def test_every_map_of_a_features_only_model_stays_exact(name):
 
 
 @pytest.mark.parametrize("made_there", [False, True])
-@pytest.mark.usefixtures("products")
 def test_in_inference_mode_the_fold_is_exact_and_notices_new_weights(made_there):
     images = torch.randn(2, 3, 32, 32)
     middle = "stages.1.blocks.0.mlp.branch.1.weight"
@@ -288,7 +276,6 @@ def test_a_folded_convolution_keeps_the_type_of_the_sum_and_calls_hooks():
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("products")
 def test_the_packed_weight_follows_every_way_to_change_a_weight():
     layer, x = FrozenLinear(nn.Linear(500, 700, bias=False)), torch.ones(3, 500)
     for value in (1.0, 2.0, 3.0):  # PyTorch frees each and gives its address to the next
