@@ -21,7 +21,7 @@ from benchmarks.records import markdown
 RESULTS = Path(__file__).parent / "results"
 TINY = ("lipsformer_swin_tiny", "lipsformer_tiny")
 NANO = ("lipsformer_swin_nano",)
-PROCESSORS = ("xeon", "epyc", "turin")
+PROCESSORS = ("xeon", "milan", "epyc", "turin")
 _WINDOWS = "_windows_of_5"  # Swin's and ours, which need no padding at 160 px
 
 

@@ -14,8 +14,7 @@ class Linear(nn.Linear):
 
     On the CPU it is computed by oneDNN, which uses the full vector width of every processor, and in
     float32 by MKL on Intel's processors and on those without AVX-512; elsewhere it is
-    ``nn.Linear``. The 2-norm Lipschitz
-    constant per token is :math:`|W|_2`, times 1.1290 with GELU.
+    ``nn.Linear``. The 2-norm Lipschitz constant per token is :math:`|W|_2`, times 1.1290 with GELU.
 
     Shape:
         x: [B, ..., C_in]; the output is [B, ..., C_out].

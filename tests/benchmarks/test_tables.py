@@ -46,6 +46,8 @@ PAGES = {
     "models_bf16_epyc.json": ("measurements.md", models.table),
     "models_nano_epyc.json": ("measurements.md", models.table),
     "models_size_epyc.json": ("measurements.md", models.table),
+    "models_batch_milan.json": ("measurements.md", models.table),
+    "models_nano_milan.json": ("measurements.md", models.table),
     "models_batch1_turin.json": ("measurements.md", models.table),
     "models_batch8_turin.json": ("measurements.md", models.table),
     "models_batch32_turin.json": ("measurements.md", models.table),
