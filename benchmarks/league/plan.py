@@ -13,7 +13,8 @@ WARMUPS = (0.0, 0.1)
 SEEDS = (0, 1, 2)
 DEPTHS = (12, 48, 96)
 DEPTH_UPDATES = 200
-VERY_DEEP = (12, 192)  # at the usual learning rate: CenterNorm's factor is 3,300 over 192 blocks
+VERY_DEEP = (12, 192)  # CenterNorm's factor is 3,300 over 192 blocks
+VERY_DEEP_MULTIPLES = (1.0, 2.0)  # of the usual learning rate
 BEST = 6  # bodies that go on to Imagenette, beside `plain` and `lipsformer`
 WITH_ALL_OPTIMIZERS = ("lipsformer", "plain", "plain + QK-norm")
 
@@ -89,11 +90,14 @@ def imagenette_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
 
 def very_deep_cells() -> list[Cell]:
     """Return the cells that compare both forms of CenterNorm at 12 and at 192 blocks."""
-    lr = OPTIMIZERS["adamw"].usual_lr
-    cell = {"optimizer": "adamw", "lr": lr, "updates": DEPTH_UPDATES, "data": "cifar10"}
+    cell = {"optimizer": "adamw", "updates": DEPTH_UPDATES, "data": "cifar10"}
     cell |= {"warmup": WARMUPS[0], "seed": SEEDS[0]}
-    bodies = ("lipsformer, unit norm", "lipsformer")
-    return [Cell(blocks=depth, body=body, **cell) for depth in VERY_DEEP for body in bodies]
+    return [
+        Cell(blocks=depth, body=body, lr=multiple * OPTIMIZERS["adamw"].usual_lr, **cell)
+        for depth in VERY_DEEP
+        for body in ("lipsformer, unit norm", "lipsformer")
+        for multiple in VERY_DEEP_MULTIPLES
+    ]
 
 
 def deep(records: Sequence[Record]) -> list[Record]:
