@@ -175,7 +175,7 @@ def test_the_command_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "work", lambda cell, pictures: given.append(cell) or fake(cell))
     assert command.main(options) == 0
     records = read_results(results)
-    assert len(records) == 2 * 4 * 6 * 2 + 2 and len(given) == len(records) - 20
+    assert len(records) == 2 * 4 * 6 * 2 + 4 and len(given) == len(records) - 20
 
 
 @pytest.mark.parametrize(
