@@ -14,7 +14,7 @@ SEEDS = (0, 1, 2)
 DEPTHS = (12, 48, 96)
 DEPTH_UPDATES = 200
 VERY_DEEP = (12, 192)  # CenterNorm's factor is 3,300 over 192 blocks
-VERY_DEEP_MULTIPLES = (1.0, 2.0)  # of the usual learning rate
+VERY_DEEP_MULTIPLES = (1.0, 2.0, 4.0)  # of the usual learning rate
 BEST = 6  # bodies that go on to Imagenette, beside `plain` and `lipsformer`
 WITH_ALL_OPTIMIZERS = ("lipsformer", "plain", "plain + QK-norm")
 

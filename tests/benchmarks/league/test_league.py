@@ -59,8 +59,8 @@ def test_the_plan_has_every_cell_once_and_the_first_seed_first():
         order += stage
         records += [fake(cell) for cell in stage]
     assert len(order) == len(set(order))
-    order, very_deep = order[:-8], order[-8:]
-    assert [c.blocks for c in very_deep] == [12] * 4 + [192] * 4
+    order, very_deep = order[:-12], order[-12:]
+    assert [c.blocks for c in very_deep] == [12] * 6 + [192] * 6
     first = order[: 6 * ROWS]
     assert all(c.seed == 0 and c.warmup == 0.0 and c.data == "cifar10" for c in first)
     assert {(c.body, c.optimizer, c.lr) for c in first} >= {(b, "adamw", 0.1) for b in BODIES}
@@ -175,7 +175,7 @@ def test_the_command_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "work", lambda cell, pictures: given.append(cell) or fake(cell))
     assert command.main(options) == 0
     records = read_results(results)
-    assert len(records) == 2 * 4 * 6 * 2 + 4 and len(given) == len(records) - 20
+    assert len(records) == 2 * 4 * 6 * 2 + 6 and len(given) == len(records) - 20
 
 
 @pytest.mark.parametrize(
