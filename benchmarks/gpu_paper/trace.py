@@ -7,6 +7,7 @@ place, and `CudaOperators` makes the choices that depend on the device.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -25,6 +26,8 @@ import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.counting import OperatorCounter
 from benchmarks.gpu_paper.host import HostReads
 from lipsformer.kernels import dispatch
+
+BLOCK = import_module("lipsformer.kernels.gpu_block")  # the package has a function of this name
 
 # What autocast computes in float32, and in the widest type of its inputs, on CUDA only. The list of
 # operators that it computes in bfloat16 is the same on CPUs as far as these models go.
@@ -124,7 +127,12 @@ def cuda_step(model: nn.Module, shape: Sequence[int]) -> Iterator[Traced]:
         shape: [batch, channels, height, width] of the images.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with patch.object(dispatch, "device_type", lambda x: "cuda"), mode:  # the kernels of a GPU
+    with (
+        patch.object(dispatch, "device_type", lambda x: "cuda"),  # the kernels of a GPU
+        patch.object(BLOCK, "_forward", BLOCK.block_forward),  # each kernel is counted
+        patch.object(BLOCK, "_backward", BLOCK.block_backward),
+        mode,
+    ):
         model = model.train().to_empty(device="cpu")
         images = torch.empty(*shape).contiguous(memory_format=torch.channels_last)
         labels = torch.empty(shape[0], dtype=torch.long)

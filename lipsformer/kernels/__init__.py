@@ -42,6 +42,7 @@ from lipsformer.kernels.pointwise import (
 )
 from lipsformer.kernels.recording import CannotRecordError, Recorder
 from lipsformer.kernels.verdict import (
+    TIMED_SAMPLES,
     TRIAL_SAMPLES,
     is_used,
     known_verdict,
@@ -55,6 +56,7 @@ __all__ = [
     "MAX_GPU_TOKENS",
     "MAX_GPU_TOKENS_WITH_BIAS",
     "MAX_WINDOW_TOKENS",
+    "TIMED_SAMPLES",
     "TRIAL_SAMPLES",
     "BlockTensors",
     "CannotRecordError",

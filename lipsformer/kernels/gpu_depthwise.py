@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from lipsformer.kernels.gpu_arguments import FLEXIBLE
+from lipsformer.kernels.gpu_operator import fake, operator
 
 
-@torch.library.custom_op("lipsformer::depthwise", mutates_args=(), tags=FLEXIBLE)
+@operator
 def depthwise(x: Tensor, weight: Tensor, add: Tensor | None, flip: bool) -> Tensor:
     """Return w * x + add; with ``flip`` the kernels are turned by 180 degrees.
 
@@ -21,12 +21,12 @@ def depthwise(x: Tensor, weight: Tensor, add: Tensor | None, flip: bool) -> Tens
     return kernel.convolve(x, weight, add, flip)
 
 
-@depthwise.register_fake
+@fake(depthwise)
 def _(x: Tensor, weight: Tensor, add: Tensor | None, flip: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("lipsformer::depthwise_sums", mutates_args=(), tags=FLEXIBLE)
+@operator
 def depthwise_sums(x: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of the kernels, one summand per program: [programs, C, 1, 7, 7]."""
     from lipsformer.kernels.triton import depthwise as kernel
@@ -36,7 +36,7 @@ def depthwise_sums(x: Tensor, grad: Tensor) -> Tensor:
     return sums
 
 
-@depthwise_sums.register_fake
+@fake(depthwise_sums)
 def _(x: Tensor, grad: Tensor) -> Tensor:
     return _sums(x)
 

@@ -5,11 +5,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lipsformer.kernels.gpu_arguments import FLEXIBLE
+from lipsformer.kernels.gpu_operator import fake, operator
 
 
-@torch.library.custom_op("lipsformer::cast", mutates_args=(), tags=FLEXIBLE)
-def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+@operator
+def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the matrices of a block and a bias in another type, in one launch; see `matrices_in`.
+
+    Args:
+        tensors: The matrices of the 1x1 convolution, qkv, proj, fc1 and fc2, the bias of qkv, and
+            two scales, which multiply the rows of proj and fc2.
+        dtype: Type of the result.
+
+    Returns:
+        One flat tensor in which the first six start at multiples of ``parameters.ALIGN``.
+    """
     from lipsformer.kernels.triton import parameters
 
     out = _flat(tensors[:6], parameters.ALIGN, dtype)
@@ -17,32 +27,26 @@ def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return out
 
 
-@_cast.register_fake
+@fake(cast)
 def _(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     from lipsformer.kernels.triton import parameters
 
     return _flat(tensors[:6], parameters.ALIGN, dtype)
 
 
-def cast(
-    matrices: Sequence[Tensor], bias: Tensor, scales: Sequence[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    """Return the matrices of a block and the bias in another type, in one launch.
+@operator
+def weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a block's matrices, and of the biases and scales behind two of them.
 
     Args:
-        matrices: Those of the 1x1 convolution, qkv, proj, fc1 and fc2.
-        bias: That of qkv.
-        scales: They multiply the rows of proj and fc2.
-        dtype: Type of the result.
+        tensors: The gradients of the matrices as they were multiplied, in the order of ``cast``;
+            of proj and then of fc2 the weight, the bias, the scale and the sum of the gradients of
+            scale * bias.
+
+    Returns:
+        The gradients of the five matrices in float32 in one flat tensor, aligned as those of
+        ``cast``, and those of the bias and the scale of proj and of fc2, [4, C].
     """
-    from lipsformer.kernels.triton import parameters
-
-    tensors = [*matrices, bias]
-    return _parts(_cast([*tensors, *scales], dtype), [t.shape for t in tensors], parameters.ALIGN)
-
-
-@torch.library.custom_op("lipsformer::weight_gradients", mutates_args=(), tags=FLEXIBLE)
-def _weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     from lipsformer.kernels.triton import parameters
 
     out, vectors = _gradients(tensors)
@@ -50,7 +54,7 @@ def _weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return out, vectors
 
 
-@_weight_gradients.register_fake
+@fake(weight_gradients)
 def _(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return _gradients(tensors)
 
@@ -62,28 +66,13 @@ def _gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return _flat(tensors[:5], parameters.ALIGN, torch.float32), vectors
 
 
-def weight_gradients(
-    grads: Sequence[Tensor], proj: Sequence[Tensor], fc2: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of a block's matrices, and of the biases and scales behind two of them.
-
-    Args:
-        grads: Those of the matrices as they were multiplied, in the order of ``cast``.
-        proj: Weight, bias, scale and the sum of the gradients of scale * bias.
-        fc2: The same.
+@operator
+def add_programs(sums: Sequence[Tensor]) -> Tensor:
+    """Return the sum over the first dimension of each of at most ten tensors, in one launch.
 
     Returns:
-        The gradients of the five matrices in float32, and those of the bias and the scale of proj
-        and of fc2.
+        One flat tensor in which the sums start at multiples of ``parameters.COLUMNS``.
     """
-    from lipsformer.kernels.triton import parameters
-
-    flat, vectors = _weight_gradients([*grads, *proj, *fc2])
-    return _parts(flat, [g.shape for g in grads], parameters.ALIGN), list(vectors.unbind(0))
-
-
-@torch.library.custom_op("lipsformer::add_programs", mutates_args=(), tags=FLEXIBLE)
-def _add_programs(sums: Sequence[Tensor]) -> Tensor:
     from lipsformer.kernels.triton import parameters
 
     out = _flat([s[0] for s in sums], parameters.COLUMNS, torch.float32)
@@ -91,18 +80,11 @@ def _add_programs(sums: Sequence[Tensor]) -> Tensor:
     return out
 
 
-@_add_programs.register_fake
+@fake(add_programs)
 def _(sums: Sequence[Tensor]) -> Tensor:
     from lipsformer.kernels.triton import parameters
 
     return _flat([s[0] for s in sums], parameters.COLUMNS, torch.float32)
-
-
-def add_programs(sums: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sum over the first dimension of each of at most ten tensors, in one launch."""
-    from lipsformer.kernels.triton import parameters
-
-    return _parts(_add_programs(sums), [s.shape[1:] for s in sums], parameters.COLUMNS)
 
 
 def _flat(tensors: Sequence[Tensor], align: int, dtype: torch.dtype) -> Tensor:
@@ -110,6 +92,20 @@ def _flat(tensors: Sequence[Tensor], align: int, dtype: torch.dtype) -> Tensor:
 
     size = parameters.starts([tensor.numel() for tensor in tensors], align)[-1]
     return tensors[0].new_empty(size, dtype=dtype)
+
+
+def matrices_in(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return the tensors that lie in a flat one of ``cast`` or ``weight_gradients``."""
+    from lipsformer.kernels.triton import parameters
+
+    return _parts(flat, shapes, parameters.ALIGN)
+
+
+def sums_in(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return the sums that lie in a flat tensor of ``add_programs``."""
+    from lipsformer.kernels.triton import parameters
+
+    return _parts(flat, shapes, parameters.COLUMNS)
 
 
 def _parts(flat: Tensor, shapes: Sequence[torch.Size], align: int) -> list[Tensor]:

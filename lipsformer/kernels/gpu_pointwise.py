@@ -7,10 +7,10 @@ The operators have no autograd formula, because `gpu_block` calls both direction
 import torch
 from torch import Tensor
 
-from lipsformer.kernels.gpu_arguments import FLEXIBLE
+from lipsformer.kernels.gpu_operator import fake, operator
 
 
-@torch.library.custom_op("lipsformer::gelu", mutates_args=(), tags=FLEXIBLE)
+@operator
 def gelu(
     x: Tensor | None, z: Tensor, bias: Tensor, scale: Tensor | None, mask: Tensor | None
 ) -> Tensor:
@@ -20,14 +20,14 @@ def gelu(
     return pointwise.gelu_forward(x, z, bias, scale, mask)
 
 
-@gelu.register_fake
+@fake(gelu)
 def _(
     x: Tensor | None, z: Tensor, bias: Tensor, scale: Tensor | None, mask: Tensor | None
 ) -> Tensor:
     return z.new_empty(z.shape)
 
 
-@torch.library.custom_op("lipsformer::gelu_backward", mutates_args=(), tags=FLEXIBLE)
+@operator
 def gelu_backward(
     grad: Tensor,
     grad_2: Tensor | None,
@@ -49,7 +49,7 @@ def gelu_backward(
     return *pointwise.gelu_backward(grad, grad_2, z, bias, scale, mask, sums), sums
 
 
-@gelu_backward.register_fake
+@fake(gelu_backward)
 def _(
     grad: Tensor,
     grad_2: Tensor | None,
@@ -71,7 +71,7 @@ def _gelu_sums(z: Tensor, scale: Tensor | None) -> Tensor:
     return z.new_empty(programs, columns, dtype=torch.float32)
 
 
-@torch.library.custom_op("lipsformer::center", mutates_args=(), tags=FLEXIBLE)
+@operator
 def center(
     x: Tensor,
     branch: Tensor,
@@ -89,7 +89,7 @@ def center(
     return y, centered
 
 
-@center.register_fake
+@fake(center)
 def _(
     x: Tensor,
     branch: Tensor,
@@ -102,7 +102,7 @@ def _(
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-@torch.library.custom_op("lipsformer::residual", mutates_args=(), tags=FLEXIBLE)
+@operator
 def residual(x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, mask: Tensor | None) -> Tensor:
     """Return x + mask * (branch + scale * bias)."""
     from lipsformer.kernels.triton import pointwise
@@ -110,12 +110,12 @@ def residual(x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, mask: Tenso
     return pointwise.center_forward(x, branch, bias, scale, mask, None, None)[0]
 
 
-@residual.register_fake
+@fake(residual)
 def _(x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, mask: Tensor | None) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("lipsformer::center_backward", mutates_args=(), tags=FLEXIBLE)
+@operator
 def center_backward(
     grad: Tensor,
     grad_2: Tensor | None,
@@ -137,7 +137,7 @@ def center_backward(
     return grad_x, grad.new_empty(0) if grad_branch is None else grad_branch, sums
 
 
-@center_backward.register_fake
+@fake(center_backward)
 def _(
     grad: Tensor,
     grad_2: Tensor | None,

@@ -76,7 +76,7 @@ def _(grad: Tensor, qkv: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return qkv.new_empty(qkv.shape), _sums(qkv, WindowArguments(*args))
 
 
-def _parameters(arguments: WindowArguments) -> list[Tensor]:
+def learned(arguments: WindowArguments) -> list[Tensor]:
     """Return the tensors that learn, in the order of the columns of the sums."""
     bias = [] if arguments.bias is None else [arguments.bias]
     return [*bias, *arguments.tau, *arguments.lepe, *arguments.offset]
@@ -86,7 +86,7 @@ def _sums(qkv: Tensor, arguments: WindowArguments) -> Tensor:
     """Return what the programs fill, a row each: the gradients of all that learns."""
     from lipsformer.kernels.triton import windows as kernel
 
-    columns = sum(tensor.numel() for tensor in _parameters(arguments))
+    columns = sum(tensor.numel() for tensor in learned(arguments))
     rows = kernel.grid(qkv, arguments.windows, arguments.heads)[1]
     return qkv.new_empty(rows, columns, dtype=torch.float32)
 
@@ -100,7 +100,7 @@ def window_gradients(
 
 def parameter_gradients(total: Tensor, arguments: WindowArguments) -> list[Tensor | None]:
     """Return the gradients of the tensors of the arguments from the sum over the programs."""
-    parameters = _parameters(arguments)
+    parameters = learned(arguments)
     columns = total.split([tensor.numel() for tensor in parameters])
     grads: list[Tensor | None] = [
         column.reshape(tensor.shape).to(tensor.dtype)

@@ -22,13 +22,20 @@ _VERDICTS: dict[str, bool] = {}  # a run stores them, so that it continues with 
 # up to 5 times their error.
 ERROR_RATIO = 16.0
 ROUNDINGS = 64.0  # so many units in the last place of the largest value are no fault either
-TRIAL_SAMPLES = 16  # of a batch, which are enough to fill a GPU
+TRIAL_SAMPLES = 16  # of a batch, whose results are compared
+# So many are timed. With 16 the host that launches kernels, and not an H100, limited both ways.
+TIMED_SAMPLES = 128
 STEPS = 4.0  # so many more of the type between the steps of a kernel
 PATIENCE = timedelta(minutes=1)
 
 
 def is_used(
-    name: str, kernel: Work, plain: Work, exact: Work, between: torch.dtype = torch.float32
+    name: str,
+    kernel: Work,
+    plain: Work,
+    exact: Work,
+    between: torch.dtype = torch.float32,
+    timed: tuple[Work, Work] | None = None,
 ) -> bool:
     """Return whether a kernel is used for a class of shapes; it must be right and faster.
 
@@ -42,6 +49,8 @@ def is_used(
         plain: Computes the same with the operators that would take the kernel's place.
         exact: Computes the same with plain operators in float64.
         between: Type to which the kernel rounds between its steps.
+        timed: The kernel and the plain operators on larger inputs, which are timed instead if they
+            fit into the memory.
 
     Example:
         >>> x = torch.arange(5.0)
@@ -51,7 +60,7 @@ def is_used(
     if not dispatch.ENABLED:
         return False
     if name not in _VERDICTS:
-        verdict = _ask(name, lambda: _judge(name, kernel, plain, exact, between))
+        verdict = _ask(name, lambda: _judge(name, kernel, plain, exact, between, timed))
         if verdict is None:
             return False
         _VERDICTS[name] = verdict
@@ -100,7 +109,14 @@ def _ask(name: str, judge: Callable[[], bool | None]) -> bool | None:
     return store.get(key) == b"1"
 
 
-def _judge(name: str, kernel: Work, plain: Work, exact: Work, between: torch.dtype) -> bool | None:
+def _judge(
+    name: str,
+    kernel: Work,
+    plain: Work,
+    exact: Work,
+    between: torch.dtype,
+    timed: tuple[Work, Work] | None,
+) -> bool | None:
     """Try a kernel; return None if the inputs cannot tell, because the truth is not finite."""
     try:
         others, truth = plain(), exact()
@@ -130,7 +146,10 @@ def _judge(name: str, kernel: Work, plain: Work, exact: Work, between: torch.dty
         return False
     if torch.are_deterministic_algorithms_enabled():
         return _say(name, "kernel, without timing", True)
-    ours, theirs = _milliseconds(kernel), _milliseconds(plain)
+    try:
+        ours, theirs = map(_milliseconds, timed or (kernel, plain))
+    except torch.OutOfMemoryError:
+        ours, theirs = map(_milliseconds, (kernel, plain))
     return _say(name, f"kernel {ours:.3g} ms, plain operators {theirs:.3g} ms", ours < theirs)
 
 

@@ -1,6 +1,7 @@
 """The trial of a kernel that computes what some modules compute, on copies of these modules."""
 
 import copy
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -39,14 +40,20 @@ def try_kernel(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: A
     """Return the verdict on a kernel, whatever the device; see `is_proven`."""
     differentiates = torch.is_grad_enabled()
 
-    def work(apply: Apply, exact: bool = False) -> Callable[[], list[Tensor]]:
-        twin, inputs = copy.deepcopy(modules), x[: kernels.TRIAL_SAMPLES].detach()
-        if exact:
-            twin, inputs = twin.double(), inputs.double()
-        inputs = inputs.clone().requires_grad_(differentiates)
-        leaves = [inputs, *(p for p in twin.parameters() if p.requires_grad)]
+    few = min(len(x), kernels.TRIAL_SAMPLES)
+
+    def work(apply: Apply, exact: bool = False, samples: int = few) -> Callable[[], list[Tensor]]:
+        @functools.cache  # not before the first call: a known verdict needs no copies
+        def prepared() -> tuple[nn.Module, Tensor, list[Tensor]]:
+            twin = copy.deepcopy(modules)
+            inputs = x.detach()[torch.arange(samples, device=x.device) % len(x)]
+            if exact:
+                twin, inputs = twin.double(), inputs.double()
+            inputs.requires_grad_(differentiates)
+            return twin, inputs, [inputs, *(p for p in twin.parameters() if p.requires_grad)]
 
         def run() -> list[Tensor]:
+            twin, inputs, leaves = prepared()
             with torch.autocast(x.device.type, enabled=False) if exact else nullcontext():
                 out = apply(twin, inputs)
             if not differentiates:
@@ -56,4 +63,6 @@ def try_kernel(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: A
         return run
 
     between = kernels.product_dtype(x)
-    return kernels.is_used(name, work(kernel), work(plain), work(plain, exact=True), between)
+    many = kernels.TIMED_SAMPLES
+    timed = (work(kernel, samples=many), work(plain, samples=many))
+    return kernels.is_used(name, work(kernel), work(plain), work(plain, exact=True), between, timed)

@@ -20,6 +20,8 @@ from lipsformer.models.lipsformer_swin import WindowAttention
 from tests.kernels.test_windows import parts, reference
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
+# A GPU multiplies deterministically only if this is set before its first product.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -157,14 +159,15 @@ def test_second_derivatives_of_a_block_are_refused():
         torch.autograd.grad(_fused.gpu_block(fused, x).sum(), x, create_graph=True)
 
 
-def test_compiler_takes_the_kernels_in_one_graph(monkeypatch):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiler_takes_the_kernels_in_one_graph(monkeypatch, backend):
     monkeypatch.setattr(dispatch, "device_type", lambda x: "cuda")
     monkeypatch.setattr(dispatch, "GPU_BLOCKS", True)
     torch.manual_seed(0)
     fused = block("stripes", 12).to(DEVICE).train()
     x = torch.randn(2, 5, 3, 12, device=DEVICE)
     results = []
-    for apply in (fused, torch.compile(fused, fullgraph=True, backend="aot_eager")):
+    for apply in (fused, torch.compile(fused, fullgraph=True, backend=backend)):
         fused.zero_grad()
         with torch.autocast(DEVICE, torch.bfloat16):
             out = apply(x)

@@ -1,12 +1,14 @@
 """The trial of a kernel at its first use, with stand-ins for kernels."""
 
+import copy
 import time
 import warnings
 
 import pytest
 import torch
 
-from lipsformer.kernels import dispatch, verdict
+from lipsformer.kernels import TIMED_SAMPLES, dispatch, verdict
+from lipsformer.layers._trial import try_kernel
 
 X = torch.randn(31, 17, generator=torch.Generator().manual_seed(0))
 
@@ -89,6 +91,35 @@ def test_a_deterministic_run_takes_no_timing(monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     monkeypatch.setattr(verdict, "_milliseconds", lambda work: pytest.fail("timed"))
     assert verdict.is_used("a", slow, plain, exact)
+
+
+def test_larger_inputs_are_timed_where_they_fit():
+    """The small inputs would decide otherwise."""
+    assert not verdict.is_used("a", right, plain, exact, timed=(slow, plain))
+    assert verdict.is_used("b", slow, plain, exact, timed=(right, plain))
+
+    def too_large():
+        raise torch.OutOfMemoryError("80 GB")
+
+    assert verdict.is_used("c", right, plain, exact, timed=(right, too_large))
+
+
+def test_a_module_is_copied_for_its_trial_only(monkeypatch):
+    layer, x = torch.nn.Linear(17, 5), X[:3]
+    samples = []
+
+    def kernel(twin, inputs):
+        samples.append(len(inputs))
+        return twin(inputs)
+
+    def plain_operators(twin, inputs):
+        time.sleep(0.002)
+        return twin(inputs)
+
+    assert try_kernel("a", layer, x, kernel, plain_operators)
+    assert set(samples) == {3, TIMED_SAMPLES}
+    monkeypatch.setattr(copy, "deepcopy", lambda _: pytest.fail("copied"))
+    assert try_kernel("a", layer, x, kernel, plain_operators)
 
 
 def test_switched_off():
