@@ -127,11 +127,22 @@ def very_deep_table(records: Sequence[Record]) -> str:
     losses = ("loss, updates 1 to 10", "loss, last ten updates")
     header = ("body", "blocks", "lr", *losses, "accuracy, %")
     rows = (
-        (cell.body, cell.blocks, cell.lr, r["losses"][0], r["losses"][-1], accuracy([r]))
+        (
+            cell.body,
+            cell.blocks,
+            cell.lr,
+            *map(loss, (r["losses"][0], r["losses"][-1])),
+            accuracy([r]),
+        )
         for cell in very_deep_cells()
         for r in select(records, body=cell.body, blocks=cell.blocks, lr=cell.lr)
     )
     return markdown(header, rows)
+
+
+def loss(value: float) -> str:
+    """Return a loss with four decimals, or none if it is far above that of guessing."""
+    return f"{value:.4f}" if value < 100 else f"{value:,.0f}"
 
 
 def page(records: Sequence[Record]) -> str:

@@ -20,7 +20,7 @@ def test_tables_on_the_page_come_from_the_records():
     assert len(tables) >= 3
     for table in tables:
         assert table in PAGE
-    assert f"\n{len(LEAGUE)} of the " in PAGE
+    assert f"\nAll {len(LEAGUE):,} planned cells " in PAGE
     hours = sum(record["cpu_seconds"] for record in LEAGUE) / 3600
     assert f"with {hours:.1f} core-hours" in PAGE
 
