@@ -1,6 +1,8 @@
 """Run every GPU test, and print the predictions of docs/gpu.md beside measurements of this GPU.
 
     python -m benchmarks.gpu                       # under an hour; writes gpu_report.json
+    python -m benchmarks.gpu --models swin_tiny_patch4_window7_224 lipsformer_swin_tiny \\
+        --modes eager regions                      # some minutes, without the tests
     python -m benchmarks.gpu --only models graph_layers
     python -m benchmarks.gpu --only all            # hours: speed, rooflines, scaling, convergence
     python -m benchmarks.gpu --list
@@ -10,19 +12,20 @@ versions, and the names of processor and GPU. With `--only`, results are written
 benchmarks/results and docs/images. What fails does not stop the rest; the exit code tells.
 """
 
+import functools
 import json
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.gpu_paper.measure import Record, compare, measure, step_ratios, table
+from benchmarks.gpu_paper.measure import MODES, Record, compare, measure, step_ratios, table
 from benchmarks.machine import machine
 from lipsformer._commands import documented_parser
 from lipsformer._machine import commit
@@ -72,6 +75,8 @@ def main() -> None:
         "--only", nargs="+", metavar="PART", help="commands with one of these words, or all"
     )
     parser.add_argument("--list", action="store_true", help="print these commands instead")
+    parser.add_argument("--models", nargs="+", help="measure these models alone, and run no tests")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--report", type=Path, default=REPORT, help="the file to send back")
     options = parser.parse_args()
     words = [""] if not options.only or "all" in options.only else options.only
@@ -81,15 +86,24 @@ def main() -> None:
     if options.list:
         print("\n".join(commands))
         return
+    known = sorted(path.stem for path in PREDICTIONS.glob("*.json") if path.stem != "triton")
+    for name in options.models or ():
+        if name not in known:
+            parser.error(f"--models {name}: nothing is predicted for it; choose among {known}")
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no GPU here")
-    sys.exit(run_all(commands) if options.only else verify(options.report, run_tests, measure))
+    if options.only:
+        sys.exit(run_all(commands))
+    measured = functools.partial(measure, modes=options.modes)
+    tests = no_tests if options.models else run_tests
+    sys.exit(verify(options.report, tests, measured, options.models))
 
 
 def verify(
     path: Path,
     tests: Callable[[], dict[str, Any]],
     measured: Callable[[Record], dict[str, float]],
+    names: Collection[str] | None = None,
 ) -> str | None:
     """Run the tests, measure what was predicted, and write the report.
 
@@ -97,6 +111,7 @@ def verify(
         path: The report.
         tests: Runs the tests.
         measured: Measures the figures of a prediction.
+        names: The models that are measured; None for all of which a compiled step is predicted.
 
     Returns:
         What failed; None if nothing did.
@@ -104,6 +119,8 @@ def verify(
     outcome = tests()
     records = [json.loads(file.read_text()) for file in sorted(PREDICTIONS.glob("*.json"))]
     models = [record for record in records if "compiled" in record]
+    if names is not None:
+        models = [record for record in records if record.get("model") in names]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     # The limits of the H100 stand in for GPUs that have none; ratios of models still compare.
     gpu = next((known for known in ("A100", "H100", "B200") if known in name), "H100")
@@ -123,6 +140,11 @@ def verify(
     print(f"tests: {outcome['passed']} passed, {len(outcome['failed'])} failed; wrote {path}")
     failed = [*outcome["failed"], *(f"{name}: {error}" for name, error in errors.items())]
     return "\n".join(["failed:", *failed]) if failed else None
+
+
+def no_tests() -> dict[str, Any]:
+    """Return that no test ran."""
+    return {"passed": 0, "failed": [], "skipped": ["all, because --models was given"]}
 
 
 def run_tests() -> dict[str, Any]:

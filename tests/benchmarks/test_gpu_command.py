@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.gpu import read_outcome, verify
+from benchmarks.gpu import main, no_tests, read_outcome, verify
 from benchmarks.gpu_paper.measure import predicted
 
 XML = """<testsuites><testsuite>
@@ -49,6 +49,21 @@ def test_report_holds_predictions_beside_measurements_and_what_failed(tmp_path, 
     assert ours["predicted"] == pytest.approx(expected)
     assert rows["vit_small_patch16_224", key]["measured"] is None
     assert f"| `{swin}` | {key} |" in capsys.readouterr().out
+
+
+def test_some_models_are_measured_without_tests(tmp_path):
+    path, names = tmp_path / "report.json", ["lipsformer_base", "lipsformer_swin_tiny"]
+    assert verify(path, no_tests, slower(1.25), names) is None
+    report = json.loads(path.read_text())
+    assert {row["model"] for row in report["rows"]} == set(names)
+    assert report["tests"]["skipped"] == ["all, because --models was given"]
+
+
+def test_a_model_without_a_prediction_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gpu", "--models", "lipsformer_huge"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--models lipsformer_huge: nothing is predicted for it" in capsys.readouterr().err
 
 
 def test_nothing_failed():

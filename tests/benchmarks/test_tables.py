@@ -178,6 +178,23 @@ def test_a_goal_that_was_just_missed_does_not_look_met():
     assert bars.memory_row(0.85, [slow, large]) == memory
 
 
+def test_the_page_on_gpus_shows_the_first_steps_on_one():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    record = json.loads((ROOT / "benchmarks" / "results" / "gpu_first_h100.json").read_text())
+    for step in record["steps"]:
+        figures = f"{step['ms']:.1f} | {step['device_ms']:.1f} | {step['peak_gb']:.2f} |"
+        assert f"| `{step['model']}`, {step['mode']} | {figures}" in page
+    times = {(row["kernel"], row["shape"][1]): row["ms"] for row in record["depthwise"]["rows"]}
+    convolution, gradient = (
+        [f"{times[kernel, side]:.2f}" for side in (56, 14)]
+        for kernel in ("convolution", "gradient of the taps")
+    )
+    assert (
+        f"take {convolution[0]} ms for a map of [128, 56, 56, 96] and {convolution[1]} ms" in page
+    )
+    assert f"the gradients {gradient[0]} and {gradient[1]} ms" in page
+
+
 def test_the_pages_on_speed_show_the_goals():
     assert bars.summary() in (ROOT / "docs/performance.md").read_text()
     assert bars.table() in (ROOT / "docs/measurements.md").read_text()
