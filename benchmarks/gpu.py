@@ -43,7 +43,7 @@ CUDA = "--device cuda --precision bf16"
 RESULTS = "benchmarks/results"
 STUDIES = ("cifar10_nano", "cifar10_tiny", "imagenette_nano", "imagenette_tiny")
 COMMANDS = (
-    f"python -m benchmarks.models {TINY} {CUDA} --modes eager compiled graphs "
+    f"python -m benchmarks.models {TINY} {CUDA} --modes eager regions compiled graphs "
     f"--batch-size 64 128 256 --rounds 21 --warmup 5 --output {RESULTS}/models_cuda.json",
     f"python -m benchmarks.models swin_tiny_patch4_window7_224 {OTHERS} {CUDA} "
     f"--modes eager compiled --batch-size 64 --output {RESULTS}/models_others_cuda.json",

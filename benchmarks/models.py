@@ -5,8 +5,8 @@
     python -m benchmarks.models --img-size 160 224 288 --output benchmarks/results/size_cpu.json
     python -m benchmarks.models swin_tiny_patch4_window7_224 lipsformer_swin_tiny \
         --depths 2,2,2,2 2,2,6,2 2,2,18,2 --output benchmarks/results/depth_cpu.json
-    python -m benchmarks.models --device cuda --precision bf16 --modes eager compiled graphs \
-        --batch-size 64 128 256 --output benchmarks/results/models_cuda.json
+    python -m benchmarks.models --device cuda --precision bf16 --batch-size 64 128 256 \
+        --modes eager regions compiled graphs --output benchmarks/results/models_cuda.json
     python -m benchmarks.models --table benchmarks/results/models_*.json
 
 The models, each in all of its modes and in inference LipsFormers also folded, take turns within
@@ -20,6 +20,7 @@ the bytes that the eager operators read and write against a large copy.
 """
 
 import argparse
+import copy
 import importlib
 import itertools
 import statistics
@@ -37,10 +38,12 @@ from benchmarks.machine import PRECISIONS, limits, machine, peak_memory, synchro
 from benchmarks.records import markdown, run, write_record
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.cost import count_parameters, part_costs
+from lipsformer.engine.compilation import compile_regions
 from lipsformer.models import LipsFormerCSwin, LipsFormerSwin, LipsFormerViT
 
 MODELS = ("swin_tiny_patch4_window7_224", "lipsformer_swin_tiny", "lipsformer_tiny")
-MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # of torch.compile
+# Compiled region by region as a run does, or as a whole in two modes of `torch.compile`.
+MODES = {"eager": None, "regions": None, "compiled": "default", "graphs": "reduce-overhead"}
 LIPSFORMERS = (LipsFormerCSwin, LipsFormerSwin, LipsFormerViT)
 COLUMNS = (
     *("GMACs", "px", "batch", "mode", "images/s", "ratio (range)"),
@@ -56,11 +59,11 @@ class Contestant:
         """Take over a model on the device of ``images``."""
         if images.is_cuda:
             model = model.to(memory_format=torch.channels_last)
-        self.model = model
-        self.run = torch.compile(model, mode=MODES[mode]) if MODES[mode] else model
+        self.model = copy.deepcopy(model) if mode == "regions" else model  # compiled in place
+        self.run = torch.compile(model, mode=MODES[mode]) if MODES[mode] else self.model
         # A model that learned its few images would have denormal gradients, which take up to a
         # hundred times as long. AdamW does the same work with any rate.
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
         self.images = images
         self.labels = torch.arange(images.shape[0], device=images.device) % 1000
         dtype = PRECISIONS[precision]
@@ -81,6 +84,11 @@ class Contestant:
         self.model.eval()
         with torch.no_grad(), self.autocast():
             self.run(self.images)
+
+    def compile_regions(self, task: str) -> None:
+        """Compile the model region by region, after a step that tries kernels for GPUs."""
+        getattr(self, task)()
+        compile_regions(self.model, deterministic=False)
 
 
 def build(name: str, img_size: int, depths: tuple[int, ...] | None) -> nn.Module:
@@ -174,6 +182,8 @@ def run_setting(
                 forms["folded "] = lipsformer.optimize_for_inference(model.eval())
             for form, mode in itertools.product(forms, options.modes):
                 contestant = Contestant(forms[form], mode, images, options.precision)
+                if mode == "regions":
+                    contestant.compile_regions(task)
                 contestants[name, form + mode] = contestant
         for (name, mode), own in measure(contestants, task, options, record["limits"]).items():
             flops = 2e9 * models[name]["gmacs"] * PASSES[task] * own["images_per_s"]

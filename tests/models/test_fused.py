@@ -57,6 +57,7 @@ def test_bfloat16_training_takes_the_kernels_and_nothing_else_does():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_kernels_equal_float64_in_tritons_interpreter():
     pytest.importorskip("triton", reason="the kernels are Triton's")
     done = subprocess.run(
