@@ -70,7 +70,7 @@ class _Block(torch.autograd.Function):
             grad_outputs[0], kept, list(t), *attention
         )
         columns = sum(tensor.numel() for tensor in learned(attention))
-        norm_2, gelu_4, norm_1, gelu_3, taps_2, gelu_2, gelu_1, taps_1, windows = sums_in(
+        norm_2, gelu_4, norm_1, gelu_3, kernel_2, gelu_2, gelu_1, kernel_1, windows = sums_in(
             summed, _shapes_of_sums(t, columns)
         )
         pointwise, qkv, proj, fc1, fc2 = matrices_in(flat, [m.shape for m in _matrices(t)])
@@ -80,8 +80,8 @@ class _Block(torch.autograd.Function):
         depthwise_2_bias, scale_2 = gelu_3.chunk(2)
         pointwise_bias, scale_1 = gelu_2.chunk(2)
         grads = BlockTensors(
-            *(taps_1, gelu_1, pointwise, pointwise_bias, scale_1, None),
-            *(taps_2, depthwise_2_bias, scale_2, None),
+            *(kernel_1, gelu_1, pointwise, pointwise_bias, scale_1, None),
+            *(kernel_2, depthwise_2_bias, scale_2, None),
             *(qkv, qkv_bias, proj, proj_bias, scale_3, None),
             *(gain_1, shift_1, fc1, gelu_4, fc2, fc2_bias, scale_4, None),
             *(gain_2, shift_2),
@@ -97,16 +97,21 @@ def _matrices(t: BlockTensors) -> tuple[Tensor, ...]:
     return t.pointwise, t.qkv, t.proj, t.fc1, t.fc2
 
 
-def _shapes_of_sums(t: BlockTensors, columns: int) -> list[torch.Size]:
+def _shapes_of_cast(t: BlockTensors) -> list[Sequence[int]]:
+    """Return the shapes of what `cast` writes: matrices, the bias of qkv and the taps."""
+    taps = (49, len(t.depthwise_1))
+    return [*(matrix.shape for matrix in _matrices(t)), t.qkv_bias.shape, taps, taps]
+
+
+def _shapes_of_sums(t: BlockTensors, columns: int) -> list[Sequence[int]]:
     """Return the shapes of what `block_backward` sums over its programs, in its order."""
     channels, hidden = t.shift_2.numel(), t.fc1_bias.numel()
     norm_1 = channels if t.gain_1 is None else 3 * channels
-    kernels = tuple(t.depthwise_1.shape)
-    shapes = (
+    kernels = t.depthwise_1.shape
+    return [
         *((3 * channels,), (hidden,), (norm_1,), (2 * channels,), kernels),
         *((2 * channels,), (channels,), kernels, (columns,)),
-    )
-    return [torch.Size(shape) for shape in shapes]
+    ]
 
 
 def block_forward(
@@ -124,14 +129,16 @@ def block_forward(
 ) -> list[Tensor]:
     """Return the output and what is kept; z stands before a GELU, x1 to x3 on the stream."""
     t: Any = BlockTensors(*tensors)  # pyright: ignore[reportArgumentType]
-    flat = cast([*_matrices(t), t.qkv_bias, t.scale_3, t.scale_4], x.dtype)
-    shapes = [m.shape for m in (*_matrices(t), t.qkv_bias)]
-    pointwise, qkv_weight, proj, fc1, fc2, qkv_bias = matrices_in(flat, shapes)
+    kernels = (t.depthwise_1, t.depthwise_2)
+    flat = cast([*_matrices(t), t.qkv_bias, *kernels, t.scale_3, t.scale_4], x.dtype)
+    pointwise, qkv_weight, proj, fc1, fc2, qkv_bias, taps_1, taps_2 = matrices_in(
+        flat, _shapes_of_cast(t)
+    )
 
-    z1 = depthwise(x, t.depthwise_1, None, False)
+    z1 = depthwise(x, taps_1, None, False)
     z2 = F.linear(ops.gelu(None, z1, t.depthwise_1_bias, None, None), pointwise)
     x1 = ops.gelu(x, z2, t.pointwise_bias, t.scale_1, t.mask_1)
-    z3 = depthwise(x1, t.depthwise_2, None, False)
+    z3 = depthwise(x1, taps_2, None, False)
     x2 = ops.gelu(x1, z3, t.depthwise_2_bias, t.scale_2, t.mask_2)
     qkv = F.linear(x2, qkv_weight, qkv_bias).unflatten(-1, (3, len(windows) // 2, -1))
     heads_out = torch.ops.lipsformer.cosine_windows(
@@ -173,7 +180,7 @@ def block_backward(
     t: Any = BlockTensors(*tensors)  # pyright: ignore[reportArgumentType]
     attention = WindowArguments(bias, tau, nu, lepe, offset, windows, heads, scale, eps)
     x, z1, z2, x1, z3, x2, qkv, heads_out, centered_1, x3, z4, centered_2, flat = kept
-    pointwise, qkv_weight, proj, fc1, fc2 = matrices_in(flat, [m.shape for m in _matrices(t)])
+    pointwise, qkv_weight, proj, fc1, fc2, _, taps_1, taps_2 = matrices_in(flat, _shapes_of_cast(t))
     grad = grad.to(x.dtype).contiguous()
 
     grad_x, grad_branch, norm_2 = ops.center_backward(grad, None, centered_2, t.gain_2, t.mask_4)
@@ -193,17 +200,17 @@ def block_backward(
     grad_x, grad_z, gelu_3 = ops.gelu_backward(
         grad_x, grad_qkv @ qkv_weight, z3, t.depthwise_2_bias, t.scale_2, t.mask_2
     )
-    taps_2 = depthwise_sums(x1, grad_z)
-    grad_x = depthwise(grad_z, t.depthwise_2, grad_x, True)
+    kernel_2 = depthwise_sums(x1, grad_z)
+    grad_x = depthwise(grad_z, taps_2, grad_x, True)
     _, grad_z, gelu_2 = ops.gelu_backward(grad_x, None, z2, t.pointwise_bias, t.scale_1, t.mask_1)
     act, grad_z1, gelu_1 = ops.gelu_backward(
         grad_z @ pointwise, None, z1, t.depthwise_1_bias, None, None
     )
     grad_pointwise = _product(grad_z, act)
-    taps_1 = depthwise_sums(x, grad_z1)
-    grad_x = depthwise(grad_z1, t.depthwise_1, grad_x, True)
+    kernel_1 = depthwise_sums(x, grad_z1)
+    grad_x = depthwise(grad_z1, taps_1, grad_x, True)
 
-    sums = [norm_2, gelu_4, norm_1, gelu_3, taps_2, gelu_2, gelu_1, taps_1, window_sums]
+    sums = [norm_2, gelu_4, norm_1, gelu_3, kernel_2, gelu_2, gelu_1, kernel_1, window_sums]
     summed = add_programs(sums)
     norm_2, _, norm_1, *_ = sums_in(summed, [s.shape[1:] for s in sums])
     bias_3, bias_4 = norm_1[: x.shape[-1]], norm_2[: x.shape[-1]]

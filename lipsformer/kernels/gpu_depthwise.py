@@ -7,22 +7,22 @@ from lipsformer.kernels.gpu_operator import fake, operator
 
 
 @operator
-def depthwise(x: Tensor, weight: Tensor, add: Tensor | None, flip: bool) -> Tensor:
+def depthwise(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:
     """Return w * x + add; with ``flip`` the kernels are turned by 180 degrees.
 
     Args:
         x: [B, H, W, C].
-        weight: [C, 1, 7, 7], in any type.
+        taps: The kernels as [49, C], in any type.
         add: [B, H, W, C] or None.
         flip: Compute the gradient of the input from that of the output.
     """
     from lipsformer.kernels.triton import depthwise as kernel
 
-    return kernel.convolve(x, weight, add, flip)
+    return kernel.convolve(x, taps, add, flip)
 
 
 @fake(depthwise)
-def _(x: Tensor, weight: Tensor, add: Tensor | None, flip: bool) -> Tensor:
+def _(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 

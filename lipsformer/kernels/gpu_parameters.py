@@ -1,5 +1,6 @@
 """What a block on a GPU does with all of its parameters at once, as operators for `gpu_block`."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,19 +11,20 @@ from lipsformer.kernels.gpu_operator import fake, operator
 
 @operator
 def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the matrices of a block and a bias in another type, in one launch; see `matrices_in`.
+    """Return parameters of a block in another type, in one launch; see `matrices_in`.
 
     Args:
-        tensors: The matrices of the 1x1 convolution, qkv, proj, fc1 and fc2, the bias of qkv, and
-            two scales, which multiply the rows of proj and fc2.
+        tensors: The matrices of the 1x1 convolution, qkv, proj, fc1 and fc2, the bias of qkv, both
+            depthwise kernels, and two scales, which multiply the rows of proj and fc2.
         dtype: Type of the result.
 
     Returns:
-        One flat tensor in which the first six start at multiples of ``parameters.ALIGN``.
+        One flat tensor in which the first eight start at multiples of ``parameters.ALIGN``. The
+        depthwise kernels [C, 1, 7, 7] become [49, C].
     """
     from lipsformer.kernels.triton import parameters
 
-    out = _flat(tensors[:6], parameters.ALIGN, dtype)
+    out = _flat(tensors[:8], parameters.ALIGN, dtype)
     parameters.cast(tensors, out)
     return out
 
@@ -31,7 +33,7 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def _(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     from lipsformer.kernels.triton import parameters
 
-    return _flat(tensors[:6], parameters.ALIGN, dtype)
+    return _flat(tensors[:8], parameters.ALIGN, dtype)
 
 
 @operator
@@ -94,25 +96,25 @@ def _flat(tensors: Sequence[Tensor], align: int, dtype: torch.dtype) -> Tensor:
     return tensors[0].new_empty(size, dtype=dtype)
 
 
-def matrices_in(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def matrices_in(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return the tensors that lie in a flat one of ``cast`` or ``weight_gradients``."""
     from lipsformer.kernels.triton import parameters
 
     return _parts(flat, shapes, parameters.ALIGN)
 
 
-def sums_in(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def sums_in(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return the sums that lie in a flat tensor of ``add_programs``."""
     from lipsformer.kernels.triton import parameters
 
     return _parts(flat, shapes, parameters.COLUMNS)
 
 
-def _parts(flat: Tensor, shapes: Sequence[torch.Size], align: int) -> list[Tensor]:
+def _parts(flat: Tensor, shapes: Sequence[Sequence[int]], align: int) -> list[Tensor]:
     """Return the tensors that lie in a flat one."""
     from lipsformer.kernels.triton import parameters
 
-    sizes = [shape.numel() for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
     places = parameters.starts(sizes, align)
     return [
         flat[start : start + size].view(shape)

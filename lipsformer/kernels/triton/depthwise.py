@@ -134,10 +134,10 @@ def _tiles(x: Tensor) -> int:
     return batch * triton.cdiv(height, 7) * triton.cdiv(width, COLUMNS)
 
 
-def convolve(x: Tensor, weight: Tensor, add: Tensor | None, flip: bool) -> Tensor:
-    """Return the convolution of ``x`` with kernels [C, 1, 7, 7], flipped if asked, plus ``add``."""
+def convolve(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:
+    """Return the convolution of ``x`` with kernels as [49, C], flipped if asked, plus ``add``."""
     x, add = x.contiguous(), None if add is None else add.contiguous()
-    taps, out = weight.flatten(1).T.contiguous(), torch.empty_like(x)
+    taps, out = taps.contiguous(), torch.empty_like(x)
     grid = (triton.cdiv(x.shape[-1], CHANNELS) * _tiles(x),)
     flags = {"FLIP": flip, "ADD": add is not None, "BLOCK_W": COLUMNS, "BLOCK_C": CHANNELS}
     with torch.cuda.device_of(x):

@@ -35,6 +35,14 @@ def _cast_part(source, scale, out, start, at, size, columns, SCALED: tl.constexp
 
 
 @triton.jit
+def _turn_part(kernels, out, start, at, C: tl.constexpr):
+    """Write depthwise kernels [C, 49] as [49, C]."""
+    i = (tl.program_id(0) - start) * 1024 + tl.arange(0, 1024)
+    value = tl.load(kernels + i % C * 49 + i // C, mask=i < 49 * C, other=0.0)
+    tl.store(out + at, value.to(out.dtype.element_ty))
+
+
+@triton.jit
 def _cast(
     pointwise,
     qkv,
@@ -42,6 +50,8 @@ def _cast(
     fc1,
     fc2,
     qkv_bias,
+    depthwise_1,
+    depthwise_2,
     scale_3,
     scale_4,
     out,
@@ -52,6 +62,8 @@ def _cast(
     FC1: tl.constexpr,
     FC2: tl.constexpr,
     BIAS: tl.constexpr,
+    TAPS_1: tl.constexpr,
+    TAPS_2: tl.constexpr,
 ):
     pid = tl.program_id(0)
     at = pid.to(tl.int64) * 1024 + tl.arange(0, 1024)
@@ -65,8 +77,12 @@ def _cast(
         _cast_part(fc1, scale_3, out, FC1, at, HIDDEN * C, C, False)
     elif pid < BIAS:
         _cast_part(fc2, scale_4, out, FC2, at, C * HIDDEN, HIDDEN, True)
-    else:
+    elif pid < TAPS_1:
         _cast_part(qkv_bias, scale_3, out, BIAS, at, 3 * C, C, False)
+    elif pid < TAPS_2:
+        _turn_part(depthwise_1, out, TAPS_1, at, C)
+    else:
+        _turn_part(depthwise_2, out, TAPS_2, at, C)
 
 
 @triton.jit
@@ -188,19 +204,22 @@ def _add_programs(
         _sum_part(s_9, out, pid - e_8, e_8 * 64, p_9, c_9)
 
 
-def _places(channels: int, hidden: int, bias: bool) -> dict[str, int]:
-    """Return where the matrices start, in blocks for `_cast` and in elements otherwise."""
+def _places(channels: int, hidden: int, casts: bool) -> dict[str, int]:
+    """Return where the parts start, in blocks for `_cast` and in elements otherwise."""
     squares = channels * channels
     sizes = [squares, 3 * squares, squares, hidden * channels, hidden * channels]
-    names = ("QKV", "PROJ", "FC1", "FC2", "BIAS") if bias else ("QKV", "PROJ", "FC1", "FC2")
-    unit = ALIGN if bias else 1
+    names = ["QKV", "PROJ", "FC1", "FC2"]
+    if casts:
+        sizes += [3 * channels, 49 * channels, 49 * channels]
+        names += ["BIAS", "TAPS_1", "TAPS_2"]
+    unit = ALIGN if casts else 1
     return {
         name: start // unit for name, start in zip(names, starts(sizes, ALIGN)[1:], strict=False)
     }
 
 
 def cast(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Fill the flat tensor with the matrices and the bias in its type, scaled where they are."""
+    """Fill the flat tensor with the parameters in its type, scaled or turned where they are."""
     channels, hidden = tensors[3].shape[1], tensors[3].shape[0]
     with torch.cuda.device_of(out):
         _cast[(out.numel() // ALIGN,)](
@@ -208,7 +227,7 @@ def cast(tensors: Sequence[Tensor], out: Tensor) -> None:
             out,
             C=channels,
             HIDDEN=hidden,
-            **_places(channels, hidden, bias=True),
+            **_places(channels, hidden, casts=True),
         )
 
 
@@ -222,7 +241,7 @@ def weight_gradients(tensors: Sequence[Tensor], out: Tensor, vectors: Tensor) ->
             vectors,
             C=channels,
             HIDDEN=hidden,
-            **_places(channels, hidden, bias=False),
+            **_places(channels, hidden, casts=False),
         )
 
 
