@@ -123,6 +123,7 @@ def test_card_says_what_an_evaluation_of_the_folder_finds(run, hub, tmp_path):
     assert "tag" not in json.loads((hub / "config.json").read_text())["pretrained_cfg"]
 
 
+@pytest.mark.slow
 def test_command_of_the_card_repeats_the_run(run, hub, tmp_path):
     """It knows the folder of the card only: neither the config file of the run nor its folder."""
     (line,) = re.findall(r"^ {4}(lipsformer .*)$", (hub / "README.md").read_text(), re.MULTILINE)
