@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu                       # under an hour; writes gpu_report.json
     python -m benchmarks.gpu --models swin_tiny_patch4_window7_224 lipsformer_swin_tiny \\
-        --modes eager regions                      # some minutes, without the tests
+        --modes eager regions                      # without the tests
     python -m benchmarks.gpu --only models graph_layers
     python -m benchmarks.gpu --only all            # hours: speed, rooflines, scaling, convergence
     python -m benchmarks.gpu --list
@@ -71,12 +71,15 @@ COMMANDS = (
 def main() -> None:
     """Run the command line."""
     parser = documented_parser(__doc__)
-    parser.add_argument(
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument(
         "--only", nargs="+", metavar="PART", help="commands with one of these words, or all"
     )
+    parts.add_argument("--models", nargs="+", help="measure these models alone, and run no tests")
     parser.add_argument("--list", action="store_true", help="print these commands instead")
-    parser.add_argument("--models", nargs="+", help="measure these models alone, and run no tests")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=MODES, help="of the models, without --only"
+    )
     parser.add_argument("--report", type=Path, default=REPORT, help="the file to send back")
     options = parser.parse_args()
     words = [""] if not options.only or "all" in options.only else options.only
@@ -118,9 +121,11 @@ def verify(
     """
     outcome = tests()
     records = [json.loads(file.read_text()) for file in sorted(PREDICTIONS.glob("*.json"))]
-    models = [record for record in records if "compiled" in record]
-    if names is not None:
-        models = [record for record in records if record.get("model") in names]
+    models = [
+        record
+        for record in records
+        if ("compiled" in record if names is None else record.get("model") in names)
+    ]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     # The limits of the H100 stand in for GPUs that have none; ratios of models still compare.
     gpu = next((known for known in ("A100", "H100", "B200") if known in name), "H100")

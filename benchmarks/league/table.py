@@ -141,7 +141,7 @@ def very_deep_table(records: Sequence[Record]) -> str:
 
 
 def loss(value: float) -> str:
-    """Return a loss with four decimals, or none if it is far above that of guessing."""
+    """Return a loss with four decimals, or as a whole number if it is above 100."""
     return f"{value:.4f}" if value < 100 else f"{value:,.0f}"
 
 

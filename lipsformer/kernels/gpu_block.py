@@ -8,8 +8,8 @@ convolutions and what stands before a GELU; GELU itself is computed again.
 The residual stream has the type of the products. Every kernel computes in float32 and rounds what
 it writes.
 
-The compiler does not look into the two operators. It has nothing to fuse in them, would take half a
-minute for the blocks of a model, and its calls would cost the host more.
+The compiler does not look into the two operators. It would have nothing to fuse in them, and its
+calls would cost the host more.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import register_fake
 
 from lipsformer.kernels import gpu_pointwise as ops
 from lipsformer.kernels.block import BlockTensors
 from lipsformer.kernels.dispatch import product_dtype, refuse_second_derivatives
 from lipsformer.kernels.gpu_arguments import WindowArguments
 from lipsformer.kernels.gpu_depthwise import depthwise, depthwise_sums
-from lipsformer.kernels.gpu_operator import fake, operator
+from lipsformer.kernels.gpu_operator import operator
 from lipsformer.kernels.gpu_parameters import (
     add_programs,
     cast,
@@ -222,8 +223,8 @@ def block_backward(
 
 
 _forward, _backward = operator(block_forward), operator(block_backward)
-fake(_forward)(block_forward)  # what they consist of can do without values too
-fake(_backward)(block_backward)
+register_fake(_forward)(block_forward)  # what they consist of can do without values too
+register_fake(_backward)(block_backward)
 
 
 def _product(grad: Tensor, x: Tensor) -> Tensor:

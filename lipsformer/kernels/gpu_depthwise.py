@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.library import register_fake
 
-from lipsformer.kernels.gpu_operator import fake, operator
+from lipsformer.kernels.gpu_operator import operator
 
 
 @operator
@@ -21,7 +22,7 @@ def depthwise(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor
     return kernel.convolve(x, taps, add, flip)
 
 
-@fake(depthwise)
+@register_fake(depthwise)
 def _(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -36,7 +37,7 @@ def depthwise_sums(x: Tensor, grad: Tensor) -> Tensor:
     return sums
 
 
-@fake(depthwise_sums)
+@register_fake(depthwise_sums)
 def _(x: Tensor, grad: Tensor) -> Tensor:
     return _sums(x)
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.library import register_fake
 
-from lipsformer.kernels.gpu_operator import fake, operator
+from lipsformer.kernels.gpu_operator import operator
 
 
 @operator
@@ -29,7 +30,7 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return out
 
 
-@fake(cast)
+@register_fake(cast)
 def _(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     from lipsformer.kernels.triton import parameters
 
@@ -56,7 +57,7 @@ def weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return out, vectors
 
 
-@fake(weight_gradients)
+@register_fake(weight_gradients)
 def _(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return _gradients(tensors)
 
@@ -82,7 +83,7 @@ def add_programs(sums: Sequence[Tensor]) -> Tensor:
     return out
 
 
-@fake(add_programs)
+@register_fake(add_programs)
 def _(sums: Sequence[Tensor]) -> Tensor:
     from lipsformer.kernels.triton import parameters
 

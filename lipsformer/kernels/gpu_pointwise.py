@@ -6,8 +6,9 @@ The operators have no autograd formula, because `gpu_block` calls both direction
 
 import torch
 from torch import Tensor
+from torch.library import register_fake
 
-from lipsformer.kernels.gpu_operator import fake, operator
+from lipsformer.kernels.gpu_operator import operator
 
 
 @operator
@@ -20,7 +21,7 @@ def gelu(
     return pointwise.gelu_forward(x, z, bias, scale, mask)
 
 
-@fake(gelu)
+@register_fake(gelu)
 def _(
     x: Tensor | None, z: Tensor, bias: Tensor, scale: Tensor | None, mask: Tensor | None
 ) -> Tensor:
@@ -49,7 +50,7 @@ def gelu_backward(
     return *pointwise.gelu_backward(grad, grad_2, z, bias, scale, mask, sums), sums
 
 
-@fake(gelu_backward)
+@register_fake(gelu_backward)
 def _(
     grad: Tensor,
     grad_2: Tensor | None,
@@ -89,7 +90,7 @@ def center(
     return y, centered
 
 
-@fake(center)
+@register_fake(center)
 def _(
     x: Tensor,
     branch: Tensor,
@@ -110,7 +111,7 @@ def residual(x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, mask: Tenso
     return pointwise.center_forward(x, branch, bias, scale, mask, None, None)[0]
 
 
-@fake(residual)
+@register_fake(residual)
 def _(x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, mask: Tensor | None) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -137,7 +138,7 @@ def center_backward(
     return grad_x, grad.new_empty(0) if grad_branch is None else grad_branch, sums
 
 
-@fake(center_backward)
+@register_fake(center_backward)
 def _(
     grad: Tensor,
     grad_2: Tensor | None,

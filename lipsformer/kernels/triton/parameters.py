@@ -35,7 +35,7 @@ def _cast_part(source, scale, out, start, at, size, columns, SCALED: tl.constexp
 
 
 @triton.jit
-def _turn_part(kernels, out, start, at, C: tl.constexpr):
+def _transpose_part(kernels, out, start, at, C: tl.constexpr):
     """Write depthwise kernels [C, 49] as [49, C]."""
     i = (tl.program_id(0) - start) * 1024 + tl.arange(0, 1024)
     value = tl.load(kernels + i % C * 49 + i // C, mask=i < 49 * C, other=0.0)
@@ -80,9 +80,9 @@ def _cast(
     elif pid < TAPS_1:
         _cast_part(qkv_bias, scale_3, out, BIAS, at, 3 * C, C, False)
     elif pid < TAPS_2:
-        _turn_part(depthwise_1, out, TAPS_1, at, C)
+        _transpose_part(depthwise_1, out, TAPS_1, at, C)
     else:
-        _turn_part(depthwise_2, out, TAPS_2, at, C)
+        _transpose_part(depthwise_2, out, TAPS_2, at, C)
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def _places(channels: int, hidden: int, casts: bool) -> dict[str, int]:
 
 
 def cast(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Fill the flat tensor with the parameters in its type, scaled or turned where they are."""
+    """Fill the flat tensor with the parameters in its type, scaled or transposed where they are."""
     channels, hidden = tensors[3].shape[1], tensors[3].shape[0]
     with torch.cuda.device_of(out):
         _cast[(out.numel() // ALIGN,)](
