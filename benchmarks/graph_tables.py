@@ -11,6 +11,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,17 @@ def studies() -> str:
 
 def _config(sweep: str, runs: list[Run]) -> GraphConfig:
     """Return the config of the runs of one cell of a sweep."""
-    base = read_config(GraphSweepConfig, CONFIGS / f"{sweep}.yaml").config
-    return read_config(GraphConfig, CONFIGS / base, runs[0]["overrides"])
+    return _read_config(sweep, tuple(runs[0]["overrides"]))
+
+
+@cache
+def _read_config(sweep: str, overrides: tuple[str, ...]) -> GraphConfig:
+    return read_config(GraphConfig, CONFIGS / _base(sweep), overrides)
+
+
+@cache
+def _base(sweep: str) -> str:
+    return read_config(GraphSweepConfig, CONFIGS / f"{sweep}.yaml").config
 
 
 def _schedule(config: GraphConfig) -> tuple[str, int]:

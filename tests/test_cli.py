@@ -189,7 +189,12 @@ def test_dry_run_shows_what_training_would_do_and_writes_nothing(
 
 @pytest.mark.parametrize(
     "command",
-    ["lipsformer --help", "benchmarks.study benchmarks/studies/cifar10_bf16.yaml --table"],
+    [
+        "lipsformer --help",
+        pytest.param(
+            "benchmarks.study benchmarks/studies/cifar10_bf16.yaml --table", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_command_whose_reader_has_left_ends_as_a_unix_tool(command: str) -> None:
     reader, writer = os.pipe()

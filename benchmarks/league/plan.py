@@ -91,9 +91,10 @@ def imagenette_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
 def very_deep_cells() -> list[Cell]:
     """Return the cells that compare both forms of CenterNorm at 12 and at 192 blocks."""
     cell = {"optimizer": "adamw", "updates": DEPTH_UPDATES, "data": "cifar10"}
-    cell |= {"warmup": WARMUPS[0], "seed": SEEDS[0]}
+    cell |= {"warmup": WARMUPS[0]}
     return [
-        Cell(blocks=depth, body=body, lr=multiple * OPTIMIZERS["adamw"].usual_lr, **cell)
+        Cell(blocks=depth, body=body, lr=multiple * OPTIMIZERS["adamw"].usual_lr, seed=seed, **cell)
+        for seed in SEEDS
         for depth in VERY_DEEP
         for body in ("lipsformer, unit norm", "lipsformer")
         for multiple in VERY_DEEP_MULTIPLES

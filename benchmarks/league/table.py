@@ -1,13 +1,15 @@
 """The tables of the league, in markdown."""
 
 from collections.abc import Sequence
-from statistics import mean
+from dataclasses import replace
+from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.league.bodies import BODIES
 from benchmarks.league.cell import OPTIMIZERS
 from benchmarks.league.plan import (
     DEPTHS,
+    SEEDS,
     VERY_DEEP,
     WARMUPS,
     cells,
@@ -123,26 +125,24 @@ def depth_table(records: Sequence[Record]) -> str:
 
 
 def very_deep_table(records: Sequence[Record]) -> str:
-    """Return the losses of both forms of CenterNorm at 12 and at 192 blocks."""
+    """Return the losses of both forms of CenterNorm at 12 and at 192 blocks, as means of seeds."""
     losses = ("loss, updates 1 to 10", "loss, last ten updates")
-    header = ("body", "blocks", "lr", *losses, "accuracy, %")
-    rows = (
-        (
-            cell.body,
-            cell.blocks,
-            cell.lr,
-            *map(loss, (r["losses"][0], r["losses"][-1])),
-            accuracy([r]),
-        )
-        for cell in very_deep_cells()
-        for r in select(records, body=cell.body, blocks=cell.blocks, lr=cell.lr)
-    )
-    return markdown(header, rows)
+    rows = []
+    for cell in dict.fromkeys(replace(cell, seed=SEEDS[0]) for cell in very_deep_cells()):
+        row = {"body": cell.body, "blocks": cell.blocks, "lr": cell.lr}
+        own = [r for r in select(records, **row) if r["updates"] == cell.updates]
+        if not own:
+            continue
+        first, last = ([r["losses"][i] for r in own] for i in (0, -1))
+        rows.append((*row.values(), loss(first), loss(last), accuracy(own), len(own)))
+    return markdown(("body", "blocks", "lr", *losses, "accuracy, %", "seeds"), rows)
 
 
-def loss(value: float) -> str:
-    """Return a loss with four decimals, or as a whole number if it is above 100."""
-    return f"{value:.4f}" if value < 100 else f"{value:,.0f}"
+def loss(values: Sequence[float]) -> str:
+    """Return the mean loss of some seeds with its standard deviation, whole if it is above 100."""
+    digits = ".4f" if mean(values) < 100 else ",.0f"
+    spread = f" ± {stdev(values):{digits}}" if len(values) > 1 else ""
+    return f"{mean(values):{digits}}{spread}"
 
 
 def page(records: Sequence[Record]) -> str:

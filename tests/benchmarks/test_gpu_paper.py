@@ -207,6 +207,7 @@ def check_compiled_step(model, shape, known, architectures, every=1):
         assert kernels["spilling"] == {}, gpu
 
 
+@pytest.mark.slow
 def test_compiled_step_of_one_block_has_not_grown_and_spills_nothing():
     check_compiled_step(build(NANO, **ONE_BLOCK), (8, 3, 32, 32), KNOWN, [90], every=12)
 

@@ -107,6 +107,7 @@ def test_killed_in_every_phase(tmp_path: Path) -> None:
     assert [point.value for point in points] == pytest.approx([loss for _, loss in expected])
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_killed_with_two_processes_and_a_worker_each(tmp_path: Path) -> None:
     expected = reference(tmp_path / "a", 1, 2, LIPSFORMER)

@@ -143,8 +143,9 @@ def test_in_inference_mode_the_fold_is_exact_and_notices_new_weights(made_there)
             assert not torch.allclose(changed, before, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of sizes, which are compared
-@pytest.mark.parametrize("form", [pytest.param("nano", marks=pytest.mark.slow), "swin_nano"])
+@pytest.mark.parametrize("form", ["nano", "swin_nano"])
 def test_one_graph_of_the_compiler_and_a_trace_hold_a_folded_model(form):
     folded = lipsformer.optimize_for_inference(randomize(make(form)))
     images, others = torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32)

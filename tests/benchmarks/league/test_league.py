@@ -59,8 +59,9 @@ def test_the_plan_has_every_cell_once_and_the_first_seed_first():
         order += stage
         records += [fake(cell) for cell in stage]
     assert len(order) == len(set(order))
-    order, very_deep = order[:-12], order[-12:]
-    assert [c.blocks for c in very_deep] == [12] * 6 + [192] * 6
+    order, very_deep = order[:-36], order[-36:]
+    assert [c.blocks for c in very_deep] == ([12] * 6 + [192] * 6) * 3
+    assert [c.seed for c in very_deep] == [0] * 12 + [1] * 12 + [2] * 12
     first = order[: 6 * ROWS]
     assert all(c.seed == 0 and c.warmup == 0.0 and c.data == "cifar10" for c in first)
     assert {(c.body, c.optimizer, c.lr) for c in first} >= {(b, "adamw", 0.1) for b in BODIES}
