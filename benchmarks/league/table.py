@@ -139,8 +139,8 @@ def very_deep_table(records: Sequence[Record]) -> str:
 
 
 def loss(values: Sequence[float]) -> str:
-    """Return the mean loss of some seeds with its standard deviation, whole if it is above 100."""
-    digits = ".4f" if mean(values) < 100 else ",.0f"
+    """Return the mean loss of some seeds with its standard deviation, whole if it is above 10."""
+    digits = ".3f" if mean(values) < 10 else ",.0f"
     spread = f" ± {stdev(values):{digits}}" if len(values) > 1 else ""
     return f"{mean(values):{digits}}{spread}"
 
