@@ -281,5 +281,7 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, act_after: boo
         bias: [C_out] in the type of ``x``, or None.
         act_after: Apply GELU to the output.
     """
-    act, approximate = ("gelu", "none") if act_after else ("none", "")
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, act, [], approximate)
+    fused = act_after and not _UP_TO_AVX2  # with AVX2 oneDNN's GELU is slower than PyTorch's
+    act, approximate = ("gelu", "none") if fused else ("none", "")
+    y = torch.ops.mkldnn._linear_pointwise(x, packed, bias, act, [], approximate)
+    return torch.ops.aten.gelu_(y) if act_after and not fused else y

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrizations import orthogonal
 
 import lipsformer
+from lipsformer.kernels import linear
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
 from lipsformer.models.inference import FoldedConv, FrozenLinear
 
@@ -289,3 +290,15 @@ def test_the_packed_weight_follows_every_way_to_change_a_weight():
     torch.testing.assert_close(square(x), x @ square.weight.T)
     square.bfloat16().float()
     torch.testing.assert_close(square(x), x @ square.weight.T)
+
+
+@pytest.mark.parametrize("up_to_avx2", [False, True])
+def test_gelu_behind_a_frozen_layer_is_exact_within_the_product_and_after_it(
+    up_to_avx2, monkeypatch
+):
+    monkeypatch.setattr(linear, "_UP_TO_AVX2", up_to_avx2)
+    layer, x = FrozenLinear(nn.Linear(37, 101), act_after=True), 3.0 * torch.randn(5, 7, 37)
+    with torch.no_grad():
+        z = x.double() @ layer.weight.double().T + layer.bias.double()
+        expected = z * (1 + torch.erf(z / 2**0.5)) / 2
+        torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
