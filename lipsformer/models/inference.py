@@ -47,10 +47,11 @@ class FrozenLinear(nn.Linear):
 
     .. math:: y = x W^T + b \quad\text{or}\quad y = \mathrm{GELU}(x W^T + b)
 
-    Without gradients on the CPU in float32 or bfloat16, oneDNN computes it in one pass from a copy
-    of the weight in its own layout. The copy is made at the first call and again when a parameter
-    was written or replaced or the type has changed. Elsewhere, and for parameters that were made in
-    inference mode, whose changes PyTorch does not count, it is ``nn.Linear`` and GELU.
+    Without gradients on the CPU in float32 or bfloat16, oneDNN computes it from a copy of the
+    weight in its own layout, with GELU in the same pass if there is AVX-512. The copy is made at
+    the first call and again when a parameter was written or replaced or the type has changed.
+    Elsewhere, and for parameters that were made in inference mode, whose changes PyTorch does not
+    count, it is ``nn.Linear`` and GELU.
 
     Shape:
         x: [..., C_in]; the output is [..., C_out].
