@@ -249,12 +249,7 @@ def studies() -> str:
 
 def _config(sweep: str, runs: list[Run]) -> GraphConfig:
     """Return the config of the runs of one cell of a sweep."""
-    return _read_config(sweep, tuple(runs[0]["overrides"]))
-
-
-@cache
-def _read_config(sweep: str, overrides: tuple[str, ...]) -> GraphConfig:
-    return read_config(GraphConfig, CONFIGS / _base(sweep), overrides)
+    return read_config(GraphConfig, CONFIGS / _base(sweep), runs[0]["overrides"])
 
 
 @cache

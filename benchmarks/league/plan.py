@@ -90,8 +90,7 @@ def imagenette_rows(records: Sequence[Record]) -> list[tuple[str, str]]:
 
 def very_deep_cells() -> list[Cell]:
     """Return the cells that compare both forms of CenterNorm at 12 and at 192 blocks."""
-    cell = {"data": "cifar10", "optimizer": "adamw", "warmup": WARMUPS[0]}
-    cell |= {"updates": DEPTH_UPDATES}
+    cell = {"data": "cifar10", "optimizer": "adamw", "warmup": 0.0, "updates": DEPTH_UPDATES}
     return [
         Cell(blocks=depth, body=body, lr=multiple * OPTIMIZERS["adamw"].usual_lr, seed=seed, **cell)
         for seed in SEEDS
