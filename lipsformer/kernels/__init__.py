@@ -30,8 +30,9 @@ from lipsformer.kernels.gpu_windows import (
     MAX_GPU_TOKENS_WITH_BIAS,
     gpu_cosine_windows,
 )
-from lipsformer.kernels.linear import fused_linear, pack_weight, packed_linear
+from lipsformer.kernels.linear import fused_linear
 from lipsformer.kernels.node_terms import node_terms
+from lipsformer.kernels.packed import pack_weight, packed_linear
 from lipsformer.kernels.pointwise import (
     add_gelu,
     center,

@@ -87,6 +87,7 @@ NEEDS = {
     "depthwise.csrc": Needs(("csrc",), _FLOAT32_BFLOAT16, mixed=True),
     "gelu.csrc": _POINTWISE,
     "gelu_residual.csrc": _POINTWISE_MIXED,
+    "product.csrc": Needs(("csrc",)),
     "scale_weight.csrc": Needs(("csrc",), mixed=True, contiguous=True),
     "sum_rows.csrc": _POINTWISE,
 }

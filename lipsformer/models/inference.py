@@ -47,9 +47,9 @@ class FrozenLinear(nn.Linear):
 
     .. math:: y = x W^T + b \quad\text{or}\quad y = \mathrm{GELU}(x W^T + b)
 
-    Without gradients on the CPU in float32 or bfloat16, oneDNN computes it from a copy of the
-    weight in its own layout, with GELU in the same pass if there is AVX-512. The copy is made at
-    the first call and again when a parameter was written or replaced or the type has changed.
+    Without gradients on the CPU in float32 or bfloat16, it is computed from a copy of the weight
+    in the layout of the fastest product, with GELU in the same pass. The copy is made at the first
+    call and again when a parameter was written or replaced or the type has changed.
     Elsewhere, and for parameters that were made in inference mode, whose changes PyTorch does not
     count, it is ``nn.Linear`` and GELU.
 
@@ -98,7 +98,7 @@ class FrozenLinear(nn.Linear):
 
     def _linear(self, input: Tensor) -> Tensor:
         if input.numel() > 0 and kernels.usable(
-            "packed_linear", input, self.weight, unless=self._obstacle
+            "packed_linear", input, self.weight, unless=lambda: self._obstacle(input)
         ):
             dtype = kernels.product_dtype(input)
             packed = self.packed  # read once: another thread may replace it
@@ -113,8 +113,10 @@ class FrozenLinear(nn.Linear):
     def _tensors(self) -> list[Tensor]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
-    def _obstacle(self) -> str | None:
+    def _obstacle(self, input: Tensor) -> str | None:
         """Return why the packed copy of the weight may not be used, or None."""
+        if type(input) is not Tensor:
+            return "the input is of a subclass"
         if torch.jit.is_tracing():
             return "torch.jit can keep no packed weight"
         if any(tensor.is_inference() for tensor in self._tensors()):
@@ -130,7 +132,7 @@ register_notrace_module(FrozenLinear)  # FX cannot trace the choice of a kernel
 
 
 class _Packed:
-    """The copy of a layer's weight in oneDNN's layout, and of what it was made."""
+    """The copy of a layer's weight in another layout, and of what it was made."""
 
     def __init__(self, dtype: torch.dtype, tensors: list[Tensor]) -> None:
         weight, *bias = (tensor.to(dtype) for tensor in tensors)
@@ -266,7 +268,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
 
     :math:`CN(Wx + b)` is folded in the same way. Residual scales enter the last linear layer of
     their branch. Everything is computed in float64 and rounded once. On the CPU in float32, linear
-    layers run from a copy of their weights in oneDNN's layout, GELU included, which doubles the
+    layers run from a copy of their weights in another layout, GELU included, which doubles the
     memory of the weights. The last CenterNorm is not folded, because ``forward_features`` returns
     its result, and neither are scales behind a GELU.
 

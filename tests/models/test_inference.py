@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrizations import orthogonal
 
 import lipsformer
-from lipsformer.kernels import linear
+from lipsformer.kernels import packed
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
 from lipsformer.models.inference import FoldedConv, FrozenLinear
 
@@ -292,13 +292,22 @@ def test_the_packed_weight_follows_every_way_to_change_a_weight():
     torch.testing.assert_close(square(x), x @ square.weight.T)
 
 
-@pytest.mark.parametrize("up_to_avx2", [False, True])
-def test_gelu_behind_a_frozen_layer_is_exact_within_the_product_and_after_it(
-    up_to_avx2, monkeypatch
-):
-    monkeypatch.setattr(linear, "_UP_TO_AVX2", up_to_avx2)
+@pytest.mark.parametrize("own", [False, True])
+@torch.no_grad()
+def test_gelu_behind_a_frozen_layer_is_exact_in_our_product_and_in_onednns(own, monkeypatch):
+    monkeypatch.setattr(packed, "_OWN", own)
     layer, x = FrozenLinear(nn.Linear(37, 101), act_after=True), 3.0 * torch.randn(5, 7, 37)
-    with torch.no_grad():
-        z = x.double() @ layer.weight.double().T + layer.bias.double()
-        expected = z * (1 + torch.erf(z / 2**0.5)) / 2
-        torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
+    z = x.double() @ layer.weight.double().T + layer.bias.double()
+    expected = z * (1 + torch.erf(z / 2**0.5)) / 2
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_frozen_layer_computes_tensors_of_a_subclass_with_plain_operators():
+    class Image(torch.Tensor):
+        pass
+
+    layer, x = FrozenLinear(nn.Linear(37, 101)), torch.randn(5, 37)
+    y = layer(x.as_subclass(Image))
+    assert type(y) is Image
+    torch.testing.assert_close(y.as_subclass(torch.Tensor), layer(x))
