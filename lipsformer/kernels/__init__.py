@@ -32,7 +32,6 @@ from lipsformer.kernels.gpu_windows import (
 )
 from lipsformer.kernels.linear import fused_linear
 from lipsformer.kernels.node_terms import node_terms
-from lipsformer.kernels.packed import pack_weight, packed_linear
 from lipsformer.kernels.pointwise import (
     add_gelu,
     center,
@@ -41,6 +40,7 @@ from lipsformer.kernels.pointwise import (
     gelu_residual,
     residual,
 )
+from lipsformer.kernels.product import pack_weight, packed_linear
 from lipsformer.kernels.recording import CannotRecordError, Recorder
 from lipsformer.kernels.verdict import (
     TIMED_SAMPLES,

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 COMPILER = "aarch64-linux-gnu-g++"
 FILES = (
     *("kernels/test_windows.py", "kernels/test_pointwise.py", "kernels/test_bfloat16.py"),
-    *("kernels/test_elu.py", "kernels/test_node_terms.py", "kernels/test_packed.py"),
+    *("kernels/test_elu.py", "kernels/test_node_terms.py", "kernels/test_product.py"),
     *("layers/test_conv.py", "layers/test_linear.py"),
 )
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrizations import orthogonal
 
 import lipsformer
-from lipsformer.kernels import packed
+from lipsformer.kernels import product
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
 from lipsformer.models.inference import FoldedConv, FrozenLinear
 
@@ -295,7 +295,7 @@ def test_the_packed_weight_follows_every_way_to_change_a_weight():
 @pytest.mark.parametrize("own", [False, True])
 @torch.no_grad()
 def test_gelu_behind_a_frozen_layer_is_exact_in_our_product_and_in_onednns(own, monkeypatch):
-    monkeypatch.setattr(packed, "_OWN", own)
+    monkeypatch.setattr(product, "AVX2_ONLY", own)
     layer, x = FrozenLinear(nn.Linear(37, 101), act_after=True), 3.0 * torch.randn(5, 7, 37)
     z = x.double() @ layer.weight.double().T + layer.bias.double()
     expected = z * (1 + torch.erf(z / 2**0.5)) / 2

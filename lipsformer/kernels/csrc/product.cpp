@@ -1,8 +1,10 @@
-// y = x W^T + b, and GELU of it if asked, in float32 for processors with AVX2 but no AVX-512.
+// y = a b + bias, and GELU of it if asked, in float32 for processors with AVX2 but no AVX-512.
 //
-// A tile of 6 x 16 sums stays in registers. In the weight's copy 16 outputs lie side by side, as a
-// panel. Of a block of rows, a part of the inputs is copied and multiplied by all panels before the
+// A tile of 6 x 16 sums stays in registers. For each, 16 columns of b lie side by side, as a panel.
+// Of a block of rows of a, a part of the inputs is copied and multiplied by all panels before the
 // next part. So the copy stays in the second cache, and a panel's part in the first.
+#include <memory>
+
 #include "rows.h"
 
 namespace {
@@ -10,6 +12,13 @@ namespace {
 constexpr int64_t ROWS = 6, COLUMNS = 16, VECS = COLUMNS / LANES;
 constexpr int64_t BLOCK_ROWS = 96, DEPTH = 384;
 constexpr int64_t STRIDE = DEPTH + 16;  // of the copied rows: no power of 2, where lines collide
+
+// How b lies in memory.
+enum Layout : int64_t {
+    PLAIN,       // [inputs, outputs]
+    TRANSPOSED,  // [outputs, inputs]
+    PANELS,      // [panels, inputs, COLUMNS], zeros behind the last output
+};
 
 // f(r, v) for the R rows and the vectors of a tile.
 template <int64_t R, class F>
@@ -19,27 +28,75 @@ inline void each_vector(F f) {
         for (int64_t v = 0; v < VECS; ++v) f(r, v);
 }
 
+// y = x^T for rows x columns numbers.
+void transpose(const float *x, int64_t x_row, int64_t rows, int64_t columns, float *y,
+               int64_t y_row) {
+    const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
+    for (int64_t i = 0; i < whole_rows; i += 4)
+        for (int64_t j = 0; j < whole_columns; j += 4)
+            transpose_4x4(x + i * x_row + j, x_row, y + j * y_row + i, y_row);
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j)
+            y[j * y_row + i] = x[i * x_row + j];
+}
+
 struct Product {
-    const float *x, *panels, *bias;  // [rows, inputs], [panels, inputs, COLUMNS], [outputs] or null
-    float *y;                        // [rows, outputs]
+    const float *a;     // [rows, inputs], or its transpose
+    const float *b;     // as layout says
+    const float *bias;  // [outputs], or null
+    float *y;           // [rows, outputs]
     int64_t rows, inputs, outputs;
+    bool a_transposed;
+    Layout layout;
     bool act;
+
+    int64_t panels() const { return (outputs + COLUMNS - 1) / COLUMNS; }
+
+    // One panel of the transposed b, its inputs from begin to end - 1.
+    void pack(int64_t panel, int64_t begin, int64_t end, float *packed) const {
+        const int64_t column = panel * COLUMNS, columns = std::min(COLUMNS, outputs - column);
+        if (columns < COLUMNS) std::fill_n(packed, (end - begin) * COLUMNS, 0.0f);
+        transpose(b + column * inputs + begin, inputs, columns, end - begin, packed, COLUMNS);
+    }
+
+    // One input of all panels of the plain b.
+    void pack_row(int64_t k, float *packed) const {
+        const float *from = b + k * outputs;
+        packed += k * COLUMNS;
+        for (int64_t column = 0; column < outputs; column += COLUMNS, packed += inputs * COLUMNS) {
+            if (column + COLUMNS <= outputs) {
+                std::copy_n(from + column, COLUMNS, packed);
+            } else {
+                std::fill_n(packed, COLUMNS, 0.0f);
+                std::copy_n(from + column, outputs - column, packed);
+            }
+        }
+    }
+
+    // n rows of a, the inputs from begin to end - 1.
+    void copy_rows(int64_t row, int64_t n, int64_t begin, int64_t end, float *copy) const {
+        if (a_transposed)
+            return transpose(a + begin * rows + row, rows, end - begin, n, copy, STRIDE);
+        for (int64_t i = 0; i < n; ++i)
+            std::copy_n(a + (row + i) * inputs + begin, end - begin, copy + i * STRIDE);
+    }
 
     // The product of the rows and the panels from the first to the last but one.
     void compute(int64_t row, int64_t last_row, int64_t panel, int64_t last_panel) const {
-        float copy[BLOCK_ROWS * STRIDE];
+        float copy[BLOCK_ROWS * STRIDE], packed[DEPTH * COLUMNS];
         const int64_t parts = (inputs + DEPTH - 1) / DEPTH;
         for (; row < last_row; row += BLOCK_ROWS) {
             const int64_t n = std::min(BLOCK_ROWS, last_row - row);
             for (int64_t part = 0; part < parts; ++part) {
                 const int64_t begin = inputs * part / parts, end = inputs * (part + 1) / parts;
-                for (int64_t i = 0; i < n; ++i)
-                    std::copy_n(x + (row + i) * inputs + begin, end - begin, copy + i * STRIDE);
+                copy_rows(row, n, begin, end, copy);
                 for (int64_t p = panel; p < last_panel; ++p) {
+                    if (layout != PANELS) pack(p, begin, end, packed);
+                    const float *w = layout == PANELS ? b + (p * inputs + begin) * COLUMNS : packed;
                     int64_t i = 0;
                     for (; i + ROWS <= n; i += ROWS)
-                        tile<ROWS>(copy + i * STRIDE, row + i, p, begin, end);
-                    rest<ROWS - 1>(n - i, copy + i * STRIDE, row + i, p, begin, end);
+                        tile<ROWS>(copy + i * STRIDE, w, row + i, p, begin, end);
+                    rest<ROWS - 1>(n - i, copy + i * STRIDE, w, row + i, p, begin, end);
                 }
             }
         }
@@ -47,19 +104,18 @@ struct Product {
 
     // n rows, at most R.
     template <int64_t R>
-    void rest(int64_t n, const float *copy, int64_t row, int64_t panel, int64_t begin,
-              int64_t end) const {
+    void rest(int64_t n, const float *copy, const float *w, int64_t row, int64_t panel,
+              int64_t begin, int64_t end) const {
         if (n == R)
-            tile<R>(copy, row, panel, begin, end);
+            tile<R>(copy, w, row, panel, begin, end);
         else if constexpr (R > 1)
-            rest<R - 1>(n, copy, row, panel, begin, end);
+            rest<R - 1>(n, copy, w, row, panel, begin, end);
     }
 
     // R rows, one panel, and the inputs from begin to end - 1.
     template <int64_t R>
-    __attribute__((noinline)) void tile(const float *copy, int64_t row, int64_t panel,
-                                        int64_t begin, int64_t end) const {
-        const float *w = panels + (panel * inputs + begin) * COLUMNS;
+    __attribute__((noinline)) void tile(const float *copy, const float *w, int64_t row,
+                                        int64_t panel, int64_t begin, int64_t end) const {
         vec sums[R][VECS] = {};
 #pragma GCC unroll 8
         for (int64_t k = 0; k < end - begin; ++k, w += COLUMNS) {
@@ -100,22 +156,41 @@ struct Product {
                 lanes.store(to + r * stride + i, gelu(lanes.load(to + r * stride + i)));
             });
     }
+
+    void run(int64_t threads) const {
+        const int64_t tiles = (rows + ROWS - 1) / ROWS, count = panels();
+        // A thread has a share of the rows or of the panels, whichever are more.
+        parallel(threads, [=, own = *this](const Team &team) {
+            if (tiles > count)
+                own.compute(team.begin(tiles) * ROWS, std::min(team.end(tiles) * ROWS, own.rows), 0,
+                            count);
+            else
+                own.compute(0, own.rows, team.begin(count), team.end(count));
+        });
+    }
 };
 
 }  // namespace
 
-extern "C" void packed_linear_float32(const float *x, const float *panels, const float *bias,
-                                      float *y, int64_t rows, int64_t inputs, int64_t outputs,
-                                      int64_t act, int64_t threads) {
-    const Product product{x, panels, bias, y, rows, inputs, outputs, act != 0};
-    const int64_t tiles = (rows + ROWS - 1) / ROWS, count = (outputs + COLUMNS - 1) / COLUMNS;
-    if (rows * outputs < ALONE) threads = 1;
-    // A thread has a share of the rows or of the panels, whichever are more.
-    parallel(threads, [=](const Team &team) {
-        if (tiles > count)
-            product.compute(team.begin(tiles) * ROWS, std::min(team.end(tiles) * ROWS, rows), 0,
-                            count);
+extern "C" void product_float32(const float *a, const float *b, const float *bias, float *y,
+                                int64_t rows, int64_t inputs, int64_t outputs, int64_t a_transposed,
+                                int64_t layout, int64_t act, int64_t threads) {
+    Product product{a, b, bias, y, rows, inputs, outputs, a_transposed != 0, Layout(layout),
+                    act != 0};
+    if (rows * inputs * outputs < COLUMNS * ALONE) threads = 1;
+    std::unique_ptr<float[]> packed;
+    // Of a transposed b each panel is packed where it is needed if that is once or twice.
+    if (layout == PLAIN || (layout == TRANSPOSED && rows > 2 * BLOCK_ROWS)) {
+        packed.reset(new float[product.panels() * inputs * COLUMNS]);
+        float *const to = packed.get();
+        if (layout == PLAIN)
+            parallel_for(threads, inputs, [=](int64_t k) { product.pack_row(k, to); });
         else
-            product.compute(0, rows, team.begin(count), team.end(count));
-    });
+            parallel_for(threads, product.panels(), [=](int64_t panel) {
+                product.pack(panel, 0, inputs, to + panel * inputs * COLUMNS);
+            });
+        product.b = to;
+        product.layout = PANELS;
+    }
+    product.run(threads);
 }

@@ -79,14 +79,25 @@ static inline float sum(vec16 x) { return sum(low(x) + high(x)); }
 static inline float max(vec16 x) { return max(low(x) > high(x) ? low(x) : high(x)); }
 #endif
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+typedef int32_t ivec4 __attribute__((vector_size(16)));
+#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, ivec4{__VA_ARGS__})
+#endif
+
 // y = x^T for four rows of four floats.
 static inline void transpose_4x4(const float *x, int64_t x_row, float *y, int64_t y_row) {
     vec4 row[4];
     for (int64_t i = 0; i < 4; ++i) memcpy(row + i, x + i * x_row, sizeof(vec4));
-    for (int64_t i = 0; i < 4; ++i) {
-        const vec4 column = {row[0][i], row[1][i], row[2][i], row[3][i]};
-        memcpy(y + i * y_row, &column, sizeof(column));
-    }
+    const vec4 left_01 = SHUFFLE(row[0], row[1], 0, 4, 1, 5);
+    const vec4 left_23 = SHUFFLE(row[2], row[3], 0, 4, 1, 5);
+    const vec4 right_01 = SHUFFLE(row[0], row[1], 2, 6, 3, 7);
+    const vec4 right_23 = SHUFFLE(row[2], row[3], 2, 6, 3, 7);
+    const vec4 column[4] = {
+        SHUFFLE(left_01, left_23, 0, 1, 4, 5), SHUFFLE(left_01, left_23, 2, 3, 6, 7),
+        SHUFFLE(right_01, right_23, 0, 1, 4, 5), SHUFFLE(right_01, right_23, 2, 3, 6, 7)};
+    for (int64_t i = 0; i < 4; ++i) memcpy(y + i * y_row, column + i, sizeof(vec4));
 }
 
 // e^x = 2^n (1 + the result) for -88 <= x <= 0, where n is an integer.

@@ -1,0 +1,125 @@
+"""Our own product against float64, with the second matrix in each of its layouts."""
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from lipsformer.kernels import linear, product
+from lipsformer.kernels.product import (
+    own_linear,
+    own_transposed_product,
+    pack_weight,
+    packed_linear,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_product(compiled_kernels, monkeypatch):
+    monkeypatch.setattr(product, "AVX2_ONLY", True)
+
+
+def exact_linear(x, weight, bias):
+    """Return x W^T + b in float64 and how far rounding may move a sum of so many terms."""
+    y = x.double() @ weight.double().T
+    size = (x.double().abs() @ weight.double().abs().T).max().item()
+    return y if bias is None else y + bias, 2**-22 * size + 1e-6
+
+
+LAYOUTS = {
+    "packed": lambda x, weight, bias: packed_linear(x, pack_weight(weight), bias, False),
+    "transposed": own_linear,
+    "plain": lambda x, weight, bias: own_linear(x, weight.T.contiguous().T, bias),
+}
+# One tile and less; panels, blocks of rows and parts of the inputs with a rest; one panel of many.
+SIZES = [(1, 1, 1), (5, 3, 2), (6, 7, 16), (13, 401, 37), (211, 1201, 17), (97, 769, 101)]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_linear_layer_equals_float64(layout, rows, inputs, outputs, biased):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    bias = bias if biased else None
+    expected, atol = exact_linear(x, weight, bias)
+    y = LAYOUTS[layout](x, weight, bias)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=atol)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+def test_gelu_behind_a_packed_layer_equals_float64(rows, inputs, outputs):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    z, atol = exact_linear(x, weight, bias)
+    y = packed_linear(x, pack_weight(weight), bias, True)
+    expected = z * (1 + torch.erf(z / 2**0.5)) / 2
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=atol)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+def test_the_product_of_two_maps_equals_float64(rows, inputs, outputs):
+    torch.manual_seed(0)
+    a, b = torch.randn(1, inputs, rows), torch.randn(inputs, outputs)
+    expected, atol = exact_linear(a[0].T, b.T, None)
+    y = own_transposed_product(a, b)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=atol)
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1009, 401, 37), (53, 401, 1009)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_has_the_same_bits_for_any_number_of_threads(layout, rows, inputs, outputs):
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            results.append(LAYOUTS[layout](x, weight, bias))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(y, results[0]) for y in results)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_not_finite_stays_in_its_row_or_column(layout):
+    x, weight = torch.randn(13, 401), torch.randn(37, 401)
+    expected = LAYOUTS[layout](x, weight, None)
+    x[7, 400] = float("inf")
+    weight[36, 3] = float("nan")
+    y = LAYOUTS[layout](x, weight, None)
+    touched = torch.zeros(13, 37, dtype=torch.bool)
+    touched[7], touched[:, 36] = True, True
+    assert torch.equal(~y.isfinite(), touched)
+    assert torch.equal(y[~touched], expected[~touched])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_map_that_is_not_contiguous(layout):
+    x, weight = torch.randn(11, 5, 7, 37).transpose(1, 2), torch.randn(23, 37)
+    y = LAYOUTS[layout](x, weight, None)
+    torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_a_layer_whose_products_are_all_our_own(monkeypatch):
+    monkeypatch.setattr(linear, "_OWN", True)
+    names = ("own_linear", "own_transposed_product")
+    spies = {name: Mock(side_effect=getattr(product, name)) for name in names}
+    for name, spy in spies.items():
+        monkeypatch.setattr(linear, name, spy)
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(3, 7, 53), torch.randn(31, 53), torch.randn(31)
+    scale, grad = torch.rand(31) + 0.5, torch.randn(3, 7, 31)
+    tensors = [tensor.requires_grad_() for tensor in (x, weight, bias, scale)]
+    own = torch.autograd.grad(linear.fused_linear(x, weight, bias, True, scale), tensors, grad)
+    assert [spies[name].call_count for name in names] == [2, 1]
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    z = exact[0] * (1 + torch.erf(exact[0] / 2**0.5)) / 2
+    y = (z @ exact[1].T + exact[2]) * exact[3]
+    for ours, theirs in zip(own, torch.autograd.grad(y, exact, grad.double()), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
+
+
+def test_bfloat16_is_onednns():
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN computes no bfloat16 here")
+    assert pack_weight(torch.randn(5, 7, dtype=torch.bfloat16)).data.is_mkldnn
