@@ -63,7 +63,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 digits = load_digits()
-for number, (pixels, label) in enumerate(zip(digits.images[:150], digits.target)):
+for number, (pixels, label) in enumerate(zip(digits.images[:450], digits.target)):
     if label < 3:
         folder = Path("datasets/my-photos", "val" if number % 5 == 0 else "train", "abc"[label])
         folder.mkdir(parents=True, exist_ok=True)
