@@ -143,6 +143,12 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
         raise ConfigError(
             f"train.precision='fp16' is not possible on {accelerator.device.type}: use bf16 or fp32"
         )
+    on_cpu = accelerator.device.type == "cpu"
+    if precision == "bf16" and on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        logger.warning(
+            "this processor has no instructions for bf16, which takes many times as long as fp32: "
+            "set train.precision=fp32 for training, --precision fp32 for eval.py"
+        )
     return accelerator
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import eval as evaluation
+from lipsformer.engine.distributed import make_accelerator
 from tests.launch import Event, launch
 from tests.runs import DIGITS, write_config
 
@@ -135,3 +136,15 @@ def test_batch_norm_is_evaluated_with_the_statistics_that_are_saved(
         (record,) = json.loads((tmp_path / name).read_text())
         assert record["loss"] == pytest.approx(in_run[kind]["loss"], rel=1e-6)
         assert record["top1"] == in_run[kind]["top1"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "supported", "warned"),
+    [("bf16", False, True), ("bf16", True, False), ("fp32", False, False)],
+)
+def test_a_processor_without_bf16_is_warned_of(
+    precision: str, supported: bool, warned: bool, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    make_accelerator(precision)
+    assert ("set train.precision=fp32" in caplog.text) == warned
