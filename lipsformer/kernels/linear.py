@@ -29,8 +29,9 @@ _LARGEST_REUSED = 32 << 20  # bytes; the C library returns any larger tensor to 
 _BLOCK = 8 << 20  # bytes that stay in the cache between two operators
 _CPU = Path("/proc/cpuinfo")
 _INTEL = _CPU.exists() and "GenuineIntel" in _CPU.read_text()
-_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-_MKL = torch.backends.mkl.is_available() and (_INTEL or not _AVX512)
+_MKL = torch.backends.mkl.is_available() and (
+    _INTEL or torch.backends.cpu.get_cpu_capability() != "AVX512"
+)
 _OWN = AVX2_ONLY and not _INTEL
 
 

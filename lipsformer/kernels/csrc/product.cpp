@@ -1,8 +1,8 @@
 // y = a b + bias, and GELU of it if asked, in float32 for processors with AVX2 but no AVX-512.
 //
-// A tile of 6 x 16 sums stays in registers. For each, 16 columns of b lie side by side, as a panel.
-// Of a block of rows of a, a part of the inputs is copied and multiplied by all panels before the
-// next part. So the copy stays in the second cache, and a panel's part in the first.
+// A tile of 6 x 16 sums stays in registers. The 16 columns of b that it needs lie side by side, as a
+// panel. Of a block of rows of a, a part of the inputs is copied and multiplied by all panels before
+// the next part. So the copy stays in the second cache, and a panel's part in the first.
 #include <memory>
 
 #include "rows.h"
