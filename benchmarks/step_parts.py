@@ -34,8 +34,10 @@ from lipsformer._commands import documented_parser
 from lipsformer.kernels import bindings
 
 COLUMNS = ("part", "calls", "ms", "share", "GFLOP", "MB", "limit", "roof ms", "share of roof")
+PRODUCTS = "matrix products"
 # An operator belongs to the part of the first of these that its name begins with.
 PARTS = {
+    "kernel product": PRODUCTS,
     "kernel cosine_windows": "attention between the projections",
     "kernel depthwise": "depthwise convolution",
     "kernel gelu_residual": "residual with GELU",
@@ -51,7 +53,6 @@ PARTS = {
     "aten::copy_": "copies",
     "": "other operators",
 }
-PRODUCTS = "matrix products"
 PRODUCT_OPERATORS = ("linear_pointwise", "::addmm", "::mm", "::bmm", "convolution")
 
 
