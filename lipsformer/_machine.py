@@ -1,5 +1,6 @@
-"""What the records of runs and measurements say about the code and the processor."""
+"""What is known about the code and the processor."""
 
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -30,3 +31,10 @@ def cpu_name() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
     return next(names, platform.processor())
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lipsformer._configfile import ConfigError, numbers_in, require, require_finite
+from lipsformer._machine import cores
 from lipsformer._renamed import renamed
 from lipsformer.recipe import (
     MOST_PIXELS,
@@ -92,6 +93,8 @@ class DataConfig:
     `train_share` times, rounded, which keeps its length. An image that cannot be read stops the
     run, unless the file `skip_list` names it. That file holds one path per line, relative to the
     data folder, or for parquet one split/number per line, as `lipsformer check-data` writes them.
+    `num_workers` is the number of processes that load images, for each training process; the
+    default is 4, or the number of cores if there are fewer. 0 loads them in the training process.
     `crop_pct` is the share of each side that the center crop of evaluation keeps. `mean` and `std`
     belong to the RGB channels, for values in [0, 1]. Pillow resizes evaluation images, bit for bit
     as timm does. With `exact_eval: false` torch resizes them, which is faster and changes few
@@ -110,7 +113,7 @@ class DataConfig:
     holdout: float = 0.0
     train_share: float = 1.0
     img_size: int = 224
-    num_workers: int = 4
+    num_workers: int = field(default_factory=lambda: min(4, cores()))
     download: bool = False
     skip_list: str | None = None
     in_memory: bool = False

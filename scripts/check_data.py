@@ -9,7 +9,6 @@ codes: 0 all images can be read; 1 some cannot; 2 there are no images, or an opt
 """
 
 import argparse
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,6 +20,7 @@ from data.errors import DataError
 from data.sources import image_files
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, require_writable
+from lipsformer._machine import cores
 
 
 def report(findings: list[Finding]) -> str:
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__)
     parser.add_argument("folder", type=Path, help="folder of images, at any depth, or parquet")
     parser.add_argument("--parquet", metavar="SPLIT", help="check this split of parquet files")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="number of processes")
+    parser.add_argument("--workers", type=int, default=cores(), help="number of processes")
     parser.add_argument("--list", type=Path, help="write the paths of unreadable files to it")
     return parser
 

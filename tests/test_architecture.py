@@ -33,7 +33,9 @@ OWN = {
     "lipsformer/jsonl.py": set(),
     "lipsformer/_machine.py": set(),
     "lipsformer/_ranks.py": set(),
-    "lipsformer/config.py": {"lipsformer._configfile", "lipsformer.recipe"},
+    "lipsformer/config.py": {
+        *{"lipsformer._configfile", "lipsformer._machine", "lipsformer.recipe"}
+    },
     "lipsformer/recipe.py": {"lipsformer._configfile"},
     "lipsformer/kernels": {"lipsformer.kernels"},
     "lipsformer/layers": {"lipsformer.layers", "lipsformer.kernels"},

@@ -1,11 +1,16 @@
-"""What records say about the code and the processor: compared with git's own commands."""
+"""What is known about the code and the processor: compared with git's and util-linux's commands."""
 
 import platform
+import shutil
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from lipsformer import _machine
 from lipsformer._machine import commit, cpu_name
+from lipsformer.config import DataConfig
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -39,3 +44,13 @@ def test_the_processor_is_the_first_model_name_of_cpuinfo(tmp_path, monkeypatch)
     assert cpu_name() == platform.processor()
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Zuse Z3: relay\nmodel name\t: other\n")
     assert cpu_name() == "Zuse Z3: relay"
+
+
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset of util-linux")
+def test_a_run_has_no_more_workers_than_cores():
+    program = (
+        "from lipsformer.config import DataConfig; print(DataConfig(source='digits').num_workers)"
+    )
+    command = ["taskset", "--cpu-list", "0", sys.executable, "-c", program]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "1\n"
+    assert DataConfig(source="digits").num_workers == min(4, _machine.cores())
