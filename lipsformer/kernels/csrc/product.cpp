@@ -116,7 +116,8 @@ struct Product {
     template <int64_t R>
     __attribute__((noinline)) void tile(const float *copy, const float *w, int64_t row,
                                         int64_t panel, int64_t begin, int64_t end) const {
-        vec sums[R][VECS] = {};
+        // clang takes an array behind a template's reference for aligned.
+        alignas(LANES * sizeof(float)) vec sums[R][VECS] = {};
 #pragma GCC unroll 8
         for (int64_t k = 0; k < end - begin; ++k, w += COLUMNS) {
             vec weights[VECS];
