@@ -252,7 +252,8 @@ class SpectralCap(_Instrument):
             gain: Largest allowed |gamma| of CenterNorm; None for no limit.
 
         Raises:
-            ValueError: If an argument is out of range.
+            ValueError: If an argument is out of range, there is nothing to cap, or a weight cannot
+                be followed.
         """
         for name, limit in (("sigma", sigma), ("residual_scale", residual_scale), ("gain", gain)):
             if limit is not None:
@@ -264,6 +265,10 @@ class SpectralCap(_Instrument):
         self.sigma = math.inf if sigma is None else sigma
         self.mode, self.strength = mode, strength
         self.operators = [] if sigma is None else operators(model)
+        if sigma is not None and not self.operators:
+            raise ValueError(
+                f"sigma={sigma} has no effect: the model has no nn.Linear or convolution"
+            )
         self.tracker = SigmaTracker([op for op in self.operators if op.is_matrix])
         self.trackers = {"weights": self.tracker}
         self.clamped: list[tuple[Tensor, float]] = []

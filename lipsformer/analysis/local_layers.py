@@ -199,7 +199,8 @@ def attention_layer(
         everywhere.append(local.widest() + values)
     outer = norm_matrix(norm, dim, x.dtype)
     alpha = residual.residual_scale[:, None]
-    behind = abs(getattr(attn, "attn_factor", 1.0)) * norm_above(outer @ (alpha * attn.proj.weight))
+    factor = abs(attn.attn_factor) if isinstance(attn, StripeAttention) else 1.0
+    behind = factor * norm_above(outer @ (alpha * attn.proj.weight))
     straight = norm_above(outer)
 
     def heads_together(bounds: list[Tensor]) -> Tensor:

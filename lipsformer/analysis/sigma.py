@@ -12,6 +12,7 @@ import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import parametrize
 
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 from lipsformer.layers._precision import power_of_two, without_autocast
@@ -49,16 +50,33 @@ class Operator:
 
 
 def operators(model: nn.Module) -> list[Operator]:
-    """Return the linear operators of a model: linear layers and convolutions."""
+    """Return the linear operators of a model: its `nn.Linear` layers and its convolutions.
+
+    Raises:
+        ValueError: If a weight is parametrized, or the norm of a convolution depends on the map
+            because it pads with other values than zeros.
+    """
     found = []
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
         path = f"{name}.weight" if name else "weight"
+        if not isinstance(module, (nn.Linear, nn.Conv2d, DepthwiseConv2d)):
+            continue
+        if parametrize.is_parametrized(module, "weight"):
+            raise ValueError(
+                f"{path} is parametrized, so its norm can be neither followed nor changed: call "
+                "torch.nn.utils.parametrize.remove_parametrizations first"
+            )
         if isinstance(module, nn.Linear):
             found.append(Operator(path, weight, is_matrix=True))
         elif isinstance(module, DepthwiseConv2d):
             found.append(Operator(path, weight, is_matrix=False, groups=len(weight)))
-        elif isinstance(module, nn.Conv2d):
+        else:
+            if module.padding_mode != "zeros":
+                raise ValueError(
+                    f"{name or 'the convolution'} has padding_mode={module.padding_mode!r}, with "
+                    "which its norm depends on the map: use 'zeros'"
+                )
             # Leaving out outputs is a contraction, so a dilated convolution is at most as large as
             # with stride 1, where the dilation does not change the supremum of the symbol.
             dilated = module.dilation != (1, 1)

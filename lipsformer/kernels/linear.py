@@ -160,7 +160,7 @@ def _scale_rows(
     if scale is None:
         return weight.to(dtype), None if bias is None else bias.to(dtype)
     bias = None if bias is None else (bias * scale).to(dtype)
-    if usable("scale_weight.csrc", weight, scale):
+    if scale.shape == weight.shape[:1] and usable("scale_weight.csrc", weight, scale):
         scaled = torch.empty_like(weight, dtype=dtype)
         run(f"scale_weight_{name_of(dtype)}", weight, scale, scaled, *weight.shape)
         return scaled, bias
@@ -173,7 +173,7 @@ def _scale_rows_backward(
     """Return the gradients of the weight and the scale from that of the scaled weight."""
     if scale is None:
         return grad.to(weight.dtype), None
-    if usable("scale_weight.csrc", weight, scale, grad):
+    if scale.shape == weight.shape[:1] and usable("scale_weight.csrc", weight, scale, grad):
         gradients = torch.empty_like(weight), torch.empty_like(scale)
         name = f"scale_weight_gradients_{name_of(grad.dtype)}"
         run(name, grad, weight, scale, *gradients, *weight.shape)

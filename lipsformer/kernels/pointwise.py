@@ -32,7 +32,7 @@ def centered_affine(x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Ten
         bias: [C].
         factor: Number that multiplies the gain.
     """
-    if x.dtype == torch.bfloat16:
+    if x.dtype == torch.bfloat16 or gain.dtype.itemsize < 4:
         gain, bias = gain.float(), bias.float()
     if torch.is_grad_enabled():
         return _CenteredAffine.apply(x, gain, bias, factor)
@@ -282,7 +282,8 @@ def center_backward(
         The gradient with respect to ``x``, the sum over the rows of grad * (y - shift), and the
         sum over the rows of grad; both sums are [C].
     """
-    if usable("center.csrc", grad, y, gain, shift):
+    narrow = gain.dtype == shift.dtype == torch.float32
+    if narrow and usable("center.csrc", grad, y, gain, shift):
         grad_x = torch.empty_like(grad)
         sums = torch.empty_like(gain), torch.empty_like(gain)
         sizes = (y.numel() // y.shape[-1], y.shape[-1])

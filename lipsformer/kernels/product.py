@@ -34,10 +34,12 @@ class PackedWeight(NamedTuple):
     Attributes:
         data: In panels, or in oneDNN's own layout.
         outputs: C_out.
+        inputs: C_in.
     """
 
     data: Tensor
     outputs: int
+    inputs: int
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
@@ -45,8 +47,9 @@ def pack_weight(weight: Tensor) -> PackedWeight:
     outputs, inputs = weight.shape
     if AVX2_ONLY and usable("product.csrc", weight):
         panels = F.pad(weight, (0, 0, 0, -outputs % _PANEL)).view(-1, _PANEL, inputs)
-        return PackedWeight(panels.transpose(1, 2).contiguous(), outputs)
-    return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight, None), outputs)
+        return PackedWeight(panels.transpose(1, 2).contiguous(), outputs, inputs)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return PackedWeight(packed, outputs, inputs)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, act_after: bool) -> Tensor:
@@ -57,8 +60,13 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, act_afte
         weight: The copied weight, in the type of ``x``.
         bias: [C_out] in the type of ``x``, or None.
         act_after: Apply GELU to the output.
+
+    Raises:
+        RuntimeError: If ``x`` has another number of channels than the weight.
     """
-    data, outputs = weight
+    data, outputs, inputs = weight
+    if x.shape[-1] != inputs:
+        raise RuntimeError(f"the linear layer takes {inputs} channels, got {x.shape[-1]}")
     if data.is_mkldnn:
         act, approximate = ("gelu", "none") if act_after else ("none", "")
         return torch.ops.mkldnn._linear_pointwise(x, data, bias, act, [], approximate)
@@ -73,6 +81,9 @@ def own_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: W, [C_out, C_in], also a transposed view.
         bias: b, [C_out], or None.
     """
+    fits = bias is None or bias.shape == weight.shape[:1]
+    if x.shape[-1] != weight.shape[1] or not fits:
+        return F.linear(x, weight, bias)  # raises its own error, or broadcasts the bias
     if weight.T.is_contiguous():
         return _linear(x, weight, len(weight), _Layout.PLAIN, bias)
     return _linear(x, weight.contiguous(), len(weight), _Layout.TRANSPOSED, bias)
@@ -86,7 +97,7 @@ def _linear(
     bias: Tensor | None,
     act_after: bool = False,
 ) -> Tensor:
-    x = x.contiguous()
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     *places, inputs = x.shape
     y = x.new_empty(*places, outputs)
     sizes = math.prod(places), inputs, outputs

@@ -90,16 +90,20 @@ class Recorder(TorchDispatchMode):
         """Compute an operator and note it.
 
         Raises:
-            CannotRecordError: If it makes a number of a tensor that depends on the input, or writes
-                to a tensor that no recorded call makes. Nothing has been written then.
+            CannotRecordError: If it makes a number of a tensor that depends on the input, if the
+                shape of its result does, if its result is sparse, if it gives a tensor another
+                size, or if it writes to a tensor that no recorded call makes. Nothing has been
+                written then but results of recorded calls.
         """
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
-        if func._schema.is_mutable and any(
-            self._part(x) is None for x in _written(func, args, kwargs)
-        ):
+        written = _written(func, args, kwargs) if func._schema.is_mutable else []
+        if any(self._part(x) is None for x in written):
             raise CannotRecordError(f"{func} writes to a tensor that outlives the call")
+        sizes = [x.size() for x in written]
         result = func(*args, **kwargs)
+        if [x.size() for x in written] != sizes:
+            raise CannotRecordError(f"{func} gives a tensor another size")
         outputs = _tensors(result)
         # Uninitialized memory is filled later, and a random number is another in every call.
         varies = "empty" in func._schema.name or torch.Tag.nondeterministic_seeded in func.tags
@@ -107,6 +111,10 @@ class Recorder(TorchDispatchMode):
             return result
         if not outputs:
             raise CannotRecordError(f"{func} makes a number of a tensor")
+        if torch.Tag.dynamic_output_shape in func.tags:
+            raise CannotRecordError(f"the shape of the result of {func} depends on its input")
+        if any(tensor.layout != torch.strided for tensor in outputs):
+            raise CannotRecordError(f"the result of {func} is sparse")
         if not func._schema.is_mutable and all(self._part(x) is not None for x in outputs):
             return result  # views
         uses: set[str] = set()

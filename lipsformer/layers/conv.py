@@ -75,6 +75,8 @@ class DepthwiseConv2d(nn.Module):
         size = self.weight.shape[-1]
         if size not in kernels.DEPTHWISE_SIZES:
             return f"it has no kernel of {size} x {size}"
+        if self.weight.shape != (self.dim, 1, size, size) or self.bias.shape != (self.dim,):
+            return "the weight or the bias was replaced by one of another shape"
         if x.shape[-1] != self.dim:
             return f"the input has {x.shape[-1]} channels and the layer {self.dim}"
         return None

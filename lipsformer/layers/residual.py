@@ -4,10 +4,12 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer.layers._window_kernels import has_hooks
 
 
 class WeightedResidual(nn.Module):
@@ -106,7 +108,7 @@ class WeightedResidual(nn.Module):
         ends_in = getattr(self.branch, "ends_in", None)
         if ends_in == "linear":
             scaled = self.branch(inputs, *context, output_scale=self.residual_scale)
-            fits = scaled.shape[1:] == x.shape[1:]  # the kernel does not check it
+            fits = scaled.shape == inputs.shape  # the kernel does not check it
             if (
                 mask is not None
                 and fits
@@ -115,9 +117,15 @@ class WeightedResidual(nn.Module):
                 return kernels.residual(x, scaled, mask, kept)
             return _add(x, scaled, mask, kept)
         scale = self.residual_scale if mask is None else self.residual_scale * mask
-        if ends_in == "gelu" and kernels.usable("gelu_residual", x, scale, training=self.training):
+        if (
+            ends_in == "gelu"
+            and kernels.usable("gelu_residual", x, scale, training=self.training)
+            and not has_hooks(self.branch)  # they see the output with GELU
+        ):
             z = self.branch(inputs, *context, last_gelu=False)
-            return kernels.gelu_residual(x, z, scale, kept)
+            if z.shape == inputs.shape:  # the kernel does not check it
+                return kernels.gelu_residual(x, z, scale, kept)
+            return _add(x, F.gelu(z), scale, kept)
         return _add(x, self.branch(inputs, *context), scale, kept)
 
     def draw(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -137,7 +137,7 @@ class _Packed:
     def __init__(self, dtype: torch.dtype, tensors: list[Tensor]) -> None:
         weight, *bias = (tensor.to(dtype) for tensor in tensors)
         self.weight = kernels.pack_weight(weight)
-        self.bias = bias[0] if bias else None
+        self.bias = bias[0].expand(len(weight)).contiguous() if bias else None
         self.sources = [tensor.detach() for tensor in tensors]  # so that no address is used again
         self.state = self._state(dtype, tensors)
 

@@ -5,6 +5,7 @@ import timm
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import lipsformer
 from lipsformer.analysis.bounds import (
@@ -281,11 +282,18 @@ def test_update_limit_shortens_large_updates_only():
             torch.testing.assert_close(reached, allowed, rtol=1e-4, atol=0)
 
 
+CIRCULAR = nn.Conv2d(4, 6, 2, 2, padding=1, padding_mode="circular")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda model: SpectralCap(model, 0.0), "sigma"),
         (lambda model: SpectralCap(model, 1.0, mode="hard"), "mode"),
+        (lambda _: SpectralCap(nn.Embedding(3, 5), 1.0), "sigma=1.0 has no effect"),
+        (lambda model: SpectralCap(weight_norm(model), 1.0), "^weight is parametrized"),
+        (lambda model: UpdateLimit(nn.Sequential(weight_norm(model)), 1.0), r"^0\.weight is param"),
+        (lambda _: SpectralCap(CIRCULAR, 1.0), "padding_mode='circular'"),
         (lambda model: SpectralCap(model, 1.0, strength=0.0), "strength"),
         (lambda model: SpectralCap(model, gain=math.nan), "gain=nan must be > 0"),
         (lambda model: UpdateLimit(model, -1.0), "share=-1.0 must be > 0"),

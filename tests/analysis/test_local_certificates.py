@@ -313,6 +313,14 @@ def test_a_negative_factor_of_the_stripes_counts_by_its_size():
     assert attention_layer(block.attn, block.norm1, x).norm == layer.norm > 0.0
 
 
+def test_a_factor_that_the_attention_does_not_read_changes_no_certificate():
+    model, images = trained("swin"), torch.zeros(1, 3, 20, 20)
+    before = local.local_certificates(model, images)[1].item()
+    for block in (block for stage in model.stages for block in stage.blocks):
+        block.attn.branch.attn_factor = 1e-6
+    assert local.local_certificates(model, images)[1].item() == before > 0.0
+
+
 def test_the_squares_of_tiny_entries_do_not_vanish():
     assert (
         2e-200 <= norm_above(torch.full((1, 2, 2), 1e-200, dtype=torch.float64)).item() < 2.1e-200

@@ -1,5 +1,6 @@
 """Modules that compute something else than what their bound rule reads: refused, or still true."""
 
+import copy
 import math
 
 import pytest
@@ -516,6 +517,76 @@ def test_settings_that_are_not_numbers_have_no_finite_bound():
         (mixing, Domain(size=(4, 6))),
     ):
         assert lipschitz_bound(module, domain).value == math.inf
+
+
+def test_what_a_parametrization_or_a_buffer_makes_nan_has_no_finite_bound():
+    by_weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2), "bias", dim=None)
+    by_weight_norm.parametrizations.bias.original1.data.zero_()
+    by_buffer = nn.Linear(3, 2)
+    del by_buffer.bias
+    by_buffer.register_buffer("bias", torch.full((2,), math.nan))
+    for module in (by_weight_norm.eval(), by_buffer):
+        assert all(parameter.isfinite().all() for parameter in module.parameters())
+        assert module(torch.ones(4, 3)).isnan().all()
+        assert lipschitz_bound(module, TOKENS).value == math.inf
+
+
+class Louder(nn.Module):
+    """Stands behind a layer among the base classes, and before `nn.Module`."""
+
+    def __call__(self, *args, **kwargs):
+        return 100.0 * super().__call__(*args, **kwargs)
+
+
+class Hidden(nn.Module):
+    """Its property wins against the parameter of the same name."""
+
+    @property
+    def weight(self):
+        return 100.0 * self._parameters["weight"]
+
+
+@pytest.mark.parametrize("other", [Louder, Hidden])
+def test_a_class_behind_the_known_one_that_changes_a_call_is_refused(other):
+    known = nn.Linear(3, 3)
+    module = copy.deepcopy(known)
+    module.__class__ = type("Mixed", (nn.Linear, other), {})
+    torch.testing.assert_close(
+        module(torch.eye(3)) - module(torch.zeros(3)),
+        100.0 * (known(torch.eye(3)) - known(torch.zeros(3))),
+    )
+    for model in (module, nn.Sequential(module)):
+        with pytest.raises(UnknownModuleError, match="it overrides"):
+            lipschitz_bound(model, TOKENS)
+    attention = WindowAttention(3, 1, 2, ScaledCosineAttention(1))
+    attention.proj = module
+    with pytest.raises(UnknownModuleError, match="it overrides"):
+        lipschitz_bound(attention, Domain(size=(2, 2)))
+
+
+def test_attributes_that_no_forward_pass_reads_change_no_bound():
+    swin = convert(
+        SwinTransformer(
+            img_size=16, embed_dim=8, depths=(1,), num_heads=(2,), window_size=2, num_classes=3
+        )
+    ).eval()
+    block = swin.layers[0].blocks[0]
+    block_domain = Domain(size=(4, 4))
+    pool = SelectAdaptivePool2d(pool_type="avg", flatten=False, input_fmt="NCHW")
+    pool.pool = nn.AdaptiveAvgPool2d(1)
+    pool_domain = Domain(size=(5, 7), channels_first=True)
+    before = lipschitz_bound(block, block_domain).value, lipschitz_bound(pool, pool_domain).value
+    block.ls1 = block.ls2 = LayerScale(8, 1e-6)
+    pool.pool.dim = (1, 2)
+    pool.pool.flatten = True
+    after = lipschitz_bound(block, block_domain).value, lipschitz_bound(pool, pool_domain).value
+    assert after == before
+
+
+def test_an_eps_whose_neighbors_underflow_in_float32_is_refused():
+    attention = WindowAttention(4, 2, 2, ScaledCosineAttention(2, eps=1e-43))
+    with pytest.raises(UnknownModuleError, match="eps=1e-43"):
+        lipschitz_bound(attention, Domain(size=(2, 2)))
 
 
 def contractive() -> ContractiveResidual:

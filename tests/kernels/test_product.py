@@ -4,6 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 from lipsformer.kernels import linear, product
 from lipsformer.kernels.product import (
@@ -12,6 +13,7 @@ from lipsformer.kernels.product import (
     pack_weight,
     packed_linear,
 )
+from lipsformer.models.inference import FrozenLinear
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +100,47 @@ def test_a_map_that_is_not_contiguous(layout):
     x, weight = torch.randn(11, 5, 7, 37).transpose(1, 2), torch.randn(23, 37)
     y = LAYOUTS[layout](x, weight, None)
     torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+def biases():
+    torch.manual_seed(0)
+    return {
+        "a column of a table": torch.randn(23, 7)[:, 2],
+        "one number, expanded": torch.randn(1).expand(23),
+        "one number": torch.randn(1),
+    }
+
+
+@pytest.mark.parametrize("kind", biases())
+def test_a_bias_of_any_layout(kind, monkeypatch):
+    monkeypatch.setattr(linear, "_OWN", True)
+    bias, x, weight = biases()[kind], torch.randn(3, 5, 37), torch.randn(23, 37)
+    layer = nn.Linear(37, 23)
+    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    with torch.no_grad():
+        frozen = FrozenLinear(layer)(x)
+    for y in (own_linear(x, weight, bias), linear.fused_linear(x, weight, bias), frozen):
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [31, 41])
+def test_an_input_of_another_width_is_refused(channels, monkeypatch):
+    monkeypatch.setattr(linear, "_OWN", True)
+    x, layer = torch.randn(3, 5, channels), nn.Linear(37, 23)
+    frozen = FrozenLinear(layer)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="takes 37 channels"):
+        frozen(x)
+    for apply in (own_linear, linear.fused_linear):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            apply(x, layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize("length", [3, 41])
+def test_an_output_scale_of_another_length_is_refused(length):
+    x, weight = torch.randn(2, 64, 37), torch.randn(23, 37)
+    with pytest.raises(RuntimeError, match="must match"):
+        linear.fused_linear(x, weight, None, output_scale=torch.randn(length))
 
 
 def test_gradients_of_a_layer_whose_products_are_all_our_own(monkeypatch):

@@ -65,3 +65,23 @@ def test_training_gradients_equal_the_matrix_for_any_gain_and_bias():
 def test_center_norm_refuses_one_channel():
     with pytest.raises(ValueError, match=r"dim >= 2.*dim=1"):
         CenterNorm(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_of_another_type_than_the_input(dtype, compiled_kernels):
+    torch.manual_seed(0)
+    norm = CenterNorm(13).to(dtype).train()
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+        norm.bias.uniform_(-1, 1)
+    x, grad = torch.randn(3, 5, 13, requires_grad=True), torch.randn(3, 5, 13)
+    y = norm(x)
+    parameters = (x, norm.weight, norm.bias)
+    own = torch.autograd.grad(y, parameters, grad)
+    exact = [tensor.detach().double().requires_grad_() for tensor in parameters]
+    centered = exact[0] - exact[0].mean(-1, keepdim=True)
+    expected = 13 / 12 * exact[1] * centered + exact[2]
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(own, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+        rtol = 1e-5 if ours.dtype in (torch.float32, torch.float64) else torch.finfo(dtype).eps
+        torch.testing.assert_close(ours.double(), theirs, rtol=rtol, atol=1e-4)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from lipsformer.kernels import depthwise
 from lipsformer.layers import DepthwiseConv2d
@@ -208,3 +209,19 @@ def test_the_gradient_of_kernels_that_are_not_contiguous_is_in_its_place():
 def test_a_convolution_refuses_another_number_of_channels(channels):
     with torch.no_grad(), pytest.raises(RuntimeError, match="channels"):
         DepthwiseConv2d(8, 3)(torch.ones(1, 4, 4, channels))
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias"), [((4, 1, 7, 7), (8,)), ((8, 1, 3, 7), (8,)), ((8, 1, 7, 7), (4,))]
+)
+def test_a_parameter_of_another_shape_is_not_given_to_the_kernel(weight, bias, compiled_kernels):
+    conv = DepthwiseConv2d(8, 7)
+    conv.weight, conv.bias = nn.Parameter(torch.randn(weight)), nn.Parameter(torch.randn(bias))
+    x = torch.randn(2, 5, 11, 8)
+    try:
+        expected = F.conv2d(x.permute(0, 3, 1, 2), conv.weight, conv.bias, padding=3, groups=8)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            conv(x)
+    else:
+        torch.testing.assert_close(conv(x), expected.permute(0, 2, 3, 1), rtol=1e-5, atol=1e-5)

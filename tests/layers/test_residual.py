@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -197,3 +198,53 @@ def test_a_branch_with_another_shape_is_refused_where_samples_are_dropped():
     torch.manual_seed(3)
     with pytest.raises(RuntimeError, match="shape"):
         WeightedResidual(Pool(), 17, 1.0, 0.3)(torch.randn(11, 5, 7, 17))
+
+
+class Mean(nn.Module):
+    """Return one sample for all, which the sum of the residual repeats."""
+
+    ends_in = "linear"
+
+    def forward(self, x, output_scale=1.0):
+        return x.mean(0, keepdim=True) * output_scale
+
+
+class MeanWithGelu(nn.Module):
+    ends_in = "gelu"
+
+    def forward(self, x, last_gelu=True):
+        z = x.mean(0, keepdim=True)
+        return F.gelu(z) if last_gelu else z
+
+
+@pytest.mark.parametrize("branch", [Mean(), MeanWithGelu()])
+def test_a_branch_that_returns_one_sample_for_all(branch, compiled_kernels):
+    torch.manual_seed(0)
+    residual = WeightedResidual(branch, 7, 0.5, drop_path=1e-9).train()
+    x, grad = torch.randn(5, 11, 7, requires_grad=True), torch.randn(5, 11, 7)
+    y = residual(x)
+    own = torch.autograd.grad(y, (x, residual.residual_scale), grad)
+    exact = x.detach().double().requires_grad_()
+    scale = residual.residual_scale.detach().double().requires_grad_()
+    expected = exact + scale * branch(exact)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(
+        own, torch.autograd.grad(expected, (exact, scale), grad.double()), strict=True
+    ):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_hook_sees_the_output_of_the_branch_with_and_without_gradients(compiled_kernels):
+    block = timm.create_model("lipsformer_nano").stages[0].blocks[0].eval()
+    seen, x = [], torch.randn(2, 8, 8, block.conv1.residual_scale.numel())
+    block.conv1.branch.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+    with torch.no_grad():
+        block.conv1(x)
+    block.conv1(x)
+    block.train()
+    block.conv1(x)
+    with torch.no_grad():
+        expected = type(block.conv1.branch).forward(block.conv1.branch, x)
+    assert len(seen) == 3
+    for output in seen:
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)

@@ -386,6 +386,13 @@ class Odd(nn.Module):
             return x + self.total.add_(x.mean(0))
         if self.what == "random":
             return x + torch.rand(5)
+        if self.what == "some rows":
+            chosen = x[x[:, 0] > 0]
+            return chosen.sum(0) / max(len(chosen), 1)
+        if self.what == "sparse":
+            return x.relu().to_sparse().to_dense() + 1.0
+        if self.what == "out":
+            return torch.mul(x, 2.0, out=torch.empty(0)) + 1.0
         if self.what == "several":
             low, high = torch.aminmax(x, dim=1, keepdim=True)
             top, index = x.topk(3, dim=1)
@@ -402,7 +409,11 @@ def odd(what: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("what", "recorded"), [("several", True), ("views", True), ("number", False), ("write", False)]
+    ("what", "recorded"),
+    [
+        *(("several", True), ("views", True), ("number", False), ("write", False)),
+        *(("some rows", False), ("sparse", False), ("out", False)),
+    ],
 )
 def test_what_a_list_of_calls_cannot_repeat_is_left_to_the_modules(what, recorded):
     module, reference = odd(what), Odd(what)

@@ -49,6 +49,9 @@ from lipsformer.layers.cosine_attention import MAX_LOGIT_SCALE
 # place, which is 2.4e-6. A slow test goes through all floats.
 EXP_ERROR = 2.0**-18
 
+# With a smaller eps the squares of tokens, which eps is added to, might underflow in float32.
+LEAST_EPS = 2.0**-100
+
 # Products of the weights of an attention may underflow in float64. What a Gram matrix loses in this
 # way is less than this, for factors of the paths below 2^50.
 TINY_SQUARE = 2.0**-900
@@ -116,9 +119,8 @@ def check_core(core: Any, num_heads: int) -> None:
     if isinstance(core, LipschitzNormAttention):
         return
     fixed, learned, eps = core.init_logit_scale, core.log_logit_scale, core.eps
-    if not (
-        isinstance(fixed, (int, float)) and isinstance(eps, (int, float)) and 0 < eps < math.inf
-    ):
+    numbers = isinstance(fixed, (int, float)) and isinstance(eps, (int, float))
+    if not numbers or not LEAST_EPS <= eps < math.inf:
         raise UnknownModuleError(f"no Lipschitz bound is known for tau={fixed} with eps={eps}")
     if learned is not None and learned.shape != (num_heads, 1, 1):
         raise UnknownModuleError(
@@ -132,11 +134,13 @@ def max_abs_score(attention: Any) -> Tensor:
 
     It is tau for `ScaledCosineAttention` and 1 for `LipschitzNormAttention`.
     """
-    learned = getattr(attention, "log_logit_scale", None)
-    if learned is not None:  # in double precision: `attention.tau` rounds to float32
-        tau = learned.detach().double().clamp(max=math.log(MAX_LOGIT_SCALE)).exp() * OUTWARD
-    else:
-        tau = 1.0 if isinstance(attention, LipschitzNormAttention) else attention.tau()
+    if isinstance(attention, LipschitzNormAttention):
+        tau = 1.0
+    elif attention.log_logit_scale is None:
+        tau = attention.tau()
+    else:  # in double precision: `attention.tau` rounds to float32
+        learned = attention.log_logit_scale.detach().double()
+        tau = learned.clamp(max=math.log(MAX_LOGIT_SCALE)).exp() * OUTWARD
     size = torch.as_tensor(tau, dtype=torch.float64).abs()
     return size.cpu().flatten().expand(attention.num_heads)
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import unwrap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 
 from lipsformer.analysis.bounds.composition import (
     Bound,
@@ -162,7 +163,8 @@ def _name(cls: type) -> str:
 def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = None) -> Bound:
     """Return the proved Lipschitz bound of a module on a domain, in evaluation mode.
 
-    The bound is inf if any parameter of the module, biases included, is NaN or infinite.
+    The bound is inf if any parameter or buffer of the module, or what a parametrization makes of
+    one, is NaN or infinite, biases included.
 
     Args:
         module: Layer, block, stage or model.
@@ -192,11 +194,19 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
         raise UnknownModuleError(f"no Lipschitz bound is known for {_name(cls)}: {reason}")
     domain = domain.around(module)
     bound = registered.bound(module, domain, scale)
-    if not all(parameter.isfinite().all() for parameter in module.parameters()):
+    if not all(tensor.isfinite().all() for tensor in _tensors(module)):
         bound = replace(bound, log10=math.inf, paper_log10=math.inf, last=None)
     ball = carried_error(bound.value, domain.ball, 0.0, 1)
     output = replace(bound.output, ball=ball, centers=domain.centers)
     return replace(bound, kind=cls.__name__, input=domain, output=output)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+    for part in module.modules():
+        if parametrize.is_parametrized(part):
+            yield from (getattr(part, name) for name in cast(nn.ModuleDict, part.parametrizations))
 
 
 def _unknown(cls: type[nn.Module]) -> str:

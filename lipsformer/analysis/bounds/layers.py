@@ -401,11 +401,12 @@ def _pool(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         raise UnknownModuleError(
             f"no Lipschitz bound is known for pooling to {module.pool.output_size}: use 1"
         )
-    axes = getattr(module.pool, "dim", (2, 3))
+    timms = isinstance(module.pool, FastAdaptiveAvgPool)
+    axes = module.pool.dim if timms else (2, 3)
     if len(domain.size) != 2 or axes not in ((1, 2), (2, 3)):
         raise UnknownModuleError(f"no Lipschitz bound is known for {module} over {axes}: use a map")
     domain = entered(module, domain, None, first=axes == (2, 3))
-    flattens = flattens or getattr(module.pool, "flatten", False)
+    flattens = flattens or (timms and module.pool.flatten)
     # The mean of N tokens multiplies each by 1 / N. Its norm over the whole map is 1 / sqrt(N).
     value = largest / math.sqrt(domain.tokens)
     size = () if flattens else (1, 1)

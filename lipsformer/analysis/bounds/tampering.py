@@ -1,5 +1,6 @@
 """What makes a call of a module differ from the methods that its bound rule was proved for."""
 
+from inspect import getattr_static
 from types import FunctionType
 from typing import Any, cast
 
@@ -46,18 +47,21 @@ def methods_of(cls: type[nn.Module]) -> frozenset[str]:
 
 
 def overridden(cls: type, base: type, methods: frozenset[str]) -> str | None:
-    """Return a method that a class between `cls` and its base class `base` overrides, or None.
+    """Return a method of the class `base` that its subclass `cls` overrides, or None.
 
-    A property or another descriptor counts too, because it may hide a weight and depend on the
-    mode. The properties of PyTorch's parametrized classes do not: `tampering` examines what they
-    compute.
+    A class beside `base` may also come before `nn.Module` and override a method of that. A property
+    or another descriptor counts too, because it may hide a weight and depend on the mode. The
+    properties of PyTorch's parametrized classes do not: `tampering` examines what they compute.
     """
-    for between in cls.__mro__[: cls.__mro__.index(base)]:
-        of_torch = between.__module__ == parametrize.__name__
-        for name, member in vars(between).items():
+    for name in sorted(methods):
+        if getattr_static(cls, name, None) is not getattr_static(base, name, None):
+            return name
+    for other in cls.__mro__:
+        if other in base.__mro__ or other.__module__ == parametrize.__name__:
+            continue
+        for name, member in vars(other).items():
             plain = isinstance(member, (FunctionType, classmethod, staticmethod))
-            hides = hasattr(type(member), "__get__") and not plain and not name.startswith("__")
-            if name in methods or (hides and not of_torch):
+            if hasattr(type(member), "__get__") and not plain and not name.startswith("__"):
                 return name
     return None
 

@@ -140,13 +140,11 @@ def _pre_norm_block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         if getattr(module, name, None) != getattr(module.attn, name, None):
             raise UnknownModuleError(f"the {name} of the block is not that of its attention")
     # `convert` puts the weights of the branches into `ls1` and `ls2` of ViT and into `drop_path1`
-    # and `drop_path2` of Swin, which has no `ls1`.
+    # and `drop_path2` of Swin, whose forward pass reads no `ls1`.
+    names = ("ls", "drop_path") if isinstance(module, Block) else ("drop_path",)
     attn = [("norm1", module.norm1), ("attn", module.attn)]
     mlp = [("norm2", module.norm2), ("mlp", module.mlp)]
-    ends = [
-        [getattr(module, name) for name in (f"ls{i}", f"drop_path{i}") if hasattr(module, name)]
-        for i in (1, 2)
-    ]
+    ends = [[getattr(module, f"{name}{i}") for name in names] for i in (1, 2)]
     x = residual_bound(_alpha(*ends[0]), attn, domain)
     return compose(x, residual_bound(_alpha(*ends[1]), mlp, x.output, scale))
 
