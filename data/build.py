@@ -4,6 +4,7 @@ This is the only module of the package that knows the config.
 """
 
 import json
+import os
 import posixpath
 import warnings
 from collections.abc import Sequence
@@ -265,7 +266,7 @@ def build_source(data: DataConfig, split: str) -> Source:
 def _is_inside(folder: Path, line: str) -> bool:
     """Return whether a line is the one way to write the path of a file below a folder."""
     written_so = posixpath.normpath(line) == line and not line.startswith(("/", "../"))
-    return written_so and (folder / line).exists()
+    return written_so and os.path.lexists(folder / line)
 
 
 def _skipped(data: DataConfig, split: str) -> frozenset[str]:

@@ -5,6 +5,7 @@ index. Sources are not changed after construction; `WithClasses` and `Subset` wr
 """
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -53,7 +54,8 @@ class FolderSource:
     """A tree with one folder per class, in the layout and order of torchvision's ImageFolder.
 
     Classes are sorted as strings. Every file with an image's extension belongs to the source, at
-    any depth below its class folder.
+    any depth below its class folder. Unlike torchvision, folders whose names begin with a dot, such
+    as .ipynb_checkpoints, are no classes.
 
     Args:
         path: The folder that holds the class folders.
@@ -78,12 +80,19 @@ class FolderSource:
         if not path.is_dir():
             raise DataError(f"no data folder {path}: {expected}; set data.root and data.name")
         self.path = path
-        missing = [name for name in skip if not (path / name).exists()]
+        missing = [name for name in skip if not os.path.lexists(path / name)]
         if missing:
             raise DataError(f"{len(missing)} files to skip are not in {path}, such as {missing[0]}")
-        self.classes = tuple(sorted(entry.name for entry in os.scandir(path) if entry.is_dir()))
+        entries = [entry for entry in os.scandir(path) if not entry.name.startswith(".")]
+        self.classes = tuple(sorted(entry.name for entry in entries if entry.is_dir()))
         if not self.classes:
             raise DataError(f"no class folders in {path}: {expected}")
+        if loose := [entry.name for entry in entries if entry.name.lower().endswith(EXTENSIONS)]:
+            warnings.warn(
+                f"{len(loose)} images of {path} are left out, such as {loose[0]}, because they are "
+                "in no class folder",
+                stacklevel=2,
+            )
         files: list[bytes] = []
         labels: list[int] = []
         for label, name in enumerate(self.classes):

@@ -4,9 +4,9 @@
     python -m scripts.export_model lipsformer_tiny OUT --checkpoint weights.safetensors
 
 The command writes the chosen formats to the folder OUT, which must not exist:
-    hf             model.safetensors and config.json, for `timm.create_model('local-dir:OUT')` and
-                   transformers; for a run also README.md, a model card with its figures, and
-                   train.yaml, the config that repeats the run
+    hf             model.safetensors and config.json, for transformers and for
+                   `timm.create_model('local-dir:OUT', pretrained=True)`; for a run also README.md,
+                   a model card with its figures, and train.yaml, the config that repeats the run
     torch-export   model.pt2, for torch.export.load
     onnx           model.onnx, for ONNX Runtime
     onnx-int8      model-int8.onnx, its matrix products in 8 bits

@@ -75,7 +75,7 @@ def refused(capsys: pytest.CaptureFixture, *arguments: str, program=train.main) 
         ("model.checkpoint=nowhere.pth", ["model.checkpoint", "nowhere.pth", "no such file"]),
         ("train={precision: fp16, max_nonfinite_updates: 10}", ["fp16", "on cpu", "bf16"]),
         ("run.trackers=[tensorbord]", ["'tensorbord'", "tensorboard"]),
-        ("run.resume=/nowhere", ["run.resume='/nowhere'", "manifest.json is missing"]),
+        ("run.resume=/nowhere", ["run.resume='/nowhere'", "no such checkpoint folder"]),
         ("run.output_dir=", ["run.output_dir"]),
         ("lipschitz.residual_scale_cap=0.5", ["residual_scale_cap=0.5 has no effect, because"]),
         ("lipschitz.gain_cap=1", ["lipschitz.gain_cap=1.0 has no effect", "has no CenterNorm"]),

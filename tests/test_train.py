@@ -96,11 +96,12 @@ def test_fine_tuning_preset_starts_from_the_weights_with_a_lower_lr_in_early_lay
     load_initial_weights(config, model)
     file = checkpoint / "model.safetensors"
     random = f"classifier  random, because that of {file} has another number of classes"
-    assert caplog.messages == [random, f"weights     {file}"]
+    images = "images      data.crop_pct=0.875, and 0.9 when the weights were trained"
+    assert caplog.messages == [random, f"weights     {file}", images]
     same = build_model(config, [str(label) for label in range(7)])
     caplog.clear()
     load_initial_weights(config, same)  # with its classifier
-    assert caplog.messages == [f"weights     {file}"]
+    assert caplog.messages == [f"weights     {file}", images]
     weights = load_file(file)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name]) == (not name.startswith("head.fc")), name

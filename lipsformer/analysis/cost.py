@@ -307,7 +307,7 @@ def training_bytes(
     found = {
         "weights": weights,
         "gradients": learned,
-        "moments of AdamW": 2 * learned,
+        "two moments, as of AdamW": 2 * learned,
         "average of the weights": weights if ema else 0,
         "kept for the backward pass": one + (micro_batch - 1) * (two - one),
     }

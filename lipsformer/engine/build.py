@@ -22,9 +22,15 @@ from lipsformer.analysis.instruments import (
     UpdateLimit,
 )
 from lipsformer.analysis.orthogonal import Orthogonal
-from lipsformer.config import Config, LipschitzConfig
+from lipsformer.config import Config, DataConfig, LipschitzConfig
 from lipsformer.engine.instrument import Instrument
-from lipsformer.engine.run_folder import TIMM_CONFIG, CheckpointError, find_weights, load_weights
+from lipsformer.engine.run_folder import (
+    TIMM_CONFIG,
+    CheckpointError,
+    find_weights,
+    load_weights,
+    read_weights,
+)
 from lipsformer.engine.train_state import TrainState
 from lipsformer.models import convert
 from lipsformer.models.pretrained import find_difference, is_fixed
@@ -113,7 +119,8 @@ def load_initial_weights(config: Config, model: nn.Module) -> None:
             raise CheckpointError(f"{weights.file} holds a {held}; set model.name={held}")
         if converted and not config.model.convert:
             raise CheckpointError(f"{weights.file} holds a converted model; set model.convert=true")
-        if known and config.model.convert and not converted:
+        plain = not converted and (known or not _has_all(weights.file, model))
+        if plain and config.model.convert:
             _convert_weights(config, model, weights.file)
         else:
             if known:
@@ -122,6 +129,17 @@ def load_initial_weights(config: Config, model: nn.Module) -> None:
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from None
     logger.info("%s", weights)
+    _log_preprocessing(config.data, known.get("pretrained_cfg", {}))
+
+
+def _log_preprocessing(data: DataConfig, trained: Mapping[str, Any]) -> None:
+    """Say which settings of the images are not those with which the loaded weights were trained."""
+    for name in ("mean", "std", "interpolation", "crop_pct"):
+        before, now = trained.get(name), getattr(data, name)
+        before = tuple(before) if isinstance(before, list) else before
+        if before not in (None, now):
+            message = "images      data.%s=%s, and %s when the weights were trained"
+            logger.info(message, name, now, before)
 
 
 def _require_same_model(
@@ -159,6 +177,11 @@ def _outline(config: Config, classes: Sequence[Any]) -> nn.Module:
                 return build_model(config, classes)
         except NotImplementedError:
             return build_model(config, classes)
+
+
+def _has_all(file: Path, model: nn.Module) -> bool:
+    """Return whether a file has all tensors of a model, by their names."""
+    return model.state_dict().keys() <= read_weights(file).keys()
 
 
 def _convert_weights(config: Config, model: nn.Module, file: Path) -> None:

@@ -98,6 +98,8 @@ def _find_start(config: Config) -> Path | None:
         return newest
     if named is None:
         return None
+    if not named.is_dir():
+        raise ConfigError(f"run.resume={resume!r}: there is no such checkpoint folder")
     if fault := find_fault(named):
         raise ConfigError(f"run.resume={resume!r} is not a usable checkpoint: {fault}")
     _require_format(named)

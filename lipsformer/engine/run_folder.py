@@ -10,10 +10,12 @@ EMA weights, or the raw ones without EMA. Every command that takes a run uses "b
 A step of the optimizer is called an update in files, in config keys and in what commands print.
 """
 
+import argparse
 import hashlib
 import json
 import logging
 import os
+import pickle
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -54,6 +56,8 @@ INSTRUMENTS = "instruments.safetensors"
 PREFIX = "update-"
 # A checkpoint, or one that was set aside so that another of the same step could take its place.
 NAME = re.compile(rf"{PREFIX}(\d{{9}})|\.{PREFIX}(\d{{9}})\.old")
+
+_EXPECTED = "expected .safetensors, or tensors that torch.save has written"
 
 WHICH = ("best", "last")
 WHICH_HELP = "of a run: the best evaluated weights (default) or those of the newest checkpoint"
@@ -422,7 +426,7 @@ def _filter_of(
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """Read a safetensors file, or a `torch.save` file that holds only tensors.
+    """Read a safetensors file, or tensors that `torch.save` wrote, as in timm's train script.
 
     Prefixes that DDP and compilation add to names are removed.
 
@@ -433,10 +437,15 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             weights = load_file(file)
         else:
-            weights = torch.load(file, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([argparse.Namespace]):  # of timm's arguments
+                weights = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{file}: there is no such file") from None
-    except Exception as error:  # torch.load raises whatever its parsers raise
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        reason = f"it holds a {refused[1]}, and only tensors are read" if refused else _EXPECTED
+        raise CheckpointError(f"{file} is not a file of weights: {reason}") from None
+    except Exception as error:  # both readers raise whatever their parsers raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{file} is not a file of weights: {reason}") from None
     for key in ("model", "state_dict"):

@@ -279,6 +279,8 @@ def _check_convertible(model: nn.Module) -> None:
         if type(block) not in (Block, SwinTransformerBlock):
             raise TypeError(f"{type(block).__name__} is not converted: only plain pre-norm blocks")
         attn = block.attn
+        if type(attn) in (CosineAttention, CosineWindowAttention):
+            raise TypeError("the model has been converted before")
         if type(attn) not in (Attention, WindowAttention):
             raise TypeError(f"{type(attn).__name__} is not converted: only plain attention")
         if isinstance(attn, Attention) and (

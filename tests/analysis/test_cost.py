@@ -159,7 +159,7 @@ def test_training_needs_weights_gradients_moments_and_a_line_through_two_batches
     assert found == {
         "weights": learned + 4 * 17,
         "gradients": learned,
-        "moments of AdamW": 2 * learned,
+        "two moments, as of AdamW": 2 * learned,
         "average of the weights": learned + 4 * 17,
         "kept for the backward pass": 19 * (7 + 7) * 4,
     }

@@ -77,6 +77,27 @@ def test_a_wrong_tree_is_one_clear_error(tmp_path, make, message):
     assert "\n" not in str(caught.value)
 
 
+def test_hidden_folders_are_no_classes_and_images_beside_the_classes_are_reported(tmp_path):
+    write_tree(tmp_path, {"a": 2, ".ipynb_checkpoints": 1, "b": 1})
+    write_tree(tmp_path / "other", {"c": 1})
+    (tmp_path / "other" / "c" / "000.png").rename(tmp_path / "loose.PNG")
+    shutil.rmtree(tmp_path / "other")
+    with pytest.warns(UserWarning, match=r"1 images of .* left out, such as loose.PNG, because"):
+        source = FolderSource(tmp_path)
+    assert (source.classes, source.labels.tolist()) == (("a", "b"), [0, 0, 1])
+
+
+def test_a_dangling_link_can_be_skipped(tmp_path):
+    write_tree(tmp_path / "train", {"a": 2})
+    (tmp_path / "train" / "a" / "001.png").unlink()
+    (tmp_path / "train" / "a" / "001.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "skip.txt").write_text("train/a/001.png\n")
+    config = folder_config(tmp_path, skip_list=str(tmp_path / "skip.txt"), val_split="train")
+    with pytest.warns(UserWarning, match="1 images of train are left out"):
+        train, _ = build_datasets(config, AugmentConfig(), seed=0)
+    assert len(train) == 1
+
+
 def test_files_of_the_skip_list_are_left_out_and_counted(tmp_path):
     write_tree(tmp_path / "train", {"a": 3, "b": 2})
     write_tree(tmp_path / "val", {"a": 1, "b": 2})
@@ -223,7 +244,8 @@ def test_a_folder_may_be_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "top.png").touch()
     monkeypatch.chdir(tmp_path)
     assert image_files(Path(".")) == ["top.png", "a/000.png", "b/000.png"]
-    source = FolderSource(Path("."))
+    with pytest.warns(UserWarning, match=r"1 images of \. are left out"):
+        source = FolderSource(Path("."))
     assert [Path(source.file(i)) for i in (0, 1)] == [Path("a/000.png"), Path("b/000.png")]
 
 

@@ -1,5 +1,6 @@
 """A damaged or unfinished checkpoint is named and passed over; a failed save costs nothing."""
 
+import argparse
 import json
 import logging
 import resource
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from timm.utils import CheckpointSaver
+from torch import nn
 
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.run_folder import (
@@ -241,8 +244,24 @@ def test_wrappers_leave_no_trace_in_names(tmp_path: Path, name: str) -> None:
 
 def test_weights_that_need_unpickling_are_refused(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "config": Path("x")}, tmp_path / "w.pth")
-    with pytest.raises(CheckpointError, match="is not a file of weights"):
+    with pytest.raises(CheckpointError, match=r"weights: it holds a pathlib\.\S+, and only"):
         read_weights(tmp_path / "w.pth")
+    (tmp_path / "model.onnx").write_bytes(b"no tensors of torch")
+    with pytest.raises(CheckpointError, match=r"weights: expected \.safetensors, or tensors"):
+        read_weights(tmp_path / "model.onnx")
+
+
+def test_the_checkpoints_of_timms_train_script_are_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    arguments = argparse.Namespace(model="linear", lr=0.1, crop_pct=None)
+    saver = CheckpointSaver(model, optimizer, args=arguments, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(0, 50.0)
+    for name in ("last.pth.tar", "model_best.pth.tar"):
+        weights = read_weights(tmp_path / name)
+        assert weights.keys() == model.state_dict().keys()
+        assert all(torch.equal(weights[key], model.state_dict()[key]) for key in weights)
 
 
 def test_weights_of_run_checkpoint_and_file(tmp_path: Path) -> None:

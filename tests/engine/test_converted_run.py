@@ -51,13 +51,17 @@ def test_a_converted_model_is_trained_evaluated_and_passed_on(
     assert "holds a converted model; set model.convert=true" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("form", ["folder", "file"])
 def test_trained_weights_are_converted_only_if_they_are_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     torch.manual_seed(2)
     overlay = {"input_size": (3, 16, 16), "num_classes": 10}
     source = timm.create_model(NAME, num_classes=10, pretrained_cfg_overlay=overlay, **SHAPE)
-    save_for_hf(source, tmp_path / "source", safe_serialization=True)
+    if form == "folder":
+        save_for_hf(source, tmp_path / "source", safe_serialization=True)
+    else:
+        torch.save({"state_dict": source.state_dict()}, tmp_path / "source")
     checkpoint = f"model.checkpoint={tmp_path / 'source'}"
     config = write_config(tmp_path, settings(), tmp_path / "out")
     command = ["--config", str(config), *LARGE, checkpoint]

@@ -252,8 +252,15 @@ def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[flo
     Args:
         size: (H, W) in pixels.
         mean: Mean per channel that the normalization subtracts.
-        std: Standard deviation per channel by which it divides.
+        std: Standard deviation per channel by which it divides, > 0.
+
+    Raises:
+        ValueError: If ``size`` is not two numbers, or a standard deviation is not positive.
     """
+    if len(size) != 2:
+        raise ValueError(f"size={size} must be (H, W)")
+    if min(std) <= 0.0:
+        raise ValueError(f"std={std} must be > 0 in every channel")
     longest = [max(m, 1.0 - m) / s for m, s in zip(mean, std, strict=True)]
     radius, tokens = outward(math.hypot(*longest)), math.prod(size)
     rounding = gamma(8) * math.hypot(*((1.0 + abs(m)) / s for m, s in zip(mean, std, strict=True)))
