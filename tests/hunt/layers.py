@@ -148,6 +148,11 @@ def _pool(size: Any, channels: int, pool: str, layout: str, flatten: bool, outpu
     return tokens(module, size, channels, True)
 
 
+@kind("Flatten", size=MAP, channels=CHANNELS, end=st.sampled_from([-1, -1, 2]))
+def _flatten(size: Any, channels: int, end: int) -> Subject:
+    return image(nn.Flatten(1, end), size, channels, True)
+
+
 @kind(
     "Sequential",
     size=MAP,

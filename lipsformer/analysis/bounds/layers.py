@@ -377,21 +377,36 @@ def _conv2d_size(module: nn.Conv2d, size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sides)
 
 
+@bound_rule(nn.Flatten)
+def _flatten(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
+    _require_whole(module)
+    largest = max_abs(scale)
+    radius = largest * domain.radius * math.sqrt(domain.tokens)
+    if domain.tokens > 1:  # every pixel becomes channels
+        domain = replace(domain, channels=None)
+    return simple_bound(largest, domain, size=(), radius=radius, shift=0.0, rounding=0.0)
+
+
+def _require_whole(flatten: Any) -> None:
+    if (flatten.start_dim, flatten.end_dim) != (1, -1):
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for {flatten}: use start_dim=1 and end_dim=-1"
+        )
+
+
 @bound_rule(SelectAdaptivePool2d)
 def _pool(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     unchanged(module.flatten, nn.Flatten, nn.Identity)
     flattens = not isinstance(module.flatten, nn.Identity)
-    if flattens and (module.flatten.start_dim, module.flatten.end_dim) != (1, -1):
-        raise UnknownModuleError(f"no Lipschitz bound is known for {module.flatten}")
+    if flattens:
+        _require_whole(module.flatten)
     largest = max_abs(scale)
     if type(module.pool) is nn.Identity:
         unchanged(module.pool, nn.Identity)
-        size = () if flattens else domain.size
-        radius = domain.radius * (math.sqrt(domain.tokens) if flattens else 1.0)
-        radius *= largest
-        if flattens and domain.tokens > 1:  # every pixel becomes channels
-            domain = replace(domain, channels=None)
-        return simple_bound(largest, domain, size=size, radius=radius, shift=0.0, rounding=0.0)
+        if flattens:
+            return _flatten(module.flatten, domain, scale)
+        radius = largest * domain.radius
+        return simple_bound(largest, domain, radius=radius, shift=0.0, rounding=0.0)
     if not isinstance(module.pool, (FastAdaptiveAvgPool, nn.AdaptiveAvgPool2d)):
         raise UnknownModuleError(
             f"no Lipschitz bound is known for pooling {module.pool_type!r}: use 'avg'"
