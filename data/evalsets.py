@@ -132,9 +132,9 @@ def find_sets(
         DataError: For an unknown name, a folder that is not as published, or classes that are not
             ImageNet's.
     """
-    unknown = [name for name in (entry.partition("=")[0] for entry in names) if name not in LAYOUTS]
-    if unknown:
-        raise DataError(f"no evaluation set {unknown[0]!r}: known are {', '.join(LAYOUTS)}")
+    for entry in names:
+        if (name := entry.partition("=")[0]) not in LAYOUTS:
+            raise DataError(f"no evaluation set {name!r}: known are {', '.join(LAYOUTS)}")
     wnids = _wnids(classes, num_classes)
     found: list[EvalSet] = []
     for entry in names:

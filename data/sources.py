@@ -85,9 +85,10 @@ class FolderSource:
             raise DataError(f"{len(missing)} files to skip are not in {path}, such as {missing[0]}")
         entries = [entry for entry in os.scandir(path) if not entry.name.startswith(".")]
         self.classes = tuple(sorted(entry.name for entry in entries if entry.is_dir()))
+        files_beside = [entry.name for entry in entries if not entry.is_dir()]
         if not self.classes:
             raise DataError(f"no class folders in {path}: {expected}")
-        if loose := [entry.name for entry in entries if entry.name.lower().endswith(EXTENSIONS)]:
+        if loose := [name for name in files_beside if name.lower().endswith(EXTENSIONS)]:
             warnings.warn(
                 f"{len(loose)} images of {path} are left out, such as {loose[0]}, because they are "
                 "in no class folder",

@@ -1,5 +1,6 @@
 """What is known about the code and the processor: compared with git's and util-linux's commands."""
 
+import os
 import platform
 import shutil
 import subprocess
@@ -51,6 +52,7 @@ def test_a_run_has_no_more_workers_than_cores():
     program = (
         "from lipsformer.config import DataConfig; print(DataConfig(source='digits').num_workers)"
     )
-    command = ["taskset", "--cpu-list", "0", sys.executable, "-c", program]
+    core = str(min(os.sched_getaffinity(0)))
+    command = ["taskset", "--cpu-list", core, sys.executable, "-c", program]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "1\n"
     assert DataConfig(source="digits").num_workers == min(4, _machine.cores())

@@ -119,8 +119,7 @@ def load_initial_weights(config: Config, model: nn.Module) -> None:
             raise CheckpointError(f"{weights.file} holds a {held}; set model.name={held}")
         if converted and not config.model.convert:
             raise CheckpointError(f"{weights.file} holds a converted model; set model.convert=true")
-        plain = not converted and (known or not _has_all(weights.file, model))
-        if plain and config.model.convert:
+        if config.model.convert and not converted and (known or not _has_all(weights.file, model)):
             _convert_weights(config, model, weights.file)
         else:
             if known:

@@ -282,8 +282,8 @@ def center_backward(
         The gradient with respect to ``x``, the sum over the rows of grad * (y - shift), and the
         sum over the rows of grad; both sums are [C].
     """
-    narrow = gain.dtype == shift.dtype == torch.float32
-    if narrow and usable("center.csrc", grad, y, gain, shift):
+    fits = gain.dtype == shift.dtype == torch.float32
+    if fits and usable("center.csrc", grad, y, gain, shift):
         grad_x = torch.empty_like(grad)
         sums = torch.empty_like(gain), torch.empty_like(gain)
         sizes = (y.numel() // y.shape[-1], y.shape[-1])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer.layers._hooks import has_hooks
 from lipsformer.layers._trial import is_proven
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import ScaledCosineAttention
@@ -148,16 +149,6 @@ def _module_obstacle(arrangement: Arrangement) -> str | None:
     hooked = not compiling and bool(torch.nn.modules.module._has_any_global_hook())
     hooked |= any(has_hooks(module) for module in (*attentions, *lepes))
     return "a module has hooks, which the kernel would not call" if hooked else None
-
-
-def has_hooks(module: Any) -> bool:
-    """Return whether a module has hooks of its own, which nothing calls if it is not called."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 def tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:

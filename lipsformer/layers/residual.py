@@ -9,7 +9,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
-from lipsformer.layers._window_kernels import has_hooks
+from lipsformer.layers._hooks import has_hooks
 
 
 class WeightedResidual(nn.Module):

@@ -15,12 +15,12 @@ from lipsformer.layers import (
     ScaledCosineAttention,
     WeightedResidual,
 )
+from lipsformer.layers._hooks import has_hooks
 from lipsformer.layers._trial import is_proven
 from lipsformer.layers._window_kernels import (
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,
-    has_hooks,
     lepe_tensors,
     tau_nu_eps,
 )

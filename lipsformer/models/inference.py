@@ -21,7 +21,7 @@ from lipsformer.layers import (
     ScaledCosineAttention,
     WeightedResidual,
 )
-from lipsformer.layers._window_kernels import has_hooks
+from lipsformer.layers._hooks import has_hooks
 from lipsformer.models.recorded import RecordedForward
 
 Fold = TypeVar("Fold", bound=Callable[[Any], None])

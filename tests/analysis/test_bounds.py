@@ -287,6 +287,18 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("size", "std", "message"),
+    [
+        ((10,), (0.2,), r"size=\(10,\) must be \(H, W\)"),
+        ((10, 6), (0.0,), r"std=\(0.0,\) must be > 0"),
+    ],
+)
+def test_a_domain_that_no_images_have_is_refused(size, std, message):
+    with pytest.raises(ValueError, match=message):
+        image_domain(size, (0.5,), std)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_model_and_part_bounds_against_exact_jacobians(name):
     torch.manual_seed(0)

@@ -281,6 +281,7 @@ def test_class_names_may_be_the_words_of_the_index(tmp_path, names):
     [
         ("valid", STANDARD, r"no evaluation set 'valid': known are val, real, v2, a, r, sketch, c"),
         ("sketch", STANDARD, r"no folder .*/imagenet-sketch for .* sketch: expected .*/<wnid>/<im"),
+        ("v3", ["cat", STANDARD[0]], r"no evaluation set 'v3'"),
         ("sketch=S", ["cat", STANDARD[0]], r"1 of the model's 2 classes are not .* 'cat'"),
         ("sketch=S", STANDARD[1:], r"1 unknown class\(es\) n01440764"),
         ("sketch=S", None, r"no class names and 7 outputs"),

@@ -211,17 +211,21 @@ def test_a_convolution_refuses_another_number_of_channels(channels):
         DepthwiseConv2d(8, 3)(torch.ones(1, 4, 4, channels))
 
 
-@pytest.mark.parametrize(
-    ("weight", "bias"), [((4, 1, 7, 7), (8,)), ((8, 1, 3, 7), (8,)), ((8, 1, 7, 7), (4,))]
-)
-def test_a_parameter_of_another_shape_is_not_given_to_the_kernel(weight, bias, compiled_kernels):
+def replaced(weight: tuple[int, ...], bias: tuple[int, ...]) -> DepthwiseConv2d:
+    torch.manual_seed(0)
     conv = DepthwiseConv2d(8, 7)
     conv.weight, conv.bias = nn.Parameter(torch.randn(weight)), nn.Parameter(torch.randn(bias))
-    x = torch.randn(2, 5, 11, 8)
-    try:
-        expected = F.conv2d(x.permute(0, 3, 1, 2), conv.weight, conv.bias, padding=3, groups=8)
-    except RuntimeError:
-        with pytest.raises(RuntimeError):
-            conv(x)
-    else:
-        torch.testing.assert_close(conv(x), expected.permute(0, 2, 3, 1), rtol=1e-5, atol=1e-5)
+    return conv
+
+
+@pytest.mark.parametrize(("weight", "bias"), [((4, 1, 7, 7), (8,)), ((8, 1, 7, 7), (4,))])
+def test_parameters_for_another_number_of_channels_are_refused(weight, bias, compiled_kernels):
+    with pytest.raises(RuntimeError):
+        replaced(weight, bias)(torch.randn(2, 5, 11, 8))
+
+
+def test_a_kernel_that_is_no_square_is_applied_as_it_is(compiled_kernels):
+    conv, x = replaced((8, 1, 3, 7), (8,)), torch.randn(2, 5, 11, 8)
+    maps, *parameters = (t.double() for t in (x.permute(0, 3, 1, 2), conv.weight, conv.bias))
+    expected = F.conv2d(maps, *parameters, padding=3, groups=8).permute(0, 2, 3, 1)
+    torch.testing.assert_close(conv(x).double(), expected, rtol=1e-5, atol=1e-5)

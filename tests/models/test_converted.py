@@ -150,6 +150,13 @@ def test_lipschitz_norm_in_a_converted_model_equals_the_layer(name):
 CLASSES = ("CosineAttention", "CosineWindowAttention")
 
 
+def test_a_converted_model_is_not_converted_again():
+    for name, options in (("vit_tiny_patch16_224", VIT), ("swin_tiny_patch4_window7_224", {})):
+        model = lipsformer.convert(timm.create_model(name, **options))
+        with pytest.raises(TypeError, match="has been converted before"):
+            lipsformer.convert(model)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -116,7 +116,7 @@ struct Product {
     template <int64_t R>
     __attribute__((noinline)) void tile(const float *copy, const float *w, int64_t row,
                                         int64_t panel, int64_t begin, int64_t end) const {
-        // clang takes an array behind a template's reference for aligned.
+        // finish takes them by reference, and clang forgets there that a vec may lie anywhere.
         alignas(LANES * sizeof(float)) vec sums[R][VECS] = {};
 #pragma GCC unroll 8
         for (int64_t k = 0; k < end - begin; ++k, w += COLUMNS) {
