@@ -4,7 +4,7 @@
     python eval.py --checkpoint outputs/demo --weights last
     python eval.py --checkpoint FOLDER --data source=folder root=datasets name=imagenet
 
-A run stands for its best evaluated weights, raw or EMA. Model, class names and preprocessing come
+The best evaluated weights of a run are used, raw or EMA. Model, class names and preprocessing come
 from the checkpoint's config.json, the data from its config.yaml; `--data key=value` replaces
 settings of config.yaml. `--class-map` renames classes of data that call them otherwise. A file of
 weights without a config.json in its folder needs `--config`.

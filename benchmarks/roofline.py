@@ -79,7 +79,7 @@ class Given(nn.Module):
 
 
 class Sum(nn.Module):
-    """What a weighted residual does behind its branch."""
+    """What a weighted residual does after its branch."""
 
     def __init__(self, residual: WeightedResidual) -> None:
         """Take over the scale of ``residual``."""

@@ -303,7 +303,8 @@ def table(study: Study) -> str:
         lines.append(cells)
     text = markdown(COLUMNS, lines)
     done = {(line["row"], line["seed"]) for line in results}
-    if missing := [f"{row} seed {seed}" for row, seed in study.runs() if (row, seed) not in done]:
+    missing = [f"`{row}` (seed {seed})" for row, seed in study.runs() if (row, seed) not in done]
+    if missing:
         text += f"\n\nNot run: {', '.join(missing)}."
     return text
 

@@ -176,7 +176,7 @@ def make_config(
     try:
         merged = OmegaConf.merge(*layers)
         for override in overrides:
-            merged = _override(merged, override)
+            _override(merged, override)
         if missing := sorted(OmegaConf.missing_keys(merged)):  # ??? in a file
             be = "is" if len(missing) == 1 else "are"
             raise ConfigError(f"{', '.join(missing)} {be} required and not given")
@@ -273,8 +273,8 @@ def _check_keys(given: Any, schema: type, prefix: str) -> None:
             _check_container(path, value, hint)
 
 
-def _override(config: Any, override: str) -> Any:
-    """Return a config with one `key=value` replaced.
+def _override(config: Any, override: str) -> None:
+    """Replace one `key=value` of a config.
 
     Raises:
         ConfigError: If the value does not fit, or a part of it would be lost as a comment.
@@ -287,7 +287,7 @@ def _override(config: Any, override: str) -> Any:
             "the whole value within the quotes of the shell"
         )
     try:
-        return OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
+        config.merge_with(OmegaConf.from_dotlist([override]))
     except TypeError:  # a list in place of a mapping
         raise ConfigError(f"{override} is not possible: must be a mapping") from None
 

@@ -21,6 +21,7 @@ from data import (
 from data.build import sizes_by_epoch
 from data.dataset import ImageDataset, TrainDataset
 from lipsformer._configfile import ConfigError, make_config
+from lipsformer._errors import first_line
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import (
     bound_domain,
@@ -176,11 +177,10 @@ def check_images(config: Config, train_set: TrainDataset, val_set: ImageDataset)
     except DataError:
         raise
     except Exception as error:  # Pillow, OpenCV and torch raise whatever sizes make them raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"an image cannot be made with data.img_size={size}, augment.img_sizes="
             f"{config.augment.img_sizes}, data.crop_pct={config.data.crop_pct}, augment.scale="
-            f"{config.augment.scale} and augment.ratio={config.augment.ratio}: {reason}"
+            f"{config.augment.scale} and augment.ratio={config.augment.ratio}: {first_line(error)}"
         ) from None
     for expected, image in images:
         if image.shape != (expected, expected, 3):

@@ -42,7 +42,7 @@ SAYS = {
     "else follows from the weights.",
 }
 
-# The theorem of docs/theorems.md behind the constant of a class. Others are chains (theorem 24).
+# The theorem of docs/theorems.md that proves the constant of a class. Others are chains (24).
 PROOFS = {
     **dict.fromkeys(("Linear", "NonDynamicallyQuantizableLinear"), "theorem 1: linear layers"),
     "CenterNorm": "theorem 2: CenterNorm",

@@ -20,6 +20,7 @@ from data.clusters import ClusterBatches, metis_clusters
 from data.errors import DataError
 from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
 from lipsformer._configfile import ConfigError, require
+from lipsformer._errors import first_line
 from lipsformer._machine import commit, cpu_name
 from lipsformer._ranks import on_first_rank, rank_and_count
 from lipsformer.engine.lock import FolderLock
@@ -172,9 +173,10 @@ def require_model(config: GraphConfig, batches: Batches) -> None:
         with torch.device("meta"):
             build_model(config, batches)
     except Exception as error:  # wrong arguments raise whatever the class and torch raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
         kwargs = f" with model.kwargs={model.kwargs}" if model.kwargs else ""
-        raise ConfigError(f"model.name={model.name!r}{kwargs} cannot be built: {reason}") from error
+        raise ConfigError(
+            f"model.name={model.name!r}{kwargs} cannot be built: {first_line(error)}"
+        ) from error
 
 
 def build_model(config: GraphConfig, batches: Batches) -> GraphNet:

@@ -81,7 +81,7 @@ def gamma(steps: int) -> float:
 
 
 def carried(value: float, error: Any, added: Any, tokens: int) -> Any:
-    """Bound the error behind a layer: that of its input times its constant, and its own."""
+    """Bound the error after a layer: that of its input times its constant, and its own."""
     total = value * error + math.sqrt(tokens) * added
     return np.where(total < math.inf, UP * total + TINY, math.inf)
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser, user_errors
+from lipsformer._errors import first_line
 from lipsformer.models import lipsformer_cswin, lipsformer_swin
 from lipsformer.models._timm import unwrap
 from scripts._new_folder import new_folder
@@ -70,8 +71,9 @@ def read_checkpoint(path: Path) -> StateDict:
             f"containers and yacs.config.CfgNode; PyTorch's reader reports: {reason.strip()}"
         ) from None
     except (EOFError, RuntimeError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ReleasedWeightsError(f"{path}: not a readable checkpoint ({reason})") from None
+        raise ReleasedWeightsError(
+            f"{path}: not a readable checkpoint ({first_line(error)})"
+        ) from None
     content = unwrap(content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
         raise ReleasedWeightsError(

@@ -4,7 +4,7 @@
     python -m scripts.measure_lipschitz outputs/demo --data source=digits --json report.json
 
 MODEL is a timm name (initial weights) or a run, a checkpoint or a folder with config.json. A run
-stands for its best evaluated weights. All constants are for the 2-norm over one whole input in
+is read with its best evaluated weights. All constants are for the 2-norm over one whole input in
 evaluation mode, as log10. Bounds hold for images with pixel values in [0, 1]. Estimates are lower
 bounds, at images of --data or at random images. Exit code 2 for a mistake.
 """

@@ -55,7 +55,7 @@ def replay(folder: Path) -> dict[str, Any]:
     step = 0
     if start is not None:
         parts.state.load_checkpoint(start)
-        # A checkpoint from behind that update has the weights from before it, because the updates
+        # A checkpoint from after that update has the weights from before it, because the updates
         # between them were skipped.
         step = min(read_state(start)["update"], record["update"])
     assert isinstance(parts.train_batches, TrainBatches)

@@ -30,6 +30,7 @@ from lipsformer.engine.distributed import micro_batches
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+_built: set[str] = set()  # the models that could be built; many commands share one
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,11 @@ def check_training(config: str, overrides: tuple[str, ...], world_size: int = 1)
     loaded = read_config(Config, ROOT / config, overrides)
     micro_batches(loaded.train, world_size)
     loaded = replace(loaded, model=replace(loaded.model, checkpoint=None))
-    with torch.device("meta"):
-        build_model(loaded, [str(number) for number in range(10)])
+    described = repr((loaded.model, loaded.data, loaded.train.grad_checkpointing))
+    if described not in _built:
+        with torch.device("meta"):
+            build_model(loaded, [str(number) for number in range(10)])
+        _built.add(described)
 
 
 def check_extras(requirement: str) -> None:

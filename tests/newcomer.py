@@ -185,7 +185,7 @@ def trained(output: str, terminal: Terminal) -> None:
     promised, found = (
         re.search(pattern, text, re.MULTILINE)
         for pattern, text in (
-            (r"^\| digits.*`make demo` \| ([\d.]+) %", README),
+            (r"^\| digits.*\| ([\d.]+) % \| `make demo` \|", README),
             (r"^best: .*top-1 ([\d.]+) %", output),
         )
     )

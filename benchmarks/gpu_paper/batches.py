@@ -45,7 +45,7 @@ def model_configs() -> dict[Path, str]:
 
 
 def write(records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the line of each config behind its line of costs; records are by name of the model."""
+    """Write the line of each config after its line of costs; records are by name of the model."""
     for path, name in model_configs().items():
         lines = [text for text in path.read_text().splitlines() if not text.startswith(START)]
         place = next(i for i, text in enumerate(lines) if text.startswith("# Cost:"))

@@ -75,7 +75,7 @@ def replace_attention(model: Model, make: Callable[[int, int], nn.Module]) -> No
 
 
 def normalize_before(model: Model, make: Callable[[int], nn.Module]) -> None:
-    """Move the norms of the blocks from behind the sums to the start of all four branches.
+    """Move the norms of the blocks from after the sums to the start of all four branches.
 
     This is the pre-norm arrangement of today's transformers. The norms of the patches, of merging
     and before the classifier stay where they are. A hook of each branch
@@ -145,7 +145,7 @@ def default_init(model: Model, blocks: int) -> None:
 
 
 def plain(model: Model, blocks: int) -> None:
-    """Swap out all four parts of LipsFormer: the LayerNorms stand behind attention and MLP."""
+    """Swap out all four parts of LipsFormer: the LayerNorms follow attention and MLP."""
     for swap in (layer_norm, dot_product, plain_residual, default_init):
         swap(model, blocks)
 
@@ -157,7 +157,7 @@ def qk_norm(model: Model, blocks: int) -> None:
 
 
 def pre_norm(model: Model, blocks: int, norm: type[nn.Module] = nn.LayerNorm) -> None:
-    """Change `plain` by norms at the start of the branches instead of behind the sums."""
+    """Change `plain` by norms at the start of the branches instead of after the sums."""
     normalize_before(model, norm)
     plain(model, blocks)
 

@@ -29,7 +29,7 @@ LEVELS = 16  # of the norms of an image, for which the error of float32 is bound
 def difference_bounds(bound: Bound, num_logits: int) -> Tensor:
     r"""Bound the Lipschitz constants of the differences of two logits.
 
-    If the network ends in a linear layer with the rows :math:`w_i`, behind a network with the
+    If the network ends in a linear layer with the rows :math:`w_i`, after a network with the
     constant :math:`L_h`, then :math:`z_i - z_j` has the constant :math:`L_h |w_i - w_j|`. In any
     other network with the constant L it has :math:`\sqrt 2 L`.
 

@@ -43,15 +43,15 @@ class _Instrument:
         """Act before the optimizer step, when the gradients are final.
 
         Args:
-            step: Number of optimizer steps made before this one.
+            step: Number of optimizer steps completed before this one.
         """
 
     def after_step(self, step: int) -> None:
         """Act after the optimizer step, when the weights have changed.
 
         Args:
-            step: Number of optimizer steps made before this one: the same value as in
-                `before_step`. `step + 1` steps have been made.
+            step: Number of optimizer steps completed before this one: the same value as in
+                `before_step`. `step + 1` steps have been completed.
         """
 
     def before_eval(self) -> Mapping[str, Mapping[str, float]]:
@@ -107,7 +107,7 @@ class Monitor(_Instrument):
         >>> import torch
         >>> from lipsformer.analysis.instruments import Monitor
         >>> layer = torch.nn.Linear(3, 2)
-        >>> monitor = Monitor(layer, lambda made, record: print(made, sorted(record)))
+        >>> monitor = Monitor(layer, lambda completed, record: print(completed, sorted(record)))
         >>> monitor.before_step(0)  # call optimizer.step() between the two
         >>> monitor.after_step(0)
         1 ['seconds', 'sigma/weight', 'update_ratio/weight']
@@ -127,7 +127,7 @@ class Monitor(_Instrument):
 
         Args:
             model: The model without the wrappers of DDP or the compiler.
-            write: Called with the number of steps made and the record.
+            write: Called with the number of completed steps and the record.
             every: Number of steps from one record to the next, >= 1.
             probe: A few inputs, on which the attention is measured; None leaves the attention out.
             domain: Domain of the bound; None leaves the bound out.
@@ -153,7 +153,7 @@ class Monitor(_Instrument):
         """Measure the gradients and copy the weights, if a record is due.
 
         Args:
-            step: Number of optimizer steps made before this one.
+            step: Number of optimizer steps completed before this one.
         """
         if step % self.every != 0:
             return
@@ -173,7 +173,7 @@ class Monitor(_Instrument):
         """Measure the weights and write the record, if one is due.
 
         Args:
-            step: Number of optimizer steps made before this one, as in `before_step`.
+            step: Number of optimizer steps completed before this one, as in `before_step`.
         """
         if step % self.every != 0:
             return
@@ -283,7 +283,7 @@ class SpectralCap(_Instrument):
         """Move the weights to the cap or towards it, by estimates of the singular values.
 
         Args:
-            step: Number of optimizer steps made before this one.
+            step: Number of optimizer steps completed before this one.
         """
         weights = {op.name: full_tensor(op.weight) for op in self.operators}
         sigmas = self.tracker.measure(weights)
@@ -374,7 +374,7 @@ class UpdateLimit(_Instrument):
         """Copy the weights.
 
         Args:
-            step: Number of optimizer steps made before this one.
+            step: Number of optimizer steps completed before this one.
         """
         self._before = {op.name: full_tensor(op.weight).clone() for op in self.operators}
 
@@ -383,7 +383,7 @@ class UpdateLimit(_Instrument):
         """Shorten the updates that were too large.
 
         Args:
-            step: Number of optimizer steps made before this one, as in `before_step`.
+            step: Number of optimizer steps completed before this one, as in `before_step`.
         """
         before, self._before = self._before, {}
         deltas = {op.name: full_tensor(op.weight) - before[op.name] for op in self.operators}

@@ -11,9 +11,9 @@ Function = Callable[[Tensor], Tensor]
 ITERATIONS = 5
 MAX_ITERATED = 64  # rows
 POWER_STEPS = 30
-STEP = 1.02  # by which a bound that Cholesky refused is increased
+INCREASE = 1.02  # factor of a bound that Cholesky refused
 CHUNK = 256  # rows of a Jacobian at a time
-STEPS = 24  # of Lanczos
+LANCZOS_STEPS = 24
 
 
 def norm_above(matrices: Tensor) -> Tensor:
@@ -58,14 +58,14 @@ def _verified(gram: Tensor) -> Tensor:
     x = (gram.sum(-1) + gram.diagonal(dim1=-2, dim2=-1))[..., None]
     for _ in range(POWER_STEPS):
         x = gram @ (x / x.norm(dim=-2, keepdim=True).clamp_min(tiny))
-    square = x.norm(dim=(-2, -1)) * STEP + tiny
+    square = x.norm(dim=(-2, -1)) * INCREASE + tiny
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
     while True:
         info = torch.linalg.cholesky_ex(square[..., None, None] * eye - gram).info
         refused = (info > 0) & square.isfinite()
         if not refused.any():
             return square
-        square = torch.where(refused, square * STEP, square)
+        square = torch.where(refused, square * INCREASE, square)
 
 
 def largest_norm(matrices: Callable[[Tensor], Tensor], above: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def probed_norm(function: Function, x: Tensor, failure: float) -> Tensor:
     # linear. Forward differentiation would compute the function again for every product.
     _, forward, *_ = torch.func.vjp(lambda row: backward(row)[0], torch.zeros_like(output))
     start = torch.randn(len(x), x[0].numel(), dtype=torch.float64)
-    steps = min(STEPS, x[0].numel())  # so many make the basis complete
+    steps = min(LANCZOS_STEPS, x[0].numel())  # so many make the basis complete
     basis = torch.empty(steps, *start.shape, dtype=start.dtype)
     images = []
     for step in range(steps):
@@ -142,7 +142,7 @@ def probed_norm(function: Function, x: Tensor, failure: float) -> Tensor:
             start = backward(image)[0].flatten(1).double()
     products = torch.stack(images, 1)  # [B, k, m]
     found = torch.linalg.eigvalsh(products @ products.mT)[:, -1].sqrt()
-    return found / math.sqrt(1.0 - missed_share(STEPS, x[0].numel(), failure))
+    return found / math.sqrt(1.0 - missed_share(LANCZOS_STEPS, x[0].numel(), failure))
 
 
 def missed_share(steps: int, size: int, failure: float) -> float:

@@ -46,7 +46,7 @@ class Orthogonal(_Instrument):
         """Make one step towards the nearest orthogonal matrices.
 
         Args:
-            step: Number of optimizer steps made before this one.
+            step: Number of optimizer steps completed before this one.
         """
         self._move(exact=False)
 

@@ -2,8 +2,8 @@
 
 `trainer` decides when to log, evaluate, save and stop; `steps` makes one step and one evaluation on
 the objects of `train_state`; `build` makes them from a config; `run_folder` knows the files of a
-run and which weights it stands for. The engine counts optimizer steps; `data`, files, settings and
-messages call one "update", with the same numbers.
+run and which of its weights a command uses. The engine counts optimizer steps; `data`, files,
+settings and messages call one "update", with the same numbers.
 
 The life of a checkpoint:
 

@@ -14,6 +14,7 @@ from timm.models._hub import save_config_for_hf  # the public save_for_hf also w
 from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError
+from lipsformer._errors import first_line
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.instruments import (
     BoundCheck,
@@ -76,8 +77,9 @@ def build_model(config: Config, classes: Sequence[Any]) -> nn.Module:
     except NotImplementedError:  # the meta device lacks an operator
         raise
     except Exception as error:  # wrong arguments raise whatever timm and torch raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"{describe_model(config)} cannot be built: {reason}") from error
+        raise ConfigError(
+            f"{describe_model(config)} cannot be built: {first_line(error)}"
+        ) from error
     return model
 
 
@@ -246,7 +248,7 @@ def make_instruments(
         probe: A few inputs of the model, on its device, at which the monitor reads attention; None
             leaves the attention out.
         domain: The images for which the bound is recorded; None for no bound.
-        write: Receives the records of the monitor, with the number of steps made.
+        write: Receives the records of the monitor, with the number of completed steps.
     """
     module = state.module
     instruments: list[Instrument] = []

@@ -58,7 +58,7 @@ class CheckpointFolder(Checkpoints):
         """Write a checkpoint and remove those that are no longer needed.
 
         Args:
-            step: Number of steps made, which gives the folder its name.
+            step: Number of completed steps, which gives the folder its name.
             tensors: File name -> tensors on the CPU.
             texts: File name -> content.
             best_step: The checkpoint to keep whatever its age.

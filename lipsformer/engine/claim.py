@@ -38,7 +38,7 @@ class Claim:
     Attributes:
         folder: The folder of the run.
         checkpoints: Its checkpoints.
-        step: Number of steps made so far.
+        step: Number of completed steps.
         metrics_bytes: Length of metrics.jsonl after these steps; `bring` sets it to 0 if it finds
             no records.
         best: The best evaluation so far, if there was one; `bring` replaces it if its checkpoint is

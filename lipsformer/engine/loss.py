@@ -18,6 +18,7 @@ from timm.task import (
 from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError, require
+from lipsformer._errors import first_line
 from lipsformer.config import Config
 from lipsformer.engine.run_folder import CheckpointError, find_weights, load_model
 
@@ -41,9 +42,8 @@ def load_teacher(config: Config, classes: Sequence[str], sizes: Sequence[int]) -
         with torch.no_grad():
             outputs = [model.eval()(torch.zeros(1, 3, size, size)) for size in sizes]
     except Exception as error:  # timm, the hub and a model raise whatever they meet
-        reason = str(error).partition("\n")[0] or type(error).__name__
         more = "" if isinstance(error, CheckpointError | ConfigError) else " cannot be used"
-        raise ConfigError(f"loss.teacher={name!r}{more}: {reason}") from None
+        raise ConfigError(f"loss.teacher={name!r}{more}: {first_line(error)}") from None
     if known is not None and list(known) != list(classes):
         raise ConfigError(
             f"loss.teacher={name!r} was trained on other classes than those of the data: "

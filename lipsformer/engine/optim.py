@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lipsformer._configfile import ConfigError
+from lipsformer._errors import first_line
 from lipsformer.config import OptimConfig
 
 FILLED_BY_CONFIG = ("lr", "weight_decay", "betas", "eps", "momentum", "foreach", "fused")
@@ -155,9 +156,10 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
             **optim.kwargs,
         )
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        message = str(error).splitlines()[0] if str(error) else type(error).__name__
         more = f" with optim.kwargs={optim.kwargs}" if optim.kwargs else ""
-        raise ConfigError(f"optim.name={optim.name!r} cannot be built{more}: {message}") from error
+        raise ConfigError(
+            f"optim.name={optim.name!r} cannot be built{more}: {first_line(error)}"
+        ) from error
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -38,7 +38,8 @@ class Parts:
         classes: Names of the classes in the order of the labels.
         timm_config: timm's description of the model, as JSON.
         micro_batch: (samples of a micro-batch, micro-batches per step and device).
-        monitored: Records of the monitor that are not written yet, with the number of steps made.
+        monitored: Records of the monitor that are not written yet, with the number of completed
+            steps.
 
     Example:
         >>> Parts.__dataclass_fields__["micro_batch"].type

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError
+from lipsformer._errors import first_line
 from lipsformer.analysis.sigma import gain_of, operators, residual_scale_of
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model, describe_model
@@ -118,8 +119,7 @@ def try_images(model: nn.Module, images: Tensor, refusal: str) -> Any:
     except Exception as error:  # a model raises whatever its operators raise
         if isinstance(error, NotImplementedError) and images.is_meta:
             raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"{refusal}: {reason}") from None
+        raise ConfigError(f"{refusal}: {first_line(error)}") from None
 
 
 def _require_targets(config: Config, model: nn.Module) -> None:

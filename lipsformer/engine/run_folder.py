@@ -1,6 +1,6 @@
-"""The folder of a run: its file names, how it is read, and which weights it stands for.
+"""The folder of a run: its file names, how it is read, and which of its weights a command uses.
 
-This module alone knows how the files of a run are called; `checkpoint.py` writes checkpoints. A
+This module has the names of the files of a run; `checkpoint.py` writes checkpoints. A
 run holds several sets of weights: each checkpoint has raw weights, and EMA weights if the run
 averages. "best" is the evaluated set with the highest top-1, raw or EMA, as the run recorded it.
 "last" is the better set of the newest checkpoint; if that was saved between two evaluations, the
@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lipsformer._configfile import ConfigError, read_config, read_json
+from lipsformer._errors import first_line
 from lipsformer.config import Config
 from lipsformer.jsonl import read_jsonl
 from lipsformer.models.pretrained import UNTRAINED
@@ -75,7 +76,7 @@ class Weights:
     Attributes:
         file: The file.
         kind: "raw" or "ema"; None if the file does not belong to a run.
-        step: Number of steps made; None if the file does not belong to a run.
+        step: Number of completed steps; None if the file does not belong to a run.
         epoch: The same in passes over the data.
         figures: The evaluation of these weights by their run; None if there was none.
 
@@ -294,7 +295,7 @@ def better_kind(figures: dict[str, dict[str, Any]]) -> str:
     """Return the kind of weights with the higher top-1, and EMA if they are equal.
 
     Args:
-        figures: The evaluation of each kind, EMA behind raw.
+        figures: The evaluation of each kind, EMA after raw.
     """
     return max(reversed(figures), key=lambda kind: figures[kind]["top1"])
 
@@ -341,8 +342,7 @@ def create_model(name: str, **options: Any) -> nn.Module:
     try:
         return timm.create_model(name, **options)
     except Exception as error:  # timm raises whatever files and networks make it raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"the model {name!r} cannot be built: {reason}") from error
+        raise ConfigError(f"the model {name!r} cannot be built: {first_line(error)}") from error
 
 
 def has_tag(name: str) -> bool:
@@ -369,8 +369,7 @@ def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> Non
     try:
         weights = _filter_of(model)(weights, model)
     except Exception as error:  # a filter raises whatever foreign weights make it raise
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{file} does not fit the model: {reason}") from None
+        raise CheckpointError(f"{file} does not fit the model: {first_line(error)}") from None
     own = model.state_dict()
     heads = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
     heads = (heads,) if isinstance(heads, str) else heads
@@ -446,8 +445,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         reason = f"it holds a {refused[1]}, and only tensors are read" if refused else _EXPECTED
         raise CheckpointError(f"{file} is not a file of weights: {reason}") from None
     except Exception as error:  # both readers raise whatever their parsers raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{file} is not a file of weights: {reason}") from None
+        raise CheckpointError(f"{file} is not a file of weights: {first_line(error)}") from None
     for key in ("model", "state_dict"):
         if isinstance(weights, dict) and isinstance(weights.get(key), dict):
             weights = weights[key]

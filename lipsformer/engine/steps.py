@@ -253,10 +253,10 @@ def train_epoch(
         transform: Applied to each micro-batch on the device.
         metrics: Collects loss and gradient norm.
         stopwatch: Measures rates.
-        after_step: Called with the number of steps made so far; true ends the epoch here.
+        after_step: Called with the number of completed steps; true ends the epoch here.
 
     Returns:
-        The number of steps made since the start of the run.
+        The number of completed steps since the start of the run.
     """
     state.model.train()
     step = first_step

@@ -22,7 +22,7 @@ class Tracking:
         accelerator: Accelerate's, with the names of the trackers.
         folder: Folder of the run.
         run_id: Name of the run for trackers, the same after a resume.
-        step: Number of steps made so far.
+        step: Number of completed steps.
         next_record: The earliest step of which a record may still come; TensorBoard drops its
             records from this step on.
         total_steps: Number of steps of the whole run.
@@ -69,9 +69,9 @@ class Tracking:
         # purge_step also removed records that are still valid: evaluations and monitor records
         # newer than the pending training average. Send them again.
         for record in folder.metrics() if self.is_main else ():
-            kind, made, _ = record.pop("kind"), record.pop("update"), record.pop("epoch")
-            if made >= next_record:
-                self._send(kind, made, record)
+            kind, completed, _ = record.pop("kind"), record.pop("update"), record.pop("epoch")
+            if completed >= next_record:
+                self._send(kind, completed, record)
         terminal = self.is_main and sys.stderr.isatty()
         self._bar = tqdm(
             total=total_steps, initial=step, unit="update", disable=not terminal, smoothing=0.1
@@ -86,7 +86,7 @@ class Tracking:
 
         Args:
             kind: "train", "raw" or "ema" for an evaluation of those weights, or "monitor".
-            step: Number of steps made; metrics.jsonl calls it "update".
+            step: Number of completed steps; metrics.jsonl calls it "update".
             epoch: The same in passes over the data.
             values: The figures.
         """

@@ -129,18 +129,18 @@ class Trainer:
         )
         try:
             while not self.stopped:
-                epochs_made, position = divmod(self.step, self.steps_per_epoch)
+                completed_epochs, position = divmod(self.step, self.steps_per_epoch)
                 # Also after a resume: the last epoch may be complete, but not evaluated.
                 evaluated = self.history[-1]["epoch"] if self.history else 0
-                if position == 0 and evaluated < epochs_made and self._evaluation_is_due():
-                    self._finish_epoch(epochs_made)
+                if position == 0 and evaluated < completed_epochs and self._evaluation_is_due():
+                    self._finish_epoch(completed_epochs)
                     continue
                 if self.step == self.total_steps:
                     break
                 self.stopwatch.reset()
                 self.step = train_epoch(
                     self.state,
-                    self.parts.train_batches.epoch(epochs_made, position),
+                    self.parts.train_batches.epoch(completed_epochs, position),
                     first_step=self.step,
                     transform=self.parts.transform,
                     metrics=self.metrics,
@@ -168,8 +168,8 @@ class Trainer:
         The checkpoint at the end of an evaluated epoch is saved after that, except on a signal.
         """
         self.step = step
-        for made, record in self.parts.monitored:
-            self.tracking.record("monitor", made, made / self.steps_per_epoch, record)
+        for completed, record in self.parts.monitored:
+            self.tracking.record("monitor", completed, completed / self.steps_per_epoch, record)
         self.parts.monitored.clear()
         epoch_ends = step % self.steps_per_epoch == 0
         if step % self.config.run.log_every == 0 or epoch_ends:
@@ -260,11 +260,11 @@ class Trainer:
         rest = [s for s in stats if s.step >= self.config.run.dense_updates]
         groups = [*single, rest] if rest else single
         for group in groups:
-            made = group[-1].step + 1
+            completed = group[-1].step + 1
             values = summarize(group)
             if group is groups[-1]:
                 values |= {**rates, "memory_gib": memory_gib(self.accelerator.device)}
-            self.tracking.record("train", made, made / self.steps_per_epoch, values)
+            self.tracking.record("train", completed, completed / self.steps_per_epoch, values)
         mean = summarize(stats)
         if mean["skipped"]:
             logger.warning(

@@ -60,7 +60,7 @@ class CheckpointWriter:
         """Begin to write a checkpoint and return; arguments as for `CheckpointFolder.save`.
 
         Args:
-            step: Number of steps made.
+            step: Number of completed steps.
             tensors: File name -> tensors, which must not change before `wait_for_copy` returns.
             **content: `texts` and `best_step`.
 

@@ -7,7 +7,7 @@ Example:
     >>> import torch
     >>> from lipsformer import kernels
     >>> x, weight = torch.ones(1, 2, 3, dtype=torch.float64), torch.ones(5, 3, dtype=torch.float64)
-    >>> kernels.usable("linear", x, weight, training=True)  # only float32 has a kernel
+    >>> kernels.usable("linear", x, weight, training=True)  # float64 has no kernel
     False
 """
 

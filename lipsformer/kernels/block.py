@@ -213,7 +213,7 @@ class _Block(torch.autograd.Function):
 
 
 def _named(tensors: Sequence[Tensor]) -> tuple[BlockTensors, Sequence[Tensor]]:
-    """Return the parameters of a block by name, and those of LePE, which stand behind them."""
+    """Return the parameters of a block by name, and those of LePE, which follow them."""
     count = len(BlockTensors._fields)
     return BlockTensors(*tensors[:count]), tensors[count:]
 

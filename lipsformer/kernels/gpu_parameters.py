@@ -39,7 +39,7 @@ def _(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 @operator
 def weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a block's matrices, and of the biases and scales behind two of them.
+    """Return the gradients of a block's matrices, and of the biases and scales after two of them.
 
     Args:
         tensors: The gradients of the matrices as they were multiplied, in the order of ``cast``;

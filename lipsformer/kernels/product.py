@@ -25,7 +25,7 @@ class _Layout(IntEnum):
 
     PLAIN = 0  # [C_in, C_out]
     TRANSPOSED = 1  # [C_out, C_in]
-    PANELS = 2  # [C_out / 16, C_in, 16], with zeros behind the last output
+    PANELS = 2  # [C_out / 16, C_in, 16], with zeros after the last output
 
 
 class PackedWeight(NamedTuple):
@@ -53,7 +53,7 @@ def pack_weight(weight: Tensor) -> PackedWeight:
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, act_after: bool) -> Tensor:
-    """Apply a linear layer, and GELU behind it in the same pass if asked.
+    """Apply a linear layer, and GELU after it in the same pass if asked.
 
     Args:
         x: [..., C_in].

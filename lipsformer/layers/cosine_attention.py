@@ -60,10 +60,11 @@ class ScaledCosineAttention(nn.Module):
     Lipschitz in the 2-norm over the whole [N, C] input on all of space; for one head with
     projections :math:`W^Q, W^K, W^V`
 
-    .. math:: Lip \le N^2 \nu \tau \epsilon^{-1/2} |W^K| + N \nu \tau \epsilon^{-1/2} |W^Q|
-        + 2 N \nu \epsilon^{-1/2} |W^V|.
+    .. math:: Lip \le \nu \epsilon^{-1/2} \left(\tau \sqrt{|W^Q|^2 + N |W^K|^2 / 2}
+        + \sqrt{N} |W^V|\right).
 
-    This is Theorem 1 of the paper with the softmax constant 1/2. With ``value_scale=None`` the
+    This is Theorem 10 of docs/theorems.md, which uses a smaller number than N where the scores
+    allow it. Theorem 1 of the paper grows with the square of N. With ``value_scale=None`` the
     values enter as they are, as in the released code. The output is then linear in V, and the
     constant is finite on bounded inputs only.
 

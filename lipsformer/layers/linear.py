@@ -8,13 +8,12 @@ from lipsformer import kernels
 
 
 class Linear(nn.Linear):
-    r"""Linear layer over the last dimension, twice as fast as PyTorch's on CPUs where MKL is slow.
+    r"""Linear layer over the last dimension, with GELU before it and a scale of its output.
 
     .. math:: y = s \odot (x W^T + b) \quad\text{or}\quad y = s \odot (\mathrm{GELU}(x) W^T + b)
 
-    On the CPU it is computed by oneDNN, which uses the full vector width of every processor, and in
-    float32 by MKL on Intel's processors and on those without AVX-512; elsewhere it is
-    ``nn.Linear``. The 2-norm Lipschitz constant per token is :math:`|W|_2`, times 1.1290 with GELU.
+    On the CPU ``lipsformer.kernels`` chooses the fastest product; elsewhere it is ``nn.Linear``.
+    The 2-norm Lipschitz constant per token is :math:`|W|_2`, times 1.1290 with GELU.
 
     Shape:
         x: [B, ..., C_in]; the output is [B, ..., C_out].

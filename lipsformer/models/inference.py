@@ -43,7 +43,7 @@ def register_fold(*kinds: type[nn.Module]) -> Callable[[Fold], Fold]:
 
 
 class FrozenLinear(nn.Linear):
-    r"""Linear layer with fixed weights, and GELU behind it if asked.
+    r"""Linear layer with fixed weights, and GELU after it if asked.
 
     .. math:: y = x W^T + b \quad\text{or}\quad y = \mathrm{GELU}(x W^T + b)
 
@@ -151,7 +151,7 @@ class _Packed:
 
 
 class FoldedResidual(nn.Module):
-    r"""Weighted residual and the CenterNorm behind it, folded into the branch's last layer.
+    r"""Weighted residual and the CenterNorm after it, folded into the branch's last layer.
 
     .. math:: CN(x + \alpha \odot f(x)) = \gamma \tfrac{d}{d-1} (x - \mathrm{mean}(x)) + f'(x)
 
@@ -200,7 +200,7 @@ class FoldedResidual(nn.Module):
 
 
 class FoldedConv(nn.Module):
-    r"""Depthwise convolution and the GELU behind it, with the residual around both if asked.
+    r"""Depthwise convolution and the GELU after it, with the residual around both if asked.
 
     .. math:: y = \mathrm{GELU}(w * x + b) \quad\text{or}\quad
         y = x + \alpha \odot \mathrm{GELU}(w * x + b)
@@ -270,7 +270,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     their branch. Everything is computed in float64 and rounded once. On the CPU in float32, linear
     layers run from a copy of their weights in another layout, GELU included, which doubles the
     memory of the weights. The last CenterNorm is not folded, because ``forward_features`` returns
-    its result, and neither are scales behind a GELU.
+    its result, and neither are scales after a GELU.
 
     On the CPU without gradients, the second batch of images of the same shape records the calls of
     all operators, and later calls repeat that list without the modules (``RecordedForward``), which
@@ -396,7 +396,7 @@ def fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
 
 
 def fold_norm_behind(layer: nn.Linear | nn.Conv2d, norm: CenterNorm) -> None:
-    """Change ``layer`` so that it also computes the ``norm`` that stood behind it."""
+    """Change ``layer`` so that it also computes the ``norm`` that followed it."""
     require_plain(norm, layer)
     weight, gain = layer.weight.double(), _full_gain(norm)
     bias = weight.new_zeros(norm.dim) if layer.bias is None else layer.bias.double()

@@ -226,6 +226,7 @@ class LipsFormer(TimmInterface):
 
     attn_norm: ClassVar[bool] = True  # CenterNorm after the attention's sum
     final_norm: ClassVar[bool] = True  # CenterNorm after the last stage
+    usual_logit_scale: ClassVar[float] = 10.0
     # called with (channels in, channels out, device=, dtype=)
     downsample_layer: ClassVar[Callable[..., nn.Module]]
 
@@ -242,7 +243,7 @@ class LipsFormer(TimmInterface):
         global_pool: str = "avg",
         mlp_ratio: float = 4.0,
         attn: Literal["cosine", "lipschitznorm"] = "cosine",
-        logit_scale: float = 10.0,
+        logit_scale: float | None = None,
         learn_logit_scale: bool = False,
         value_scale: float = 1.0,
         residual_scale: float | None = None,
@@ -270,7 +271,8 @@ class LipsFormer(TimmInterface):
             mlp_ratio: Hidden width of the MLP divided by the channels.
             attn: "cosine" for the paper's scaled cosine attention, "lipschitznorm" for dot products
                 normalized by LipschitzNorm, which has neither tau nor nu.
-            logit_scale: tau, which multiplies the cosines, in (0, 100].
+            logit_scale: tau, which multiplies the cosines, in (0, 100]; None for 10, or 12 on
+                CSwin.
             learn_logit_scale: Learn tau per head and block.
             value_scale: nu > 0, the length to which values are normalized.
             residual_scale: Initial weight of the residual branches; None for 1 / (number of
@@ -299,8 +301,8 @@ class LipsFormer(TimmInterface):
             raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
         if not 0.0 <= drop_path_rate < 1.0:
             raise ValueError(f"drop_path_rate must lie in [0, 1), got {drop_path_rate}")
-        # not logit_scale: its default on CSwin, 12, is not the default of check_attn, 10
-        check_attn(attn, learn_logit_scale=learn_logit_scale, value_scale=value_scale)
+        given = {} if logit_scale is None else {"logit_scale": logit_scale}
+        check_attn(attn, **given, learn_logit_scale=learn_logit_scale, value_scale=value_scale)
         if attn == "lipschitznorm" and official_compat:
             raise ValueError("attn='lipschitznorm' has no released form: leave out official_compat")
         if official_compat and value_scale != 1.0:
@@ -318,7 +320,7 @@ class LipsFormer(TimmInterface):
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
         self.official_compat, self.attn = official_compat, attn
         self.attn_options: dict[str, Any] = {
-            "logit_scale": logit_scale,
+            "logit_scale": self.usual_logit_scale if logit_scale is None else logit_scale,
             "learn_logit_scale": learn_logit_scale,
             "value_scale": None if official_compat else value_scale,
             "eps": RELEASED_EPS if official_compat else DEFAULT_EPS,

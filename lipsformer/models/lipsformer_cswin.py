@@ -6,7 +6,7 @@ Paper: Qi, Wang, Chen, Shi, Zhang, "LipsFormer: Introducing Lipschitz Continuity
 Transformers", ICLR 2023, arXiv:2304.09856; backbone: Dong et al., "CSWin Transformer", CVPR 2022.
 
 By default the models follow the paper's text; ``official_compat=True`` gives the numerics of the
-authors' first published code, which its checkpoints need. docs/deviations.md lists the differences.
+released code, which its checkpoints need. docs/deviations.md lists the differences.
 """
 
 import math
@@ -178,7 +178,7 @@ class ConvMerging(nn.Module):
 class LipsFormerCSwin(LipsFormer):
     """LipsFormer with cross-shaped stripe attention and convolutional merging.
 
-    The first published code creates a norm after the attention and never uses it, so it does not
+    The released code creates a norm after the attention and never uses it, so it does not
     exist here. There is no norm after the last stage either.
 
     Example:
@@ -193,6 +193,7 @@ class LipsFormerCSwin(LipsFormer):
     attn_norm = False
     final_norm = False
     downsample_layer = ConvMerging
+    usual_logit_scale = 12.0
 
     def __init__(
         self,
@@ -201,7 +202,6 @@ class LipsFormerCSwin(LipsFormer):
         depths: tuple[int, ...] = (1, 2, 21, 1),
         num_heads: tuple[int, ...] = (2, 4, 8, 16),
         split_sizes: tuple[int | None, ...] = (1, 2, 7, None),
-        logit_scale: float = 12.0,
         residual_scale: float | None = None,
         official_compat: bool = False,
         **kwargs: Any,
@@ -213,10 +213,9 @@ class LipsFormerCSwin(LipsFormer):
             depths: Number of blocks of each stage.
             num_heads: Number of heads of each stage, even where there are stripes.
             split_sizes: Largest stripe width of each stage in tokens; None for the whole map.
-            logit_scale: tau, which multiplies the cosines, in (0, 100].
             residual_scale: Initial weight of the residual branches; None for 1 / (number of
                 blocks), or 0.2 with ``official_compat``.
-            official_compat: Numerics of the first published code: besides what ``LipsFormer``
+            official_compat: Numerics of the released code: besides what ``LipsFormer``
                 says, the attention's output is divided by the root of the heads.
             **kwargs: Arguments of ``LipsFormer``.
 
@@ -233,7 +232,6 @@ class LipsFormerCSwin(LipsFormer):
         super().__init__(
             embed_dim=embed_dim,
             depths=depths,
-            logit_scale=logit_scale,
             residual_scale=residual_scale,
             official_compat=official_compat,
             **kwargs,

@@ -104,7 +104,7 @@ class LipsFormerViT(VisionTransformer):
         height, width = to_2tuple(embed.img_size if img_size is None else img_size)
         rows, columns = to_2tuple(embed.patch_size if patch_size is None else patch_size)
         divides = height % rows == 0 and width % columns == 0
-        # A model of a fixed size leaves out the rest of an image behind the last patch.
+        # A model of a fixed size leaves out the rest of an image after the last patch.
         if (
             height < rows
             or width < columns

@@ -363,7 +363,7 @@ def _fold_mlp(mlp: Any) -> None:
 def _keeps_zero_padding(block: Any) -> bool:
     """Return whether folding norm1 leaves the output of timm's Swin block as it is.
 
-    timm pads with zeros behind the norm. A padded token gets the projection's bias, which the fold
+    timm pads with zeros after the norm. A padded token gets the projection's bias, which the fold
     would move by W beta.
     """
     sizes = zip(block.input_resolution, block.window_size, strict=True)

@@ -171,7 +171,7 @@ def _tiles(runs: Sequence[RunLog]) -> list[Tile]:
                 "training time",
                 figures["training time, evaluation left out"],
                 "h:m:s",
-                f"{figures['updates made']} updates, evaluation left out; {figures['state']}",
+                f"{figures['completed updates']} updates, evaluation left out; {figures['state']}",
             ),
         ]
     return tiles
@@ -182,7 +182,7 @@ def _outcome(runs: Sequence[RunLog]) -> Rows:
     losses = [run.points("train", "loss") for run in runs]
     rows: Rows = [
         ("state", [_state(run) for run in runs]),
-        ("updates made", [run.records[-1]["update"] for run in runs]),
+        ("completed updates", [run.records[-1]["update"] for run in runs]),
         ("last top-1 (%)", [record.get("top1") for record in last]),
         ("last top-5 (%)", [record.get("top5") for record in last]),
         ("last validation loss", [record.get("loss") for record in last]),

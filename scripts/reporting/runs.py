@@ -39,7 +39,7 @@ class RunLog:
     summary: dict[str, Any] | None
 
     def points(self, kind: str, key: str) -> Points:
-        """Return (updates made, value) of the records of a kind that hold the key."""
+        """Return (completed updates, value) of the records of a kind that hold the key."""
         return [(r["update"], r[key]) for r in self.records if r["kind"] == kind and key in r]
 
     @cached_property
@@ -49,7 +49,7 @@ class RunLog:
 
     @property
     def bounds(self) -> Points:
-        """(updates made, log10 of the proved bound of the weights as trained)."""
+        """(completed updates, log10 of the proved bound of the weights as trained)."""
         return [
             (r["update"], r["bound_log10"])
             for r in self.records

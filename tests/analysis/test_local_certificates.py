@@ -78,7 +78,7 @@ def test_probes_bound_jacobians_with_the_stated_probability(monkeypatch):
     torch.manual_seed(0)
     size = 41
     for steps, least in ((1, 0.07), (3, 0.01)):
-        monkeypatch.setattr(local_norms, "STEPS", steps)
+        monkeypatch.setattr(local_norms, "LANCZOS_STEPS", steps)
         share = missed_share(steps, size, 0.1)
         angles = (2 * torch.arange(size - 1) % (2 * steps) + 1) * math.pi / (4 * steps - 2)
         values = torch.cat((torch.ones(1), math.sqrt(1.0 - share) * angles.cos())).double()

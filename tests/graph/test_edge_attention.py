@@ -434,10 +434,8 @@ class TestWhatNeedsTheMessagesGetsThem:
         torch.testing.assert_close(pushed, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("which", "passed"),
-    [("gpu and not slow", 7), pytest.param("gpu and slow", 11, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "passed"), [("gpu and not slow", 7), ("gpu and slow", 11)])
 def test_triton_kernels_equal_a_loop_in_the_interpreter(which, passed):
     """In a process of its own: the interpreter takes the kernels' place where they are defined."""
     pytest.importorskip("triton", reason="the kernels are Triton's")

@@ -15,7 +15,7 @@ from tests.hunt.judge import FAULTS, class_name, judge
 from tests.hunt.report import markdown, summary
 from tests.hunt.run import hunt, kinds
 
-STRUCTURES = 16  # of every kind
+STRUCTURES = 14  # of every kind
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +47,8 @@ def test_no_structure_exceeds_its_bound(name, verdicts):
 
 
 def test_the_hunt_is_large_reaches_exact_bounds_and_covers_every_rule(verdicts):
-    tried = {name: verdicts(name) for name in kinds()}
+    # From the last kind to the first, because another process may be judging the first ones.
+    tried = {name: verdicts(name) for name in reversed(kinds())}
     everything = [verdict for of_kind in tried.values() for verdict in of_kind]
     print(markdown(summary(everything)))  # noqa: T201
     assert sum(verdict["outcome"] != "unusable" for verdict in everything) >= 1000

@@ -157,7 +157,7 @@ def test_a_nan_stays_in_its_window():
 
 @pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min, -torch.inf])
 def test_a_token_that_sees_no_other_has_the_weights_of_softmax(calls, mask):
-    """All of them are equal behind the least number, and not a number behind infinity."""
+    """All of them are equal beyond the least number, and not a number beyond infinity."""
     qkv, bias = torch.randn(1, 3, 5, 3, 1, 7), torch.zeros(1, 1, 15, 15)
     bias[:, :, 2] = mask
     with torch.no_grad():

@@ -282,7 +282,7 @@ def test_runs_side_by_side_show_what_differs(run: Path, tmp_path: Path) -> None:
     assert "<b>$x" not in text
     tables = Page(text).tables
     assert tables["Settings that differ"] == [["", "out", "<b>$x$|y"], ["optim.lr", "0.01", "0.07"]]
-    assert [row[0] for row in tables["Outcome"]][:3] == ["", "state", "updates made"]
+    assert [row[0] for row in tables["Outcome"]][:3] == ["", "state", "completed updates"]
     assert "out ends at" in text and "&lt;b&gt;$x$|y ends at" in text
     assert "| lr | 0.01 | 0.07 |" in (folder / "report.md").read_text()
     assert "<b>$x$\\|y" in (folder / "report.md").read_text()

@@ -242,7 +242,7 @@ def entered(
         place = "first" if domain.channels_first else "last"
         raise UnknownModuleError(
             f"no Lipschitz bound is known for {_name(type(module))} with {channels} channels "
-            f"{'first' if first else 'last'} behind a map with {domain.channels} channels {place}"
+            f"{'first' if first else 'last'} after a map with {domain.channels} channels {place}"
         )
     return replace(domain, channels=channels or domain.channels, channels_first=first)
 
@@ -264,7 +264,7 @@ def chain(
         layers: Names and modules, in order.
         domain: The inputs of the first module.
         scale: Factor per channel that multiplies the output of the last module.
-        moves_channels: Whether the channels may be moved before, between or behind the modules, for
+        moves_channels: Whether the channels may be moved before, between or after the modules, for
             which the caller vouches. If not, a module that needs them in another place is refused.
     """
     layers = list(layers)

@@ -446,7 +446,7 @@ def _classifier_head(module: Any, domain: Domain, scale: Tensor | None) -> Bound
     misplaced = nn.Linear if module.input_fmt == "NCHW" else nn.Conv2d
     if len(pooled.output.size) == 2 and isinstance(module.fc, misplaced):
         raise UnknownModuleError(
-            f"no Lipschitz bound is known for {type(module.fc).__name__} behind a map of "
+            f"no Lipschitz bound is known for {type(module.fc).__name__} after a map of "
             f"{module.input_fmt}: use pooling, or a convolution for NCHW only"
         )
     bound = chain([("drop", module.drop), ("fc", module.fc)], pooled.output, scale)
