@@ -20,7 +20,7 @@ class _TensorOf:
     def from_param(self, value: Tensor | None) -> ctypes.c_void_p:
         if value is None:
             return ctypes.c_void_p()
-        if not isinstance(value, Tensor) or value.dtype != self.dtype or not value.is_cpu:
+        if not isinstance(value, Tensor) or value.dtype is not self.dtype or not value.is_cpu:
             raise TypeError(f"expected a {self.dtype} tensor on the CPU, got {value!r}")
         return ctypes.c_void_p(value.data_ptr())
 
@@ -82,6 +82,7 @@ def _signatures() -> dict[str, tuple[Any, ...]]:
     return signatures
 
 
+@cache
 def name_of(dtype: torch.dtype) -> str:
     """Return how the name of a kernel for a data type ends: "float32" or "bfloat16"."""
     return str(dtype).removeprefix("torch.")

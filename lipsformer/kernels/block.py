@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipsformer.kernels.depthwise import convolve, depthwise_gradients
-from lipsformer.kernels.dispatch import refuse_second_derivatives
+from lipsformer.kernels.dispatch import inside_block, refuse_second_derivatives
 from lipsformer.kernels.linear import linear, linear_backward, scales_output
 from lipsformer.kernels.pointwise import (
     add_gelu,
@@ -92,6 +92,7 @@ class _Block(torch.autograd.Function):
     """
 
     @staticmethod
+    @inside_block()
     def forward(
         ctx: Any,
         x: Tensor,
@@ -146,6 +147,7 @@ class _Block(torch.autograd.Function):
         return out
 
     @staticmethod
+    @inside_block()
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         # saved_tensors may be read only once under checkpointing

@@ -8,7 +8,9 @@ a kernel and which did not.
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -94,6 +96,29 @@ NEEDS = {
 _said: set[tuple[str, str | None]] = set()
 
 
+class _Inside(threading.local):
+    """Whether this thread computes an operator that has asked for all its parts."""
+
+    block = False
+
+
+_inside = _Inside()
+
+
+@contextmanager
+def inside_block() -> Iterator[None]:
+    """Within it, the kernels of a block's parts are usable wherever the type of the input fits.
+
+    The block itself has asked. Asking again for each of its thirty parts would take a tenth of the
+    time of a step with a single image.
+    """
+    _inside.block = True
+    try:
+        yield
+    finally:
+        _inside.block = False
+
+
 def usable(
     operator: str,
     x: Tensor,
@@ -115,6 +140,8 @@ def usable(
         unless: Called last; returns a reason of the caller against the kernel, or None.
     """
     needs = NEEDS[operator]
+    if _inside.block:
+        return x.dtype in needs.dtypes
     if needs.device == "cuda":
         if device_type(x) != "cuda":
             return False
@@ -218,7 +245,7 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
         return "gradients outside training may be differentiated twice"
     if device_type(x) != "cpu":
         return f"the input is on {device_type(x)}"
-    if not torch.jit.is_tracing() and x.numel() == 0:  # a tracer warns about such a choice
+    if not torch._C._is_tracing() and x.numel() == 0:  # a tracer warns about such a choice
         return "the input is empty"
     if x.ndim < needs.min_dims:
         return f"the input has {x.ndim} dimensions"
@@ -255,7 +282,7 @@ def _onednn_bfloat16_obstacle() -> str | None:
 
 def _csrc_obstacle(x: Tensor, others: tuple[Tensor, ...]) -> str | None:
     """Return why the compiled kernels, which no tracer or counter can see, may not be used."""
-    if torch.jit.is_tracing():
+    if torch._C._is_tracing():
         return "something records the operators"
     for tensor in (x, *others):
         if type(tensor) not in (Tensor, nn.Parameter) or not torch._C._has_storage(tensor):

@@ -84,9 +84,9 @@ def own_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     fits = bias is None or bias.shape == weight.shape[:1]
     if x.shape[-1] != weight.shape[1] or not fits:
         return F.linear(x, weight, bias)  # raises its own error, or broadcasts the bias
-    if weight.T.is_contiguous():
-        return _linear(x, weight, len(weight), _Layout.PLAIN, bias)
-    return _linear(x, weight.contiguous(), len(weight), _Layout.TRANSPOSED, bias)
+    if not weight.is_contiguous() and weight.T.is_contiguous():
+        return _linear(x, weight, weight.shape[0], _Layout.PLAIN, bias)
+    return _linear(x, weight.contiguous(), weight.shape[0], _Layout.TRANSPOSED, bias)
 
 
 def _linear(

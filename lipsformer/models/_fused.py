@@ -24,6 +24,7 @@ from lipsformer.layers._window_kernels import (
     lepe_tensors,
     tau_nu_eps,
 )
+from lipsformer.layers.windows import Arrangement
 
 # The classes that the kernels compute, by their place in a block. Those of the branches are
 # recognized by their names and files, which import this one.
@@ -38,6 +39,7 @@ _PLACES = {
     "lepe": (nn.ModuleList,),
     **dict.fromkeys(("0", "1"), (ScaledCosineAttention, DepthwiseConv2d)),  # of the two stripes
 }
+GPU_DEPTHWISE_SIZE = 7  # the only size of the Triton kernels
 _BRANCHES = ("ConvBranch", "ConvBranch", "Mlp")  # beside the attention's, which may differ
 _FILES = tuple(f"lipsformer.models.lipsformer{body}" for body in ("", "_cswin", "_swin"))
 
@@ -53,8 +55,8 @@ def in_one_call(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tens
     def either(block: Any, x: Tensor) -> Tensor:
         if usable_on_gpu(block, x) and _gpu_proven(block, x, forward):
             return gpu_block(block, x)
-        if usable_on_cpu(block, x):
-            return cpu_block(block, x)
+        if (arrangement := cpu_arrangement(block, x)) is not None:
+            return cpu_block(block, x, arrangement)
         return forward(block, x)
 
     return either
@@ -102,17 +104,25 @@ def usable_on_gpu(block: Any, x: Tensor) -> bool:
     return kernels.usable("block.gpu", x, training=block.training, unless=obstacle)
 
 
-def usable_on_cpu(block: Any, x: Tensor) -> bool:
-    """Return whether the CPU's function may compute a block on the map ``x`` ([B, H, W, C])."""
+def cpu_arrangement(block: Any, x: Tensor) -> Arrangement | None:
+    """Return the windows of a block on ``x`` ([B, H, W, C]) if the CPU's function may compute it.
+
+    Otherwise it is None.
+    """
     if isinstance(x, torch.fx.Proxy) or not torch.is_grad_enabled():
-        return False
+        return None
     obstacle = lambda: _cpu_obstacle(block, x)  # noqa: E731
-    return kernels.usable("block", x, training=block.training, unless=obstacle)
+    if not kernels.usable("block", x, training=block.training, unless=obstacle):
+        return None
+    arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
+    obstacle = cpu_obstacle(x.shape[-1] // len(arrangement.attentions), arrangement)
+    kernels.log("block", obstacle)
+    return arrangement if obstacle is None else None
 
 
-def cpu_block(block: Any, x: Tensor) -> Tensor:
+def cpu_block(block: Any, x: Tensor, arrangement: Arrangement) -> Tensor:
     """Apply a block to ``x`` ([B, H, W, C]) on the CPU."""
-    windows, attentions, bias, lepes = block.attn.branch.arrangement(x.shape[1], x.shape[2])
+    windows, attentions, bias, lepes = arrangement
     tau, nu, eps = tau_nu_eps(attentions)
     masks, kept = zip(*(residual.draw(x) for residual in residuals(block)), strict=True)
     tensors = _tensors(block, masks)
@@ -128,38 +138,52 @@ def gpu_block(block: Any, x: Tensor) -> Tensor:
 
 
 def _tensors(block: Any, masks: Sequence[Tensor | None]) -> kernels.BlockTensors:
-    conv1, conv2, attn, mlp = (r.branch for r in residuals(block))
-    scales = [r.residual_scale for r in residuals(block)]
+    conv1, conv2, attn, mlp = (r._modules["branch"]._modules for r in residuals(block))
+    scales = [r._parameters["residual_scale"] for r in residuals(block)]
     normed = isinstance(block.norm1, CenterNorm)
     return kernels.BlockTensors(
-        *(conv1.depthwise.weight, conv1.depthwise.bias),
-        *(conv1.pointwise.weight, conv1.pointwise.bias, scales[0], masks[0]),
-        *(conv2.depthwise.weight, conv2.depthwise.bias, scales[1], masks[1]),
-        *(attn.qkv.weight, attn.qkv.bias, attn.proj.weight, attn.proj.bias, scales[2], masks[2]),
-        *((block.norm1.weight, block.norm1.bias) if normed else (None, None)),
-        *(mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias, scales[3], masks[3]),
-        *(block.norm2.weight, block.norm2.bias),
+        *_parameters(conv1["depthwise"]),
+        *(*_parameters(conv1["pointwise"]), scales[0], masks[0]),
+        *(*_parameters(conv2["depthwise"]), scales[1], masks[1]),
+        *(*_parameters(attn["qkv"]), *_parameters(attn["proj"]), scales[2], masks[2]),
+        *(_parameters(block.norm1) if normed else (None, None)),
+        *(*_parameters(mlp["fc1"]), *_parameters(mlp["fc2"]), scales[3], masks[3]),
+        *_parameters(block.norm2),
     )
+
+
+# The next functions read the dictionaries of modules, which is many times faster than attributes.
+
+
+def _parameters(module: Any) -> tuple[Tensor, Tensor]:
+    return module._parameters["weight"], module._parameters["bias"]
 
 
 def residuals(block: Any) -> tuple[Any, ...]:
     """Return the four weighted residuals of a block in order."""
-    return block.conv1, block.conv2, block.attn, block.mlp
+    modules = block._modules
+    return modules["conv1"], modules["conv2"], modules["attn"], modules["mlp"]
 
 
 def _gpu_obstacle(block: Any, x: Tensor) -> str | None:
     """Return why the GPU's kernels would not compute what the modules of a block compute."""
-    obstacle = _module_obstacle(block, _modules(block))
+    obstacle = _module_obstacle(block, _modules(block), x)
     if obstacle is not None:
         return obstacle
+    for residual in residuals(block)[:2]:
+        if residual.branch.depthwise.weight.shape[-1] != GPU_DEPTHWISE_SIZE:
+            return f"a depthwise convolution is not {GPU_DEPTHWISE_SIZE} x {GPU_DEPTHWISE_SIZE}"
     arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
     return gpu_obstacle(x.shape[-1] // len(arrangement.attentions), arrangement)
 
 
 def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
-    """Return why the CPU's function would not compute what the modules of a block compute."""
+    """Return why the CPU's function would not compute what the modules of a block compute.
+
+    The windows are not asked.
+    """
     modules = _modules(block)
-    obstacle = _module_obstacle(block, modules)
+    obstacle = _module_obstacle(block, modules, x)
     if obstacle is not None:
         return obstacle
     if kernels.product_dtype(x) != x.dtype:
@@ -167,22 +191,18 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
     if not kernels.usable("linear", x, training=block.training):
         return "its linear layers have no kernel"
     for _, module in modules:
-        for parameter in module._parameters.values():  # many times faster than parameters()
+        for parameter in module._parameters.values():
             if parameter is None:
                 continue
             if type(parameter) is not nn.Parameter or not parameter.requires_grad:
                 return "a parameter is frozen or replaced"
             if parameter.dtype != torch.float32 or not parameter.is_contiguous():
                 return "a parameter is not float32 or not contiguous"
-    arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
-    return cpu_obstacle(x.shape[-1] // len(arrangement.attentions), arrangement)
+    return None
 
 
 def _modules(block: Any) -> list[tuple[str, Any]]:
-    """Return a block and all modules in it with their places in their parents.
-
-    This is many times faster than the method ``named_modules``.
-    """
+    """Return a block and all modules in it with their places in their parents."""
     found, left = [], [("", block)]
     while left:
         found.append(left.pop())
@@ -191,7 +211,7 @@ def _modules(block: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _module_obstacle(block: Any, modules: list[tuple[str, Any]]) -> str | None:
+def _module_obstacle(block: Any, modules: list[tuple[str, Any]], x: Tensor) -> str | None:
     """Return why no single call would compute what a block and the modules in it compute."""
     if not all(type(residual) is WeightedResidual for residual in residuals(block)):
         return "a residual is folded or replaced"
@@ -214,4 +234,7 @@ def _module_obstacle(block: Any, modules: list[tuple[str, Any]]) -> str | None:
             return "a module has hooks, which the kernels would not call"
     if not torch.compiler.is_compiling() and torch.nn.modules.module._has_any_global_hook():
         return "a module has hooks, which the kernels would not call"
-    return None
+    # The kernels would read beyond tensors of other shapes. Products have shapes of their own.
+    if attn.qkv.weight.shape[0] != 3 * x.shape[-1]:
+        return "the projection to queries, keys and values was replaced by one of another shape"
+    return conv1.depthwise.obstacle(x) or conv2.depthwise.obstacle(x)

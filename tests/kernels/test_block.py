@@ -71,7 +71,7 @@ def maps(size: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_equals_float64(monkeypatch, kind, size, lost):
     block = make(kind, lost)
     x, upstream = maps(size)
-    assert _fused.usable_on_cpu(block, x)
+    assert _fused.cpu_arrangement(block, x) is not None
     actual = results(block, x, upstream)
     monkeypatch.setattr(dispatch, "ENABLED", False)
     expected = results(copy.deepcopy(block).double(), x.double(), upstream.double())
@@ -90,7 +90,7 @@ def test_has_the_bits_of_the_modules(kind, size, dtype, rate):
         residual.drop_path, residual.keep_rate = rate, torch.tensor(1.0 - rate)
     x, upstream = (tensor.to(dtype) for tensor in maps(size))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        assert _fused.usable_on_cpu(block, x)
+        assert _fused.cpu_arrangement(block, x) is not None
         one_call = results(block, x, upstream)
         modules = results(block, x, upstream, LipsFormerBlock.forward.__wrapped__)
     for one, other in zip(one_call, modules, strict=True):
@@ -158,9 +158,27 @@ def remove_a_positional_encoding(block):
     del block.attn.branch.lepe[1]
 
 
+def enlarge_a_depthwise_kernel(block):
+    """There is no kernel of 5 x 5."""
+    block.conv1.branch.depthwise.weight = nn.Parameter(torch.randn(DIM, 1, 5, 5))
+
+
+def shorten_a_depthwise_bias(block):
+    """The kernel would read the memory after it."""
+    block.conv2.branch.depthwise.bias = nn.Parameter(torch.randn(1))
+
+
+def widen_the_queries(block):
+    """The kernel would read beyond the positional encoding."""
+    block.attn.branch.qkv.weight = nn.Parameter(torch.randn(6 * DIM, DIM))
+
+
 CHANGES = [second_pointwise, exchange_a_norm, leave_a_norm_out, put_a_layer_behind_the_attention]
 CHANGES += [
     remove_a_positional_encoding,
+    enlarge_a_depthwise_kernel,
+    shorten_a_depthwise_bias,
+    widen_the_queries,
     hook,
     adapt,
     subclass,
@@ -175,9 +193,9 @@ CHANGES += [
 def test_a_changed_block_takes_its_modules(change):
     block = make("stripes")
     x, _ = maps("few tokens")
-    assert _fused.usable_on_cpu(block, x)
+    assert _fused.cpu_arrangement(block, x) is not None
     change(block)
-    assert not _fused.usable_on_cpu(block, x)
+    assert _fused.cpu_arrangement(block, x) is None
 
 
 @pytest.mark.parametrize("kind", ["windows", "stripes"])
@@ -188,9 +206,9 @@ def test_without_bfloat16_in_onednn_the_modules_compute_it(monkeypatch, kind):
     x, upstream = maps("many tokens")
     exact = results(block, x, upstream, LipsFormerBlock.forward.__wrapped__)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not _fused.usable_on_cpu(block, x.bfloat16())
+        assert _fused.cpu_arrangement(block, x.bfloat16()) is None
         rounded = results(block, x.bfloat16(), upstream)
-    assert _fused.usable_on_cpu(block, x)
+    assert _fused.cpu_arrangement(block, x) is not None
     for one, other in zip(rounded, exact, strict=True):
         error = (one.double() - other.double()).norm() / other.double().norm()
         assert error < 0.03
@@ -200,11 +218,11 @@ def test_evaluation_and_other_types_take_the_modules():
     block = make("windows")
     x, _ = maps("few tokens")
     with torch.no_grad():
-        assert not _fused.usable_on_cpu(block, x)
+        assert _fused.cpu_arrangement(block, x) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert not _fused.usable_on_cpu(block, x)  # a float32 stream
-    assert not _fused.usable_on_cpu(block, x.bfloat16().double())
-    assert not _fused.usable_on_cpu(block.eval(), x)
+        assert _fused.cpu_arrangement(block, x) is None  # a float32 stream
+    assert _fused.cpu_arrangement(block, x.bfloat16().double()) is None
+    assert _fused.cpu_arrangement(block.eval(), x) is None
 
 
 def test_second_derivatives_are_refused():
