@@ -31,6 +31,7 @@ from lipsformer._ranks import on_first_rank
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
 from lipsformer.engine import distributed, exits
+from lipsformer.engine.lock import FolderLostError
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.resume import find_start
 from lipsformer.engine.run_folder import CheckpointError
@@ -77,7 +78,8 @@ def _train(config: Config) -> int:
         stop_signal = trainer.train()
         code = exits.EXIT_STOPPED if stop_signal else 0
     except tuple(EXIT_CODES) as error:
-        code, reason = exits.code_of(error, EXIT_CODES), str(error)
+        if not isinstance(error, FolderLostError):  # the files are another process's now
+            code, reason = exits.code_of(error, EXIT_CODES), str(error)
         raise
     finally:
         # Any rank may be the only one that met the error. An error without a code is one of the

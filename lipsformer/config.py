@@ -263,7 +263,9 @@ class LipschitzConfig:
     `gain_cap` the largest absolute gain of CenterNorm. With `cap_mode: project` these caps hold
     after every update. With `soft`, every update removes the share `cap_strength` of what exceeds
     a cap, and the end of an epoch removes the rest. `orthogonal` keeps every matrix but the
-    classifier orthogonal, so that no norm exceeds 1. `update_limit` is the largest norm of a
+    classifier orthogonal, queries, keys and values each on their own. Their norms are at most 1 if
+    no update brings one to 2 or more; at a learning rate that does, the weights grow until the run
+    stops. `update_limit` is the largest norm of a
     weight's update, as a share of the weight's norm. The proved bound of the model is computed at
     every evaluation, and the run stops if it exceeds `bound_limit`.
 

@@ -20,7 +20,7 @@ from data import (
 )
 from data.build import sizes_by_epoch
 from data.dataset import ImageDataset, TrainDataset
-from lipsformer._configfile import ConfigError, make_config
+from lipsformer._configfile import ConfigError, make_config, require
 from lipsformer._errors import first_line
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import (
@@ -82,7 +82,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     torch.manual_seed(config.train.seed)
     model = build_model(config, classes)
     if start is None:
-        load_initial_weights(config, model)
+        load_initial_weights(config, model, classes)
     model = model.to(accelerator.device)
     description = timm_config(model, classes)
     domain = bound_domain(config, model)
@@ -152,13 +152,20 @@ def _train_state(
             peak=config.optim.lr,
             final=config.schedule.min_lr,
             total_steps=config.train.epochs * per_epoch,
-            warmup_steps=round(config.schedule.warmup_epochs * per_epoch),
+            warmup_steps=_warmup_steps(config.schedule.warmup_epochs, per_epoch),
         ),
         clip_grad=config.optim.clip_grad,
         seed=config.train.seed,
         ema=ema,
         teacher=None if teacher is None else fingerprint(teacher),
     )
+
+
+def _warmup_steps(epochs: float, per_epoch: int) -> int:
+    steps = round(epochs * per_epoch)
+    allowed = f"must be 0, or at least half an update, {0.5 / per_epoch:.2g}"
+    require(steps > 0 or epochs == 0, "schedule.warmup_epochs", epochs, allowed)
+    return steps
 
 
 def check_images(config: Config, train_set: TrainDataset, val_set: ImageDataset) -> list[int]:

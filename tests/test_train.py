@@ -72,7 +72,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the weights of a lipsformer_nano for seven classes."""
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(3)
-    save_for_hf(create_model("lipsformer_nano", num_classes=7), folder, safe_serialization=True)
+    names = {"label_names": [str(label) for label in range(7)]}
+    model = create_model("lipsformer_nano", num_classes=7)
+    save_for_hf(model, folder, safe_serialization=True, model_config=names)
     return folder
 
 
@@ -100,8 +102,14 @@ def test_fine_tuning_preset_starts_from_the_weights_with_a_lower_lr_in_early_lay
     assert caplog.messages == [random, f"weights     {file}", images]
     same = build_model(config, [str(label) for label in range(7)])
     caplog.clear()
-    load_initial_weights(config, same)  # with its classifier
-    assert caplog.messages == [f"weights     {file}", images]
+    names = [str(label) for label in range(5)] + ["pear", "zebra"]
+    load_initial_weights(config, same, names)  # with its classifier
+    kept = f"that of {file} has as many classes, but 'pear' is '5' there"
+    assert caplog.messages == [
+        f"weights     {file}",
+        f"classifier  kept, because {kept}",
+        images,
+    ]
     weights = load_file(file)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, weights[name]) == (not name.startswith("head.fc")), name
@@ -110,6 +118,13 @@ def test_fine_tuning_preset_starts_from_the_weights_with_a_lower_lr_in_early_lay
     # eight blocks lie between the stem and the head
     assert scales[id(model.get_parameter("patch_embed.proj.weight"))] == pytest.approx(0.8**9)
     assert scales[id(model.get_parameter("head.fc.weight"))] == 1.0
+
+
+def test_running_statistics_and_repeated_forward_passes_are_refused() -> None:
+    overrides = ["model.name=resnet10t", "data.img_size=32", "train.grad_checkpointing=true"]
+    config = read_config(Config, FINETUNE.with_name("demo.yaml"), overrides)
+    with pytest.raises(ConfigError, match=r"its BatchNorm2d would count every batch twice"):
+        build_model(config, ["a", "b", "c"])
 
 
 def test_weights_of_another_model_are_named(checkpoint: Path) -> None:

@@ -74,13 +74,24 @@ def build_model(config: Config, classes: Sequence[Any]) -> nn.Module:
         )
         if config.train.grad_checkpointing:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
-    except NotImplementedError:  # the meta device lacks an operator
+            _require_no_running_statistics(name, model)
+    except (ConfigError, NotImplementedError):  # the meta device lacks an operator
         raise
     except Exception as error:  # wrong arguments raise whatever timm and torch raise
         raise ConfigError(
             f"{describe_model(config)} cannot be built: {first_line(error)}"
         ) from error
     return model
+
+
+def _require_no_running_statistics(name: str, model: nn.Module) -> None:
+    """Raise a `ConfigError` if a layer would count the batches that checkpointing repeats."""
+    for module in model.modules():
+        if getattr(module, "running_mean", None) is not None:
+            raise ConfigError(
+                f"train.grad_checkpointing=true is not possible with model.name={name!r}: its "
+                f"{type(module).__name__} would count every batch twice in its running statistics"
+            )
 
 
 def describe_model(config: Config) -> str:
@@ -96,10 +107,11 @@ def describe_model(config: Config) -> str:
     return text
 
 
-def load_initial_weights(config: Config, model: nn.Module) -> None:
+def load_initial_weights(config: Config, model: nn.Module, classes: Sequence[str] = ()) -> None:
     """Load the weights that `model.checkpoint` names, if it names any; log which they are.
 
-    The classifier keeps its random weights if the number of classes differs. With `model.convert`
+    The classifier keeps its random weights if the number of classes differs. A warning says if it
+    was trained for as many classes with other names. With `model.convert`
     the weights may be those of the model before its conversion. Where timm's config.json describes
     the model of the weights, it must be the one of this config, apart from the arguments that timm
     adapts and the rates of dropout.
@@ -130,6 +142,13 @@ def load_initial_weights(config: Config, model: nn.Module) -> None:
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from None
     logger.info("%s", weights)
+    trained = weights.classes()
+    if trained is not None and len(trained) == len(classes) and trained != list(classes):
+        before, now = next((a, b) for a, b in zip(trained, classes, strict=True) if a != b)
+        logger.warning(
+            "classifier  kept, because that of %s has as many classes, but %r is %r there",
+            *(weights.file, now, before),
+        )
     _log_preprocessing(config.data, known.get("pretrained_cfg", {}))
 
 

@@ -41,8 +41,8 @@ class Claim:
         step: Number of completed steps.
         metrics_bytes: Length of metrics.jsonl after these steps; `bring` sets it to 0 if it finds
             no records.
-        best: The best evaluation so far, if there was one; `bring` replaces it if its checkpoint is
-            lost.
+        best: The best evaluation so far, if there was one; `check_best` and `bring` replace it if
+            its checkpoint is lost.
 
     Example:
         >>> import tempfile
@@ -70,6 +70,25 @@ class Claim:
             raise ConfigError(
                 f"another process has continued {self.folder.path} meanwhile: repeat the command"
             )
+
+    def check_best(self, history: Sequence[dict[str, Any]]) -> None:
+        """Replace the best evaluation by the best one with a checkpoint, if it has lost its own.
+
+        Args:
+            history: The evaluations up to the checkpoint that is continued.
+        """
+        if self.best is None:
+            return
+        best = self.checkpoints.path_of(self.best["update"])
+        if fault := find_fault(best):
+            logger.warning("the best checkpoint so far, %s, is left out: %s", best, fault)
+            kept = [
+                entry
+                for entry in history
+                if find_fault(self.checkpoints.path_of(entry["update"])) is None
+            ]
+            evaluations = [_as_best(entry) for entry in kept]
+            self.best = max(evaluations, key=lambda found: found["top1"], default=None)
 
     def bring(self, start: Path, history: Sequence[dict[str, Any]]) -> None:
         """Copy a checkpoint of another folder, with the best checkpoint and the records there.
@@ -129,10 +148,12 @@ class Claim:
 
 def _evaluation_at(history: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
     """Return the evaluation after `step` steps in the form of `best`; None if there was none."""
-    for entry in history:
-        if entry["update"] == step:
-            figures = {kind: entry[kind] for kind in ("raw", "ema") if kind in entry}
-            kind = better_kind(figures)
-            named = {"weights": kind, "top1": figures[kind]["top1"]}
-            return {"epoch": entry["epoch"], "update": step, **named}
-    return None
+    return next((_as_best(entry) for entry in history if entry["update"] == step), None)
+
+
+def _as_best(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an evaluation of the history in the form of `best`."""
+    figures = {kind: entry[kind] for kind in ("raw", "ema") if kind in entry}
+    kind = better_kind(figures)
+    named = {"weights": kind, "top1": figures[kind]["top1"]}
+    return {"epoch": entry["epoch"], "update": entry["update"], **named}

@@ -28,6 +28,10 @@ HEARTBEAT = 15.0  # seconds between two touches
 PATIENCE = 120.0  # seconds without a touch after which an owner elsewhere counts as dead
 
 
+class FolderLostError(CheckpointError):
+    """Another process has taken the folder over."""
+
+
 class FolderLock:
     """The right to write into a folder, from `acquire` to `release`.
 
@@ -74,12 +78,17 @@ class FolderLock:
             time.sleep(0.1)
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def check(self) -> None:
-        """Raise a `CheckpointError` if another process has taken the folder over."""
+    def is_held(self) -> bool:
+        """Return whether no other process has taken the folder over."""
         owner = self._read()
-        if owner is None or owner["token"] != self.token:
+        return owner is not None and owner["token"] == self.token
+
+    def check(self) -> None:
+        """Raise a `FolderLostError` if another process has taken the folder over."""
+        if not self.is_held():
+            owner = self._read()
             taken = f"by {_describe(owner)}" if owner else "and left"
-            raise CheckpointError(
+            raise FolderLostError(
                 f"{self.path.parent} was taken over {taken}; nothing more is written from here"
             )
 
@@ -88,8 +97,7 @@ class FolderLock:
         self._ended.set()
         # a broken disk, a damaged lock, or a folder that is not empty
         with contextlib.suppress(OSError, ConfigError):
-            owner = self._read()
-            if owner is not None and owner["token"] == self.token:
+            if self.is_held():
                 self.path.unlink(missing_ok=True)
             self.path.parent.rmdir()
 
@@ -170,8 +178,7 @@ class FolderLock:
     def _beat(self) -> None:
         while not self._ended.wait(self.heartbeat):
             with contextlib.suppress(OSError, ConfigError):
-                owner = self._read()
-                if owner is None or owner["token"] != self.token:
+                if not self.is_held():
                     return
                 os.utime(self.path)
 

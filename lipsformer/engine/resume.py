@@ -173,7 +173,7 @@ def _require_same(before: Config, now: Config, where: str, skipped: Path) -> Non
 def require_same_data(start: Path, state: dict[str, Any], **own: Any) -> None:
     """Raise unless the state of a checkpoint has the values `own`, which follow from the data."""
     for name, value in own.items():
-        if state[name] != value:
+        if state.get(name, value) != value:  # older checkpoints lack the numbers of images
             raise ConfigError(
                 f"{start} was made with other data: {name} {state[name]} there, {value} here"
             )

@@ -3,6 +3,7 @@
 When to log, evaluate, save and stop is decided here and nowhere else.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from lipsformer import kernels
-from lipsformer._configfile import dump_config
+from lipsformer._configfile import ConfigError, dump_config
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
@@ -149,12 +150,12 @@ class Trainer:
                 )
             on_first_rank(self.writer.wait)  # for the last checkpoint
         except NonFiniteError as error:
-            if error.first is not None and self.accelerator.is_main_process:
+            if error.first is not None and self._owns_folder():
                 self._write_replay(error.first, str(error))
             raise
         finally:
             self.tracking.close()
-            if self.accelerator.is_main_process:
+            if self._owns_folder():
                 plot_run(self.folder)
         if self.stopped:
             logger.warning("stopped by signal %d after update %d", self.stopped, self.step)
@@ -168,11 +169,14 @@ class Trainer:
         The checkpoint at the end of an evaluated epoch is saved after that, except on a signal.
         """
         self.step = step
+        epoch_ends = step % self.steps_per_epoch == 0
+        logs = step % self.config.run.log_every == 0 or epoch_ends
+        if logs or self.parts.monitored:
+            on_first_rank(self.lock.check)  # another owner's records must not be mixed with these
         for completed, record in self.parts.monitored:
             self.tracking.record("monitor", completed, completed / self.steps_per_epoch, record)
         self.parts.monitored.clear()
-        epoch_ends = step % self.steps_per_epoch == 0
-        if step % self.config.run.log_every == 0 or epoch_ends:
+        if logs:
             self._log()
         if epoch_ends:
             # Once per epoch and before anything is saved: an evaluation that is repeated after an
@@ -225,6 +229,7 @@ class Trainer:
                 self._save()
                 return
             figures[kind] = {**result, **self.eval_figures[kind]}
+        on_first_rank(self.lock.check)
         for kind, result in figures.items():
             self.tracking.record(kind, self.step, epoch, result)
             more = "".join(f"  {k} {v:.3f}" for k, v in self.eval_figures[kind].items())
@@ -307,7 +312,7 @@ class Trainer:
             "metrics_bytes": self.tracking.size(),
             "world_size": self.accelerator.num_processes,
             "micro_batch": list(self.parts.micro_batch),
-            "classes": list(self.parts.classes),
+            **self._data(),
             "kernels": kernels.verdicts(),
         }
 
@@ -322,17 +327,29 @@ class Trainer:
             best_step=None if self.best is None else self.best["update"],
         )
 
+    def _owns_folder(self) -> bool:
+        """Return whether this process writes the files of the run, and has not lost its folder."""
+        with contextlib.suppress(OSError, ConfigError):  # of a broken disk or a damaged lock
+            return self.accelerator.is_main_process and self.lock.is_held()
+        return False
+
     def _before_write(self) -> None:
         """Check the lock, and flush the records whose length the checkpoint states."""
         self.lock.check()
         self.tracking.flush()
 
+    def _data(self) -> dict[str, Any]:
+        """Return what a run must find again in its data to be continued."""
+        return {
+            "classes": list(self.parts.classes),
+            "num_train_images": self.parts.num_train_images,
+            "num_eval_images": self.parts.num_eval_images,
+        }
+
     def _load(self, start: Path) -> int:
         """Restore a checkpoint; return the length that metrics.jsonl had at its step."""
         state = read_state(start)
-        require_same_data(
-            start, state, classes=list(self.parts.classes), updates_per_epoch=self.steps_per_epoch
-        )
+        require_same_data(start, state, updates_per_epoch=self.steps_per_epoch, **self._data())
         world = (self.accelerator.num_processes, *self.parts.micro_batch)
         require_same_world(start, state, world, self.config.run.allow_world_size_change)
         self.state.load_checkpoint(start)
@@ -376,6 +393,8 @@ class Trainer:
         """
         claim = Claim(self.folder, self.checkpoints, self.step, metrics_bytes, self.best)
         claim.check(start)
+        if not claim.is_elsewhere(start):
+            claim.check_best(self.history)
         copied = start if claim.is_elsewhere(start) else None
         if copied is not None:
             claim.bring(copied, self.history)

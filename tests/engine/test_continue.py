@@ -11,8 +11,10 @@ import torch
 
 import train
 from lipsformer.engine import claim, steps
+from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.exits import EXIT_NONFINITE
 from lipsformer.engine.lock import LOCK, FolderLock
+from lipsformer.engine.run_folder import RunFolder, read_state
 from lipsformer.engine.signals import STOP_SIGNALS
 from tests.data.trees import write_tree
 from tests.runs import DIGITS, outcome, write_config
@@ -240,11 +242,14 @@ def test_the_second_start_says_who_owns_the_folder(run, finished: Path) -> None:
     assert not (finished / "lock.json").exists()
 
 
-def test_a_run_that_was_taken_over_saves_nothing_more(run, tmp_path: Path, monkeypatch) -> None:
+def test_a_run_that_was_taken_over_writes_nothing_more(run, tmp_path: Path, monkeypatch) -> None:
+    folder, before = tmp_path / "out", {}
+
     def lost(state, step):
         if step == 2:
-            (tmp_path / "out" / "lock.json").unlink()
-            FolderLock(tmp_path / "out").acquire()
+            (folder / "lock.json").unlink()
+            FolderLock(folder).acquire()
+            before.update(files(folder))
         return apply(state, step)
 
     apply = steps.apply_gradient
@@ -252,4 +257,54 @@ def test_a_run_that_was_taken_over_saves_nothing_more(run, tmp_path: Path, monke
     code, text = run()
     assert code == 4
     assert "was taken over by process" in text
-    assert newest(tmp_path / "out").name == "update-000000002"
+    assert newest(folder).name == "update-000000002"
+    assert files(folder) == before
+    assert "exit.json" not in before
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    """Return the files of a run but its lock, and but the trackers' own."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".json"]
+    paths = [*paths, *(path for path in folder.glob("*.json") if path.name != LOCK)]
+    return {path: path.read_bytes() for path in paths if "tfevents" not in path.name}
+
+
+def test_other_numbers_of_images_are_other_data(run, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_tree(tmp_path / "set" / split, {"a": 6, "b": 6}, size=(19, 17))
+    data = ["data.source=folder", f"data.root={tmp_path / 'set'}", "train.global_batch_size=11"]
+    assert run(*data, "train.epochs=2")[0] == 0
+    rewind(tmp_path / "out", 1)
+    removed = tmp_path / "set" / "val" / "b" / "001.png"
+    content = removed.read_bytes()
+    removed.unlink()
+    code, text = run(*data, "train.epochs=2")
+    assert code == 2
+    assert "was made with other data: num_eval_images 12 there, 11 here" in text
+    removed.write_bytes(content)
+    assert run(*data, "train.epochs=2")[0] == 0
+
+
+def test_a_lost_best_checkpoint_makes_way_for_the_best_one_that_is_there(
+    finished: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = CheckpointFolder(finished / "checkpoints")
+    history = read_state(newest(finished))["history"]
+    first, last = (entry["update"] for entry in history)
+    kept = claim.Claim(RunFolder(finished), checkpoints, last, 0, {"update": first, "top1": 99.0})
+    kept.check_best(history)
+    assert kept.best == {"update": first, "top1": 99.0}
+    (checkpoints.path_of(first) / "model.safetensors").write_bytes(b"")
+    kept.check_best(history)
+    assert kept.best is not None
+    assert (kept.best["update"], kept.best["top1"]) == (last, history[1]["raw"]["top1"])
+    assert "is left out" in caplog.text
+    shutil.rmtree(checkpoints.path_of(last))
+    kept.check_best(history)
+    assert kept.best is None
+
+
+def test_a_warmup_of_no_update_is_refused(run) -> None:
+    code, text = run("schedule.warmup_epochs=0.1")
+    assert code == 2
+    assert "schedule.warmup_epochs=0.1 is not possible: must be 0, or at least half an" in text
