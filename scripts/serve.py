@@ -6,7 +6,7 @@
 
 The answer is JSON: the five best classes with their probabilities. OpenVINO runs the folder's
 model.xml; without that file PyTorch runs the model folded for inference. `--precision bf16` is
-faster on processors with bfloat16 instructions. Pictures are taken one at a time and are not
+faster on processors with bfloat16 instructions. Pictures are classified one at a time and are not
 stored. The server listens on localhost unless --host names another address. It needs
 `pip install 'lipsformer[train]'`, and `lipsformer[deploy]` for OpenVINO. Exit code 2 for a mistake.
 """
@@ -15,9 +15,10 @@ import argparse
 import json
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 
 from data import UnreadableImageError
@@ -60,12 +61,20 @@ def load_classifier(folder: Path, which: str = "best", precision: str = "fp32") 
 
 def make_server(model: DemoModel, host: str, port: int) -> HTTPServer:
     """Return a server that answers with a model. Port 0 is the first free one."""
+    one_at_a_time = threading.Lock()  # only the model; a slow connection holds up no other one
 
     class Handler(BaseHTTPRequestHandler):
         timeout = WAIT_S
 
+        def do_GET(self) -> None:
+            """Say how to send a picture."""
+            where = self.headers.get("Host", f"{host}:{port}")
+            self.answer("text/plain", f"curl --data-binary @picture.jpg http://{where}\n".encode())
+
         def do_POST(self) -> None:
             """Classify the picture in the body."""
+            if "Content-Length" not in self.headers:
+                return self.send_error(411, "send the length of the picture")
             length = self.headers.get("Content-Length") or ""
             if not length.isdecimal() or not 0 < int(length) <= MAX_UPLOAD:
                 return self.send_error(413, f"send a picture of at most {MAX_UPLOAD} bytes")
@@ -73,19 +82,24 @@ def make_server(model: DemoModel, host: str, port: int) -> HTTPServer:
                 image = model.prepare(EncodedPicture(self.rfile.read(int(length)), "picture"))
             except UnreadableImageError as error:
                 return self.send_error(400, "this is no picture that can be used", str(error))
-            best = model.probabilities(image).topk(min(BEST, len(model.classes)))
+            with one_at_a_time:
+                best = model.probabilities(image).topk(min(BEST, len(model.classes)))
             pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            answer = json.dumps({model.classes[index]: share for index, share in pairs}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+            named = {model.classes[index]: share for index, share in pairs}
+            self.answer("application/json", json.dumps(named).encode())
+
+        def answer(self, kind: str, content: bytes) -> None:
+            with suppress(ConnectionError):  # the client has left
+                self.send_response(200)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
             """Keep silent."""
 
-    return HTTPServer((host, port), Handler)
+    return ThreadingHTTPServer((host, port), Handler)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lipsformer._modes import modes_restored
 from lipsformer.analysis.bounds import Layout, registration_of
 from lipsformer.layers import (
     LipschitzNormAttention,
@@ -50,12 +51,10 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         registered = registration_of(type(module))
         if registered is not None and registered.layout is not None:
             handles += _record_maps(name, module, partial(registered.layout, model), maps)
-    training = model.training
     try:
-        with torch.no_grad():
+        with modes_restored(model), torch.no_grad():
             model.eval()(images)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     if not any(maps.values()):
@@ -117,14 +116,11 @@ def probe_attention(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
         for name, module in model.named_modules()
         if isinstance(module, ScaledCosineAttention)
     ]
-    training = model.training
     try:
-        model.eval()
         # Without `force_eager`, a compiled model would compile another graph for the hooks.
-        with torch.compiler.set_stance("force_eager"):
-            model(probe)
+        with modes_restored(model), torch.compiler.set_stance("force_eager"):
+            model.eval()(probe)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     return record

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lipsformer._modes import modes_restored
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartCost:
@@ -72,11 +74,10 @@ def part_costs(model: nn.Module, images: Tensor) -> list[PartCost]:
     handles = [
         model.get_submodule(name).register_forward_hook(record_output(name)) for name in names
     ]
-    training = model.training
     try:
-        counts = _count_operators(model.eval(), images)
+        with modes_restored(model):
+            counts = _count_operators(model.eval(), images)
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     parameters = {name: count_parameters(model.get_submodule(name)) for name in names}
@@ -263,14 +264,10 @@ def saved_bytes(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    training = model.training
-    try:
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with torch.enable_grad(), hooks, autocast():
-            # `output` keeps the graph alive, so that no storage is reused and counted as another.
-            output = model.train()(images)
-    finally:
-        model.train(training)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with modes_restored(model), torch.enable_grad(), hooks, autocast():
+        # `output` keeps the graph alive, so that no storage is reused and counted as another.
+        output = model.train()(images)
     del output
     return sum(kept.values())
 

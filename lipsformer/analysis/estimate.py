@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lipsformer._modes import modes_restored
+
 Function = Callable[[Tensor], Tensor]
 
 FIRST_STEP = 0.1  # of an input, as a fraction of its length
@@ -153,15 +155,11 @@ def estimate_submodules(
     Returns:
         The largest estimate over the batch, by name.
     """
-    training = model.training
-    model.eval()
-    try:
-        inputs = capture_inputs(model, names, x)
+    with modes_restored(model):
+        inputs = capture_inputs(model.eval(), names, x)
         return {
             name: local_lipschitz(model.get_submodule(name), value, num_iters=num_iters)[0]
             .max()
             .item()
             for name, value in inputs.items()
         }
-    finally:
-        model.train(training)

@@ -11,6 +11,7 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import degree, scatter
 
+from lipsformer._modes import modes_restored
 from lipsformer._renamed import renamed
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
 from lipsformer.graph.edge_attention.messages import changed_messages
@@ -224,8 +225,13 @@ def layer_profile(
         the layer), for GAT layers `attention_entropy`, `score_spread`, `attention_bound`, and for
         residual GCN layers `layer_bound`, the Lipschitz constant 1 + |W|_2 |A|_2.
     """
-    was_training = model.training
-    model.eval()
+    with modes_restored(model):
+        return _profile(model.eval(), x, edge_index, y, mask)
+
+
+def _profile(
+    model: GraphNet, x: Tensor, edge_index: Tensor | SortedEdges, y: Tensor, mask: Tensor
+) -> dict[str, list[float]]:
     model.zero_grad(set_to_none=True)
     sorted_edges = SortedEdges.of(edge_index, len(x), len(x))
     edge_index = sorted_edges.edge_index
@@ -267,7 +273,6 @@ def layer_profile(
                     ("attention_bound", bound),
                 ):
                     profile.setdefault(key, []).append(value)
-    model.train(was_training)
     return profile
 
 

@@ -201,7 +201,7 @@ def refuse_second_derivatives() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "this kernel has no second derivatives: call model.eval() before you take gradients "
-            "with create_graph=True, or set LIPSFORMER_NATIVE=0"
+            "with create_graph=True"
         )
 
 

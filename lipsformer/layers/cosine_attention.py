@@ -186,8 +186,12 @@ def fused_attention(
     tensors = (q, k, v) if bias is None else (q, k, v, bias)
     if training and dropout == 0.0 and kernels.usable("attention", *tensors, training=True):
         return kernels.recomputed_attention(q, k, v, bias)
-    if not torch.compiler.is_compiling() and kernels.active_transform() is not None:
-        return plain_attention(q, k, v, bias, dropout)  # PyTorch's kernel has no rule for it
+    if not torch.compiler.is_compiling():
+        # PyTorch's kernel has no rule for transforms, and on a CPU no second derivatives.
+        differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        twice = differentiated and not training and q.is_cpu
+        if twice or kernels.active_transform() is not None:
+            return plain_attention(q, k, v, bias, dropout)
     return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout, scale=1.0)
 
 

@@ -279,8 +279,9 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
 
     The copy gives the same logits and features. Its parameters have other names and no gradients;
     keep the model itself for training, checkpoints and Lipschitz bounds. Weights, modules and hooks
-    that are written or replaced later are noticed, except weights that are written through
-    ``weight.data`` or ``weight.numpy()``, which PyTorch does not count as writes. Changes of other
+    that are written or replaced later are noticed, except weights that are written in ways that
+    PyTorch does not count as writes: through ``weight.data``, ``weight.numpy()`` or DLPack, by
+    optimizers with ``fused=True``, and by collectives of ``torch.distributed``. Changes of other
     attributes, such as ``value_scale``, are not noticed: make them in the model and fold it again.
 
     Example:

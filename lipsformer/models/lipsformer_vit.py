@@ -54,10 +54,14 @@ class LipsFormerViT(VisionTransformer):
             **kwargs: Arguments of ``timm.models.VisionTransformer``.
 
         Raises:
-            ValueError: If ``weight_init`` is neither, or ``attn`` has no use for an argument.
+            ValueError: If ``weight_init`` is neither, a number is out of range, or ``attn`` has no
+                use for an argument.
         """
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
+        rate = kwargs.get("drop_path_rate", 0.0)
+        if not 0.0 <= rate < 1.0:
+            raise ValueError(f"drop_path_rate must lie in [0, 1), got {rate}")
         super().__init__(weight_init="skip", **kwargs)
         convert(
             self,

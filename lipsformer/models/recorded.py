@@ -112,16 +112,22 @@ class _State:
     """The recordings of a model whose parameters, modules and hooks stay as they are.
 
     Attributes:
-        treats_images_alone: Whether the results of the images do not depend on each other. Models
-            of timm and of this library are so in evaluation mode; others may compute anything.
+        treats_images_alone: Whether the results of the images do not depend on each other. Modules
+            of timm, torch and this library are so in evaluation mode, except norms over the batch;
+            others may compute anything.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.watched = _Watched(model)
-        known = type(model).__module__.partition(".")[0] in ("lipsformer", "timm")
-        self.treats_images_alone = known and not any(m.training for m in model.modules())
+        self.treats_images_alone = not any(_may_mix_images(m) for m in model.modules())
         self.recordings: dict[Any, Callable[[Tensor], Any] | None] = {}
         self.seen: set[Any] = set()
+
+
+def _may_mix_images(module: nn.Module) -> bool:
+    known = type(module).__module__.partition(".")[0] in ("lipsformer", "timm", "torch")
+    over_batch = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+    return module.training or over_batch or not known
 
 
 class _Watched:

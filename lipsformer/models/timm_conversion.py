@@ -1,6 +1,7 @@
 """Turn timm's plain ViT, DeiT and Swin into their Lipschitz form."""
 
 import inspect
+import math
 from typing import Any, Literal, cast
 
 from timm.layers import (
@@ -215,6 +216,8 @@ def convert(
         "value_scale": value_scale,
     }
     check_attn(attn, **options)
+    if residual_scale is not None and not math.isfinite(residual_scale):
+        raise ValueError(f"residual_scale must be finite, got {residual_scale}")
     make_core(attn, 1, 0.0, **options)  # raises if a number is out of range
     _check_convertible(model)
     blocks = _blocks(model)

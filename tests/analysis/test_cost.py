@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import lipsformer  # noqa: F401  (registers)
+from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.cost import (
     count_parameters,
     median_seconds,
@@ -20,6 +21,7 @@ from lipsformer.analysis.cost import (
     saved_bytes,
     training_bytes,
 )
+from lipsformer.analysis.estimate import estimate_submodules
 
 MODELS = [
     pytest.param("lipsformer_nano", {}, marks=pytest.mark.slow),
@@ -80,6 +82,21 @@ def test_parts_sum_to_the_model_and_nothing_is_left_behind():
     assert {part.name: part.parameters for part in parts}["(rest)"] == 192 + 197 * 192
     assert model.training
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_every_module_gets_its_mode_back():
+    model = timm.create_model("lipsformer_swin_nano").train()
+    model.stages[1].eval()
+    modes = [module.training for module in model.modules()]
+    images = torch.zeros(1, 3, 32, 32)
+    for measure in (
+        lambda: part_costs(model, images),
+        lambda: saved_bytes(model, images),
+        lambda: attention_maps(model, images),
+        lambda: estimate_submodules(model, ["stages.0"], images, num_iters=1),
+    ):
+        measure()
+        assert [module.training for module in model.modules()] == modes
 
 
 def test_shared_parameters_count_once():

@@ -311,3 +311,25 @@ def test_a_frozen_layer_computes_tensors_of_a_subclass_with_plain_operators():
     y = layer(x.as_subclass(Image))
     assert type(y) is Image
     torch.testing.assert_close(y.as_subclass(torch.Tensor), layer(x))
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("form", ["nano", "vit", "timm_vit", "timm_swin"])
+def test_second_derivatives_in_evaluation_mode_equal_differences_of_the_first(form, folded):
+    """With frozen weights, where PyTorch's attention would take its kernel without them."""
+    model = randomize(make(form)).double().eval().requires_grad_(False)
+    if folded:
+        model = lipsformer.optimize_for_inference(model)
+    size = 56 if form == "timm_swin" else 32
+    x, v = torch.randn(2, 1, 3, size, size, dtype=torch.float64)
+
+    def first(y, create_graph=False):
+        y = y.requires_grad_()
+        total = model(y).pow(2).sum()
+        return torch.autograd.grad(total, y, create_graph=create_graph)[0], y
+
+    gradient, point = first(x.clone(), create_graph=True)
+    (second,) = torch.autograd.grad((gradient * v).sum(), point)
+    step = 1e-6
+    differences = (first(x + step * v)[0] - first(x - step * v)[0]) / (2 * step)
+    torch.testing.assert_close(second, differences, rtol=1e-4, atol=1e-5 * second.abs().max())

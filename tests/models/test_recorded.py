@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 import lipsformer
 from lipsformer.models import recorded
-from lipsformer.models.recorded import MAX_RECORDINGS, RecordedForward
+from lipsformer.models.recorded import MAX_BYTES_PER_THREAD, MAX_RECORDINGS, RecordedForward
 from tests.models.test_inference import FORMS, SWIN, VIT, make, randomize
 
 
@@ -59,6 +59,25 @@ def test_new_images_have_the_same_bits(form, precision):
                 assert torch.equal(first, expected)
                 folded(torch.zeros_like(images))
                 assert torch.equal(first, expected)  # no call writes to the result of another
+
+
+class MinusMean(nn.Module):
+    """A module of a user's own: its result for an image depends on the other images."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("mixing", [MinusMean(), nn.BatchNorm2d(3, track_running_stats=False)])
+def test_a_model_that_mixes_images_is_not_computed_in_parts(mixing):
+    model = make("swin_nano")
+    model.patch_embed = nn.Sequential(mixing, model.patch_embed)
+    folded = lipsformer.optimize_for_inference(model.eval())
+    count = 2 + MAX_BYTES_PER_THREAD * torch.get_num_threads() // (4 * 32 * 32)
+    images = torch.randn(count, 3, 32, 32) + torch.linspace(0, 3, count).view(-1, 1, 1, 1)
+    with torch.no_grad():
+        expected = modules_alone(folded, images)
+        torch.testing.assert_close(folded(images), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["lipsformer_nano", "lipsformer_swin_nano", "lipsformer_vit_tiny"])

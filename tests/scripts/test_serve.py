@@ -1,6 +1,7 @@
 """The example server: its answers are timm's, and what is no picture is refused."""
 
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -38,6 +39,30 @@ def address(request, precision, tmp_path):
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+def test_a_visitor_learns_how_and_a_silent_one_holds_up_nobody(tmp_path):
+    model = network()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(timm_config(model, CLASSES))
+    with serve.make_server(serve.load_classifier(tmp_path), "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        place = ("127.0.0.1", server.server_port)
+        try:
+            with socket.create_connection(place):  # sends nothing for longer than the others wait
+                url = f"http://127.0.0.1:{server.server_port}"
+                with urllib.request.urlopen(url, timeout=serve.WAIT_S / 2) as response:
+                    assert response.read().decode() == f"curl --data-binary @picture.jpg {url}\n"
+                picture = encoded(photo())
+                with urllib.request.urlopen(url, picture, timeout=serve.WAIT_S / 2) as response:
+                    assert len(json.loads(response.read())) == serve.BEST
+            with socket.create_connection(place) as client:
+                client.sendall(b"POST / HTTP/1.0\r\n\r\n")
+                assert b" 411 " in client.recv(100)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
