@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from data.errors import DataError
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, dump_config, read_config, require
+from lipsformer._configfile import ConfigError, dump_config, read_config, require, require_writable
 from lipsformer.graph.config import GraphConfig, GraphDataConfig, GraphSweepConfig
 from lipsformer.graph.plots import plot_sweep
 from lipsformer.jsonl import append_jsonl
@@ -97,6 +97,8 @@ def sweep(
     folder = Path(config.output_dir)
     log = folder / "results.jsonl" if config.results is None else Path(config.results)
     with locked(folder) if train else nullcontext():
+        if train:
+            _require_results(log)
         lines = read_results(log, "overrides")
         results = {_key(line["overrides"], line["seed"]): line for line in lines}
         _refuse_changed_configs(points, results.values(), log)
@@ -176,7 +178,6 @@ def _run_missing(
     _check({shared[0].config_hash: shared[0] for shared in jobs.values()}.values())
     folder = Path(config.output_dir)
     (folder / "sweep.yaml").write_text(dump_config(config))
-    log.parent.mkdir(parents=True, exist_ok=True)
 
     def finish(points: list[Point], result: Result) -> None:
         for cell, overrides, _, config_hash in points:
@@ -185,6 +186,15 @@ def _run_missing(
             append_jsonl(log, line)
 
     _train_all(jobs, folder / "runs", config.num_workers, finish, progress)
+
+
+def _require_results(log: Path) -> None:
+    """Create the folder of the results, and raise a `ConfigError` if no line can be added there."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"results {str(log)!r} cannot be written: {error.strerror}") from None
+    require_writable("results", log)
 
 
 def _check(points: Iterable[Point]) -> None:

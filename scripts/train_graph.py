@@ -84,7 +84,13 @@ def _finished(config: GraphConfig) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{folder} holds a run of another config; choose another run.output_dir, or delete it"
         )
-    return read_results(folder / "results.jsonl")
+    results = read_results(folder / "results.jsonl")
+    if results and not stored.exists():
+        raise ConfigError(
+            f"{folder} holds results without a config.yaml, as those of a sweep; choose another "
+            "run.output_dir, or delete it"
+        )
+    return results
 
 
 def _identity(config: GraphConfig) -> tuple[object, ...]:

@@ -113,12 +113,25 @@ class GraphDataConfig:
         allowed = "must be >= 0 and below 2^63, or null"
         require(seed is None or 0 <= seed < 2**63, "data.split_seed", seed, allowed)
         require_effect(self, "data", "split", seed is None, "data.split_seed=null")
-        for name in (
-            *("split", "split_seed", "normalize_features", "undirected"),
-            *("missing_rate", "loader"),
-        ):
+        of_graphs = ("root", "download", "split", "split_seed", "normalize_features", "undirected")
+        for name in (*of_graphs, "missing_rate", "loader"):
             works = self.name != "trees"
             require_effect(self, "data", name, works, "a data.name other than trees")
+        for name in ("tree_depth", "num_trees", "tree_seed"):
+            require_effect(self, "data", name, self.name == "trees", "data.name=trees")
+        require_effect(self, "data", "missing_seed", rate > 0, "data.missing_rate above 0")
+        parts = ("cluster", "partition")
+        for name, loaders in (
+            ("num_neighbors", ("neighbor",)),
+            ("num_parts", parts),
+            ("parts_per_step", parts),
+            ("halo_hops", parts),
+        ):
+            needs = f"data.loader={' or '.join(loaders)}"
+            require_effect(self, "data", name, self.loader in loaders, needs)
+        batched = self.loader == "neighbor" or self.name == "trees"
+        needs = "data.loader=neighbor or data.name=trees"
+        require_effect(self, "data", "batch_size", batched, needs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +280,8 @@ class GraphSweepConfig:
             key, separator, values = entry.partition("=")
             allowed = "must be key=value,value,..."
             require(bool(separator and key and values), "grid", entry, allowed)
+            listed = [value.strip() for value in values.split(",")]
+            require(len(set(listed)) == len(listed), "grid", entry, "each value only once")
         cases = [setting for text in self.cases.values() for setting in text.split()]
         for setting in (*self.overrides, *cases, *self.grid):
             allowed = "all runs of a sweep have its own seeds, which the key seeds names"
@@ -274,6 +289,8 @@ class GraphSweepConfig:
             require(key != "train.seeds", key, value, allowed)
         keys = [entry.partition("=")[0] for entry in self.grid]
         require(len(set(keys)) == len(keys), "grid", self.grid, "each key only once")
+        both = sorted(set(keys) & {setting.partition("=")[0] for setting in cases})
+        require(not both, "grid", self.grid, f"a case sets {', '.join(both)} already")
         allowed = f"must be a key of grid: {', '.join(keys)}"
         require(self.x is None or self.x in keys, "x", self.x, allowed)
         for entry in self.grid:

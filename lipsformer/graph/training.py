@@ -215,13 +215,15 @@ class Training:
         return self.diverged or used_up
 
     def run_epoch(self, train_batches: Batches, eval_batches: Batches) -> None:
-        """Train for one epoch, evaluate, and replace `record`, unless the loss is not finite."""
+        """Train for one epoch, evaluate, and replace `record`, unless a loss is not finite."""
         loss, gradient_norm = self._train(train_batches)
         self.diverged = not (math.isfinite(loss) and math.isfinite(gradient_norm))
+        record = {"epoch": self.epoch, "loss": loss, "gradient_norm": gradient_norm}
+        record["lr"] = self.optimizer.param_groups[0]["lr"]
         if not self.diverged:
-            record = {"epoch": self.epoch, "loss": loss, "gradient_norm": gradient_norm}
-            record["lr"] = self.optimizer.param_groups[0]["lr"]
             record |= on_first_rank(lambda: self._evaluate(eval_batches))
+            self.diverged = not math.isfinite(record["val_loss"])
+        if not self.diverged:
             self.best.update(self.epoch, record, self.settings.stop_on)
             if self.scheduler is not None:
                 self.scheduler.step(record["val_loss"])
@@ -367,8 +369,9 @@ def fit(
     Returns:
         `seed`; `best_epoch`, the epoch with the highest validation accuracy, and its `val_acc` and
         `test_acc`; `last_test_acc` and `last_loss` of the last epoch; `highest_train_acc` of any
-        epoch; `epochs`, their number; `diverged`, whether the loss stopped being finite, which ends
-        the run; `seconds`, which for a continued run include those until the checkpoint.
+        epoch; `epochs`, their number; `diverged`, whether a loss or the norm of the gradient (in
+        float32) stopped being finite, which ends the run; `seconds`, which for a continued run
+        include those until the checkpoint.
 
     Raises:
         ValueError: If the checkpoint is damaged, or if another number of processes wrote it.

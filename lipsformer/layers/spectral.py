@@ -289,7 +289,11 @@ class SpectralScale(nn.Module):
             return weight
         with torch.autocast(weight.device.type, enabled=False):
             matrix = weight.to(torch.promote_types(weight.dtype, torch.float32))
-            largest = torch.linalg.eigvalsh(matrix.T @ matrix)[-1].clamp_min(1e-24).sqrt()
+            scale = power_of_two(matrix.detach(), (0, 1))
+            gram = (matrix / scale).T @ (matrix / scale)
+            # The weight itself keeps what is not finite, which a training then notices.
+            largest = torch.linalg.eigvalsh(torch.nan_to_num(gram, 0.0, 0.0, 0.0))[-1]
+            largest = largest.clamp_min(1e-24).sqrt() * scale[0, 0]
             if matrix.dtype != weight.dtype:
                 largest = largest + torch.finfo(weight.dtype).eps / 2 * matrix.norm()
             if self.only_shrink:

@@ -18,7 +18,12 @@ from lipsformer._configfile import ConfigError, read_config
 from lipsformer.engine.lock import FolderLock
 from lipsformer.graph import create_model
 from lipsformer.graph import training as training_module
-from lipsformer.graph.config import GraphConfig, GraphSweepConfig, GraphTrainConfig
+from lipsformer.graph.config import (
+    GraphConfig,
+    GraphDataConfig,
+    GraphSweepConfig,
+    GraphTrainConfig,
+)
 from lipsformer.graph.training import Training, evaluate, fit
 from scripts import _graph_seed, graph_sweep, train_graph
 
@@ -586,3 +591,38 @@ def test_sparse_features_train_like_dense_ones(graph, name, settings):
     assert layouts == {"sparse": {torch.sparse_csr}, "dense": {torch.strided}}
     for sparse, dense in zip(records["sparse"], records["dense"], strict=True):
         assert sparse == pytest.approx(dense, rel=1e-4)
+
+
+def test_a_validation_loss_that_is_not_a_number_is_no_accuracy(graph):
+    """After one step with such a rate all logits are NaN, whose largest one would be class 0."""
+    settings = replace(SETTINGS, lr=1e30, epochs=1)
+    result = fit(lambda: create_model("gcn", 5, 8, 4, 4), [graph], [graph], settings, 0)
+    assert result["diverged"] and result["val_acc"] == 0.0
+
+
+def test_results_of_a_sweep_are_not_those_of_a_run(graph, tmp_path, monkeypatch, capsys):
+    path = write_config(tmp_path, graph, monkeypatch)
+    assert train_graph.main(["--config", str(path)]) == 0
+    (tmp_path / "out" / "config.yaml").unlink()
+    summary = (tmp_path / "out" / "summary.json").read_bytes()
+    assert train_graph.main(["--config", str(path)]) == 2
+    assert "holds results without a config.yaml" in capsys.readouterr().err
+    assert (tmp_path / "out" / "summary.json").read_bytes() == summary
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({"batch_size": 7}, "data.loader=neighbor or data.name=trees"),
+        ({"num_neighbors": (5,)}, "data.loader=neighbor"),
+        ({"num_parts": 3, "loader": "neighbor"}, "data.loader=cluster or partition"),
+        ({"parts_per_step": 2}, "data.loader=cluster or partition"),
+        ({"halo_hops": 2}, "data.loader=cluster or partition"),
+        ({"missing_seed": 2}, "data.missing_rate above 0"),
+        ({"tree_depth": 4}, "data.name=trees"),
+        ({"name": "trees", "root": "there"}, "a data.name other than trees"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings, needs):
+    with pytest.raises(ConfigError, match=f"has no effect without {needs}: remove it"):
+        GraphDataConfig(**{"name": "cora", **settings})

@@ -50,3 +50,21 @@ def test_limits_that_are_not_positive_numbers_are_refused(value):
         SpectralScale(value)
     with pytest.raises(ValueError, match=f"cap={value} must be > 0 and finite"):
         clip_singular_values(torch.eye(3), value)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-13, 1.0, 1e20, 1e30])
+@pytest.mark.parametrize("only_shrink", [False, True])
+def test_scaling_reaches_the_bound_at_every_size_of_the_weight(factor, only_shrink):
+    torch.manual_seed(0)
+    weight = factor * torch.randn(7, 5)
+    scaled = SpectralScale(0.5, only_shrink)(weight)
+    sigma = torch.linalg.svdvals(weight.double() / factor)[0].item() * factor
+    expected = weight.double() * (0.5 / max(sigma, 0.5) if only_shrink else 0.5 / sigma)
+    torch.testing.assert_close(scaled.double(), expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_weight_that_is_not_finite_stays_so(value):
+    weight = torch.randn(7, 5)
+    weight[2, 3] = value
+    assert not torch.isfinite(SpectralScale(0.5)(weight)[2, 3])

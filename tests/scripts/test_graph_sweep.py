@@ -80,7 +80,10 @@ def trained(folder):
             "model.name='deep_gat' with model.kwargs={'heads': 'many'} cannot be built: ",
         ),
         ("model.num_layer=2", "did you mean model.num_layers?"),
-        ("data.name=coro", "data.name='coro' is not known"),
+        (
+            "data.name=coro data.tree_depth=3 data.num_trees=8000",
+            "data.name='coro' is not known",
+        ),
         ("run.device=no_device", "run.device='no_device' is not possible: this machine has cpu"),
     ],
 )
@@ -242,3 +245,28 @@ def test_a_result_of_another_config_is_refused(tmp_path, pretending, capsys):
     base.write_text(json.dumps({**json.loads(before), "train": {"lr": 0.5}}))
     assert graph_sweep.main(command) == 0
     assert capsys.readouterr().out == table and calls(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cases": {"five": "model.num_layers=5"}}, "a case sets model.num_layers already"),
+        ({"grid": ["model.num_layers=2,3, 2"]}, "each value only once"),
+    ],
+)
+def test_a_grid_that_would_train_a_cell_as_another_is_refused(tmp_path, capsys, settings, message):
+    command = write_sweep(tmp_path, **{"grid": ["model.num_layers=2,3"], **settings})
+    assert graph_sweep.main(command) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_results_that_cannot_be_written_end_the_sweep_before_its_first_training(
+    tmp_path, capsys, pretending
+):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file" / "results.jsonl"):
+        command = write_sweep(tmp_path, grid=["model.num_layers=2,3"], results=str(place))
+        assert graph_sweep.main(command) == 2
+        error = capsys.readouterr().err
+        assert f"results '{place}' cannot be written: " in error and error.count("\n") == 1
+        assert not calls(tmp_path)
