@@ -14,7 +14,8 @@ CHECKED = ("lipsformer", "data", "train.py", "eval.py", "scripts", "benchmarks")
 
 LIBRARY = {
     *{"lipsformer", "lipsformer.config", "lipsformer.recipe", "lipsformer._configfile"},
-    *{"lipsformer._commands", "lipsformer._machine", "lipsformer._ranks"},
+    *{"lipsformer._commands", "lipsformer._errors", "lipsformer._machine", "lipsformer._modes"},
+    "lipsformer._ranks",
     *{"lipsformer.kernels", "lipsformer.layers", "lipsformer.models", "lipsformer.graph"},
     *{"lipsformer.analysis", "lipsformer.engine", "lipsformer.jsonl"},
 }
@@ -30,32 +31,36 @@ OWN = {
     "lipsformer/_commands.py": set(),
     "lipsformer/completion.py": {"lipsformer._commands", "lipsformer.config"},
     "lipsformer/_configfile.py": set(),
+    "lipsformer/_errors.py": set(),
     "lipsformer/jsonl.py": set(),
     "lipsformer/_machine.py": set(),
+    "lipsformer/_modes.py": set(),
     "lipsformer/_ranks.py": set(),
     "lipsformer/config.py": {
         *{"lipsformer._configfile", "lipsformer._machine", "lipsformer.recipe"}
     },
     "lipsformer/recipe.py": {"lipsformer._configfile"},
-    "lipsformer/kernels": {"lipsformer.kernels"},
+    "lipsformer/kernels": {"lipsformer.kernels", "lipsformer._errors"},
     "lipsformer/layers": {"lipsformer.layers", "lipsformer.kernels"},
     "lipsformer/models": {
         *{"lipsformer.models", "lipsformer.layers", "lipsformer.kernels", "lipsformer._configfile"}
     },
     "lipsformer/graph": {
         *{"lipsformer.graph", "lipsformer.layers", "lipsformer.kernels"},
-        *{"lipsformer._configfile", "lipsformer._ranks", "lipsformer.jsonl"},
+        *{"lipsformer._configfile", "lipsformer._modes", "lipsformer._ranks", "lipsformer.jsonl"},
     },
-    "lipsformer/analysis": {"lipsformer.analysis", "lipsformer.models", "lipsformer.layers"},
+    "lipsformer/analysis": {
+        *{"lipsformer.analysis", "lipsformer.models", "lipsformer.layers", "lipsformer._modes"}
+    },
     "lipsformer/analysis/bounds/graph.py": {
         *{"lipsformer.analysis", "lipsformer.models", "lipsformer.layers", "lipsformer.graph"}
     },
     "lipsformer/engine": {
         *{"lipsformer.engine", "lipsformer.analysis", "lipsformer.models", "lipsformer.kernels"},
         *{"lipsformer.config", "lipsformer._configfile", "lipsformer._machine"},
-        *{"lipsformer._ranks", "lipsformer.jsonl"},
+        *{"lipsformer._errors", "lipsformer._ranks", "lipsformer.jsonl"},
     },
-    "data": {"data"},
+    "data": {"data", "lipsformer._errors"},
     "data/build.py": {"data", "lipsformer.config"},
     "train.py": {*LIBRARY, "data", "scripts"},
     "eval.py": {*LIBRARY, "data", "scripts"},
@@ -73,7 +78,9 @@ ELSEWHERE = {
     "lipsformer/completion.py": {"shtab"},
     "lipsformer/_configfile.py": {"omegaconf", "yaml"},
     "lipsformer/jsonl.py": set(),
+    "lipsformer/_errors.py": set(),
     "lipsformer/_machine.py": set(),
+    "lipsformer/_modes.py": {"torch"},
     "lipsformer/_ranks.py": {"torch"},
     "lipsformer/config.py": {"omegaconf", "yaml"},
     "lipsformer/recipe.py": {"omegaconf", "yaml"},

@@ -53,7 +53,7 @@ def functions() -> Iterator[Any]:
     package = importlib.import_module("lipsformer.layers")
     exported = [getattr(package, name) for name in package.__all__]
     found = dict.fromkeys(filter(inspect.isfunction, exported))
-    for name in ("lipsformer.layers", "lipsformer.kernels.verdict", *DEFINED):
+    for name in ("lipsformer.layers", "lipsformer.graph", "lipsformer.kernels.verdict", *DEFINED):
         for module in modules(name):
             members = [value for _, value in inspect.getmembers(module, inspect.isfunction)]
             own = [m for m in members if m.__module__ == module.__name__]

@@ -138,6 +138,14 @@ def robust_mask(
 
     Raises:
         RuntimeError: If the attack succeeds on a certified image. The radius is then wrong.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.robustness import robust_mask
+        >>> images, labels = torch.tensor([[0.9, 0.1], [0.5, 0.6]]), torch.tensor([0, 1])
+        >>> radius = (images[:, 0] - images[:, 1]).abs() / 2**0.5  # of the two pixels as logits
+        >>> robust_mask(lambda x: x, images, labels, 0.2, radius)
+        (tensor([ True, False]), tensor([ True, False]))
     """
     with torch.no_grad():
         certified = (margins(function(images), labels) > 0.0) & (radius > eps)

@@ -244,7 +244,7 @@ class RunFolder:
 def find_weights(path: str | Path, which: str = "best") -> Weights:
     """Find the weights of a run, a checkpoint, a folder in timm's format, or a file.
 
-    A checkpoint stands for its better set of weights, a folder of timm's format for its
+    Of a checkpoint the better set of weights is taken, and of a folder in timm's format
     model.safetensors. A file of weights in a checkpoint is taken as it is, with what the run
     recorded about it.
 
@@ -254,6 +254,14 @@ def find_weights(path: str | Path, which: str = "best") -> Weights:
 
     Raises:
         CheckpointError: If there are no weights, or they are damaged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from safetensors.torch import save_file
+        >>> file = Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> save_file({"weight": torch.zeros(2)}, file)
+        >>> find_weights(file.parent).file == file
+        True
     """
     path = Path(path)
     if not os.path.exists(path):  # unlike Path.exists also for names that are too long
@@ -312,6 +320,11 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
     Raises:
         CheckpointError: If there are no weights, or they do not fit.
         ConfigError: If it is not known which model the weights belong to, or timm cannot build it.
+
+    Example:
+        >>> import lipsformer
+        >>> load_model("lipsformer_nano").num_classes
+        1000
     """
     if isinstance(source, str) and timm.is_model(source):
         return create_model(source, pretrained=has_tag(source))
@@ -330,7 +343,7 @@ def load_model(source: str | Path | Weights, which: str = "best") -> nn.Module:
 
 
 def create_model(name: str, **options: Any) -> nn.Module:
-    """Build the model that a name of timm, `local-dir:` or `hf-hub:` stands for.
+    """Build the model with a name of timm, or from a place `local-dir:...` or `hf-hub:...`.
 
     Args:
         name: The name.

@@ -128,6 +128,13 @@ def adjacency_norm(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> 
         edge_index: [2, E].
         num_nodes: Number of nodes.
         num_iters: Number of iterations.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.diagnostics import adjacency_norm
+        >>> ring = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> f"{adjacency_norm(ring, 3):.4f}"
+        '1.0000'
     """
     (source, target), weight = normalized_adjacency(edge_index, num_nodes)
     v = (degree(target, num_nodes, torch.float64) + 1.0).sqrt()
@@ -191,6 +198,14 @@ def gat_attention_bound(
         num_nodes: Number of nodes.
         reachable: If c learns, use `min_att_norm` in its place, which bounds the heads of this
             layer after any training.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import LipschitzGATConv
+        >>> from lipsformer.graph.diagnostics import gat_attention_bound
+        >>> ring = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        >>> gat_attention_bound(LipschitzGATConv(5, 7, heads=2), ring, 3).shape
+        torch.Size([2])
     """
     other = changed_messages(conv, LipschitzGATConv) is not None or conv.lin is None
     if conv.score_norm is None or conv.released_code or other:

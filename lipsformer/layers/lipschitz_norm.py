@@ -179,6 +179,13 @@ def dense_quadratic_scale(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-12) -
 
     Returns:
         [B, heads, 1, 1].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
+        >>> q, k, v = torch.randn(3, 2, 5, 7, 11).unbind(0)
+        >>> (q * dense_quadratic_scale(q, k, v)).shape
+        torch.Size([2, 5, 7, 11])
     """
     query_sq = squared_norm(q).sum(dim=-1, keepdim=True)
     scale = quadratic_scale(query_sq, squared_norm(k), squared_norm(v), reduce=dense_max, eps=eps)

@@ -217,6 +217,13 @@ def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
 
     Raises:
         ValueError: If ``cap`` is not positive and finite.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers.spectral import clip_singular_values
+        >>> clip_singular_values(torch.diag(torch.tensor([3.0, 0.5])), 1.0)
+        tensor([[1.0000, 0.0000],
+                [0.0000, 0.5000]])
     """
     check_positive("cap", cap)
     dtype = torch.promote_types(weight.dtype, torch.float32)

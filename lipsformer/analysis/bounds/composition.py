@@ -256,6 +256,12 @@ def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[flo
 
     Raises:
         ValueError: If ``size`` is not two numbers, or a standard deviation is not positive.
+
+    Example:
+        >>> from lipsformer.analysis.bounds import image_domain
+        >>> domain = image_domain((4, 6), mean=(0.5,), std=(0.25,))
+        >>> f"{domain.radius:.3f} {domain.norm:.3f}"  # of one pixel, and of the whole image
+        '2.000 9.798'
     """
     if len(size) != 2:
         raise ValueError(f"size={size} must be (H, W)")

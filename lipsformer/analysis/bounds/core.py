@@ -106,6 +106,21 @@ def bound_rule(
 
     Returns:
         A decorator for a function of (module, domain, scale) that returns a `Bound`.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds import bound_rule, image_domain, lipschitz_bound
+        >>> from lipsformer.analysis.bounds import max_abs, simple_bound
+        >>> class Half(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return 0.5 * x
+        >>> @bound_rule(Half)
+        ... def _(module, domain, scale):
+        ...     factor = 0.5 * max_abs(scale)
+        ...     return simple_bound(factor, domain, radius=factor * domain.radius)
+        >>> domain = image_domain((2, 3), mean=(0.5,), std=(0.25,))
+        >>> f"{10 ** lipschitz_bound(Half(), domain).log10:.3f}"
+        '0.500'
     """
 
     def register(function: BoundRule) -> BoundRule:
