@@ -50,7 +50,7 @@ MACHINE = ("cpu", "threads", "world_size", "device")  # as the last start of a r
 LOGS = "logs"  # in the folder of a run: one file for each start
 STOPPED = (EXIT_STOPPED, -signal.SIGINT, -signal.SIGTERM)  # the last two before train.py listens
 COLUMNS = (
-    *("row", "settings", "last epoch, %", "seeds", "M parameters"),
+    *("row", "last epoch, %", "seeds", "M parameters"),
     *("MMACs", "PFLOP", "images/s", "hours"),
 )
 
@@ -278,20 +278,19 @@ def table(study: Study) -> str:
     """
     results = list(read_jsonl(ROOT / study.results))
     lines = []
-    for row, settings in study.rows.items():
+    for row in study.rows:
         own = [line for line in results if line["row"] == row]
         finished = [line for line in own if line["exit_code"] == 0]
         failed = ", ".join(f"exit code {c}" for line in own if (c := line["exit_code"]) != 0)
         if not own:
             continue
         if not finished:
-            lines.append((row, f"`{settings}`", failed, len(own), *5 * ("",)))
+            lines.append((row, failed, len(own), *5 * ("",)))
             continue
         last = [last_evaluation(line) for line in finished]
         first = finished[0]
         cells = [
             row,
-            f"`{settings}`" if settings else "",
             spread([entry["top1"] for entry in last if entry is not None]),
             f"{len(finished)}, and {failed}" if failed else str(len(finished)),
             f"{first['parameters'] / 1e6:.2f}",

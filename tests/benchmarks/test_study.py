@@ -54,7 +54,7 @@ def test_the_table_has_the_last_epoch_its_deviation_and_what_was_not_run(tmp_pat
     rows = {"a": "optim.lr=1e-3", "b": ""}
     study = Study(title="", config="", results=str(results), rows=rows, seeds=(0, 1))
     *_, row, _, missing = table(study).splitlines()
-    cells = "| a | `optim.lr=1e-3` | 72.50 ± 2.12 | 2 | 2.11 | 34.1 | 0.102 | 117 | 1.00 |"
+    cells = "| a | 72.50 ± 2.12 | 2 | 2.11 | 34.1 | 0.102 | 117 | 1.00 |"
     assert row == cells  # the standard deviation of 71 and 74 is 3 / sqrt(2)
     assert missing == "Not run: `b` (seed 0), `b` (seed 1)."
     with results.open("a") as file:  # a mean over the seeds that did not diverge must say so
