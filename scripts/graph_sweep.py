@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -96,9 +97,13 @@ def sweep(
     points = _points(config, path.parent / config.config)
     folder = Path(config.output_dir)
     log = folder / "results.jsonl" if config.results is None else Path(config.results)
-    with locked(folder) if train else nullcontext():
-        if train:
-            _require_results(log)
+    shared = train and config.results is not None  # perhaps with a sweep in another folder
+    if shared:
+        _require_results(log)
+    with (
+        locked(folder) if train else nullcontext(),
+        locked(log.with_name(f"{log.name}.lock")) if shared else nullcontext(),
+    ):
         lines = read_results(log, "overrides")
         results = {_key(line["overrides"], line["seed"]): line for line in lines}
         _refuse_changed_configs(points, results.values(), log)
@@ -178,6 +183,7 @@ def _run_missing(
     _check({shared[0].config_hash: shared[0] for shared in jobs.values()}.values())
     folder = Path(config.output_dir)
     (folder / "sweep.yaml").write_text(dump_config(config))
+    log.parent.mkdir(parents=True, exist_ok=True)
 
     def finish(points: list[Point], result: Result) -> None:
         for cell, overrides, _, config_hash in points:
@@ -189,12 +195,12 @@ def _run_missing(
 
 
 def _require_results(log: Path) -> None:
-    """Create the folder of the results, and raise a `ConfigError` if no line can be added there."""
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"results {str(log)!r} cannot be written: {error.strerror}") from None
-    require_writable("results", log)
+    """Raise a `ConfigError` if no line can be added to the results."""
+    parent = next(path for path in log.absolute().parents if os.path.lexists(path))
+    if not parent.is_dir():
+        raise ConfigError(f"results {str(log)!r} cannot be written: {parent} is no folder")
+    if parent == log.absolute().parent:
+        require_writable("results", log)
 
 
 def _check(points: Iterable[Point]) -> None:

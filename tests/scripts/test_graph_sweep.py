@@ -270,3 +270,16 @@ def test_results_that_cannot_be_written_end_the_sweep_before_its_first_training(
         error = capsys.readouterr().err
         assert f"results '{place}' cannot be written: " in error and error.count("\n") == 1
         assert not calls(tmp_path)
+
+
+def test_two_sweeps_do_not_share_a_file_of_results(tmp_path, capsys, pretending):
+    results = tmp_path / "shared" / "results.jsonl"
+    command = write_sweep(tmp_path, grid=["model.num_layers=2,3"], results=str(results))
+    lock = FolderLock(results.with_name("results.jsonl.lock"))
+    lock.acquire()
+    assert graph_sweep.main(command) == 2
+    assert "results.jsonl.lock is in use by process" in capsys.readouterr().err
+    assert not calls(tmp_path)
+    lock.release()
+    assert graph_sweep.main(command) == 0
+    assert sorted(path.name for path in results.parent.iterdir()) == ["results.jsonl"]
