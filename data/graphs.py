@@ -22,7 +22,6 @@ from torch_geometric.utils import index_to_mask, to_undirected
 from data.errors import DataError
 from data.generated_graphs import generated_arxiv
 from data.root import data_root
-from lipsformer._errors import first_line
 
 # data set -> (what of it must be there below the root, how PyG or OGB reads it). `of` maps a class
 # of theirs to the class that is used: `_without_download`, or the class itself.
@@ -125,7 +124,7 @@ def _read(name: str, root: Path, download: bool) -> Any:
     except ImportError as error:
         raise DataError(f"{name} cannot be read: {error}; pip install '.[graph]'") from error
     except Exception as error:  # of PyG or OGB, of the network, or of a damaged file
-        reason = first_line(error)
+        reason = str(error).partition("\n")[0] or type(error).__name__
         if download:
             raise DataError(
                 f"data.download=true: {name} cannot be fetched into {root}: {reason}; copy the "

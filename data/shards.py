@@ -23,7 +23,6 @@ from data.images import EncodedPicture, Picture
 from data.parquet import ParquetSource
 from data.rng import permutation
 from data.sources import FolderSource
-from lipsformer._errors import first_line
 
 INDEX = "index.json"
 ADVICE = (
@@ -116,7 +115,8 @@ def _read_places(file: Path) -> dict[str, np.ndarray]:
     except FileNotFoundError:
         raise DataError(f"{file} is missing; `lipsformer make-shards` writes it") from None
     except Exception as error:  # NumPy and zipfile raise whatever a damaged file makes them raise
-        raise DataError(f"{file} is damaged: {first_line(error)}") from None
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(f"{file} is damaged: {reason}") from None
     if len({places[name].shape for name in PLACES}) != 1:
         raise DataError(f"{file} is damaged: {', '.join(PLACES)} differ in length")
     return places

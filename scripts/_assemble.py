@@ -163,7 +163,7 @@ def _train_state(
 
 def _warmup_steps(epochs: float, per_epoch: int) -> int:
     steps = round(epochs * per_epoch)
-    allowed = f"must be 0, or at least half an update, {0.5 / per_epoch:.2g}"
+    allowed = f"must be 0, or more than half an update, {0.5 / per_epoch:.2g}"
     require(steps > 0 or epochs == 0, "schedule.warmup_epochs", epochs, allowed)
     return steps
 

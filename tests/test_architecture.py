@@ -40,7 +40,7 @@ OWN = {
         *{"lipsformer._configfile", "lipsformer._machine", "lipsformer.recipe"}
     },
     "lipsformer/recipe.py": {"lipsformer._configfile"},
-    "lipsformer/kernels": {"lipsformer.kernels", "lipsformer._errors"},
+    "lipsformer/kernels": {"lipsformer.kernels"},
     "lipsformer/layers": {"lipsformer.layers", "lipsformer.kernels"},
     "lipsformer/models": {
         *{"lipsformer.models", "lipsformer.layers", "lipsformer.kernels", "lipsformer._configfile"}
@@ -60,7 +60,7 @@ OWN = {
         *{"lipsformer.config", "lipsformer._configfile", "lipsformer._machine"},
         *{"lipsformer._errors", "lipsformer._ranks", "lipsformer.jsonl"},
     },
-    "data": {"data", "lipsformer._errors"},
+    "data": {"data"},
     "data/build.py": {"data", "lipsformer.config"},
     "train.py": {*LIBRARY, "data", "scripts"},
     "eval.py": {*LIBRARY, "data", "scripts"},

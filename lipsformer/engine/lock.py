@@ -85,8 +85,8 @@ class FolderLock:
 
     def check(self) -> None:
         """Raise a `FolderLostError` if another process has taken the folder over."""
-        if not self.is_held():
-            owner = self._read()
+        owner = self._read()
+        if owner is None or owner["token"] != self.token:
             taken = f"by {_describe(owner)}" if owner else "and left"
             raise FolderLostError(
                 f"{self.path.parent} was taken over {taken}; nothing more is written from here"

@@ -389,14 +389,14 @@ class Trainer:
 
         Returns:
             The length of metrics.jsonl at the checkpoint, and the best evaluation so far. Both
-            differ from the checkpoint's own if files of another folder were lost; see `Claim`.
+            differ from the checkpoint's own if files were lost; see `Claim`.
         """
         claim = Claim(self.folder, self.checkpoints, self.step, metrics_bytes, self.best)
         claim.check(start)
-        if not claim.is_elsewhere(start):
-            claim.check_best(self.history)
         copied = start if claim.is_elsewhere(start) else None
-        if copied is not None:
+        if copied is None:
+            claim.check_best(self.history)
+        else:
             claim.bring(copied, self.history)
         entry = {
             "from": str(start) if start else None,

@@ -204,8 +204,9 @@ def gat_attention_bound(
         >>> from lipsformer.graph import LipschitzGATConv
         >>> from lipsformer.graph.diagnostics import gat_attention_bound
         >>> ring = torch.tensor([[0, 1, 2], [1, 2, 0]])
-        >>> gat_attention_bound(LipschitzGATConv(5, 7, heads=2), ring, 3).shape
-        torch.Size([2])
+        >>> constants = gat_attention_bound(LipschitzGATConv(5, 7, heads=2), ring, 3)
+        >>> [f"{constant:.3f}" for constant in constants]
+        ['1.923', '1.923']
     """
     other = changed_messages(conv, LipschitzGATConv) is not None or conv.lin is None
     if conv.score_norm is None or conv.released_code or other:

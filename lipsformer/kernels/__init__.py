@@ -25,6 +25,7 @@ from lipsformer.kernels.elu import elu
 from lipsformer.kernels.fold_shift import fold_shift
 from lipsformer.kernels.gpu_arguments import WindowArguments
 from lipsformer.kernels.gpu_block import gpu_block
+from lipsformer.kernels.gpu_depthwise import GPU_DEPTHWISE_SIZE
 from lipsformer.kernels.gpu_windows import (
     MAX_GPU_TOKENS,
     MAX_GPU_TOKENS_WITH_BIAS,
@@ -54,6 +55,7 @@ from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
 
 __all__ = [
     "DEPTHWISE_SIZES",
+    "GPU_DEPTHWISE_SIZE",
     "MAX_GPU_TOKENS",
     "MAX_GPU_TOKENS_WITH_BIAS",
     "MAX_WINDOW_TOKENS",

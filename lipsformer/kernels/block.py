@@ -147,11 +147,16 @@ class _Block(torch.autograd.Function):
         return out
 
     @staticmethod
-    @inside_block()
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        # saved_tensors may be read only once under checkpointing
-        in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4, *saved = ctx.saved_tensors
+        # Under checkpointing this computes the forward passes of modules again, and only once.
+        saved = ctx.saved_tensors
+        return _Block._backward(ctx, saved, grad_outputs[0].contiguous())
+
+    @staticmethod
+    @inside_block()
+    def _backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4, *saved = saved
         pointwise, qkv_weight, unscaled_3, proj, fc1, unscaled_4, fc2, *saved = saved
         normed_1, lost_1, sum_1, normed_2, lost_2, sum_2, *inputs = saved
         bias, tau, *tensors = inputs
@@ -159,7 +164,6 @@ class _Block(torch.autograd.Function):
         kept, factor = ctx.kept, ctx.factor
 
         # from the end to the beginning; grad is the gradient on the stream
-        grad = grad_outputs[0].contiguous()
         saved_norm_2 = normed_2, lost_2, sum_2
         grad, *norm_2 = center_affine_backward(grad, t.gain_2, t.shift_2, saved_norm_2, factor)
         to_fc1 = to_fc2 = to_proj = (None, None, None)

@@ -22,8 +22,6 @@ from pathlib import Path
 
 import torch
 
-from lipsformer._errors import first_line
-
 _SOURCES = Path(__file__).parent / "csrc"
 _CPUINFO = Path("/proc/cpuinfo")
 _PREBUILT = Path(__file__).parent / "prebuilt"
@@ -99,7 +97,7 @@ def compiled_library() -> ctypes.CDLL | None:
                 library.unlink(missing_ok=True)
         return _compile_and_load(compiler, command, library)
     except (OSError, RuntimeError, ValueError) as error:  # or no home folder, or a bad CXX
-        reason = first_line(error)
+        reason = str(error).partition("\n")[0]
         _logger.warning("no CPU kernels, PyTorch's operators take their place: %s", reason)
         return None
 

@@ -109,8 +109,8 @@ _inside = _Inside()
 def inside_block() -> Iterator[None]:
     """Within it, the kernels of a block's parts are usable wherever the type of the input fits.
 
-    The block itself has asked for all of them. A question takes about 5 microseconds, as long as
-    the kernel of a small map.
+    The block itself has asked for all of its parts, so no module may be called here. A question
+    takes about 5 microseconds, as long as the kernel of a small map.
     """
     _inside.block = True
     try:

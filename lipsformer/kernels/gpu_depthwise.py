@@ -6,6 +6,8 @@ from torch.library import register_fake
 
 from lipsformer.kernels.gpu_operator import operator
 
+GPU_DEPTHWISE_SIZE = 7  # side of the kernels, the only one that the Triton kernels have
+
 
 @operator
 def depthwise(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:

@@ -39,7 +39,6 @@ _PLACES = {
     "lepe": (nn.ModuleList,),
     **dict.fromkeys(("0", "1"), (ScaledCosineAttention, DepthwiseConv2d)),  # of the two stripes
 }
-GPU_DEPTHWISE_SIZE = 7  # the only size of the Triton kernels
 _BRANCHES = ("ConvBranch", "ConvBranch", "Mlp")  # beside the attention's, which may differ
 _FILES = tuple(f"lipsformer.models.lipsformer{body}" for body in ("", "_cswin", "_swin"))
 
@@ -171,8 +170,8 @@ def _gpu_obstacle(block: Any, x: Tensor) -> str | None:
     if obstacle is not None:
         return obstacle
     for residual in residuals(block)[:2]:
-        if residual.branch.depthwise.weight.shape[-1] != GPU_DEPTHWISE_SIZE:
-            return f"a depthwise convolution is not {GPU_DEPTHWISE_SIZE} x {GPU_DEPTHWISE_SIZE}"
+        if residual.branch.depthwise.weight.shape[-1] != kernels.GPU_DEPTHWISE_SIZE:
+            return "a depthwise convolution has a size that no Triton kernel has"
     arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
     return gpu_obstacle(x.shape[-1] // len(arrangement.attentions), arrangement)
 

@@ -230,3 +230,22 @@ def test_second_derivatives_are_refused():
     x = maps("few tokens")[0].requires_grad_()
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(block(x).sum(), x, create_graph=True)
+
+
+def test_modules_that_a_checkpoint_computes_again_are_asked_again():
+    """In the backward pass of the second block, whose first block has a hook for its modules."""
+    first, second = make("windows"), make("windows")
+    calls = []
+    first.mlp.branch.fc1.register_forward_hook(lambda *_: calls.append(1))
+    x, upstream = maps("few tokens")
+    expected = results(nn.Sequential(first, second), x, upstream, lambda both, y: both(y))
+    assert len(calls) == 1
+    actual = results(
+        nn.Sequential(first, second),
+        x,
+        upstream,
+        lambda both, y: torch.utils.checkpoint.checkpoint(both, y, use_reentrant=False),
+    )
+    assert len(calls) == 3
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)

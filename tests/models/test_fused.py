@@ -37,11 +37,14 @@ def test_bfloat16_training_takes_the_kernels_and_nothing_else_does():
         "attention's dropout": block(attn_drop=0.1),
         "large windows": block(window=9),
         "subclass": block(),
+        "small depthwise kernel": block(),
         "adapter": block(),
         "no windows": LipsFormerBlock(12, nn.Identity(), True, 0.3).train(),
     }
     changed["adapter"].mlp.branch.fc1 = Adapter(changed["adapter"].mlp.branch.fc1)
     changed["hook"].mlp.branch.fc1.register_forward_hook(lambda *_: None)
+    depthwise = changed["small depthwise kernel"].conv1.branch.depthwise
+    depthwise.weight = nn.Parameter(torch.randn(12, 1, 3, 3))
     changed["dropout"].mlp.branch.drop.p = 0.1
     changed["subclass"].norm1.__class__ = type("Mine", (type(changed["subclass"].norm1),), {})
     with torch.autocast("cpu", torch.bfloat16):
