@@ -33,7 +33,8 @@ from lipsformer.engine import exits
 from lipsformer.engine.build import timm_config
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
-from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
+from lipsformer.engine.run_files import CheckpointError
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
 from scripts._certify import CERTIFIED, DEFAULT, Certification, parse_distance
 from scripts._evaluate import check_model, data_of, evaluate_set, model_of, sets_of, table
 from scripts._json_output import add_json_option, check_json_target, say, write_json

@@ -34,7 +34,7 @@ from lipsformer.engine import distributed, exits
 from lipsformer.engine.lock import FolderLostError
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.resume import find_start
-from lipsformer.engine.run_folder import CheckpointError
+from lipsformer.engine.run_files import CheckpointError
 from lipsformer.engine.trainer import Trainer
 from scripts._assemble import assemble
 from scripts._dry_run import dry_run

@@ -33,7 +33,8 @@ from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer._machine import commit
 from lipsformer.config import DataConfig
-from lipsformer.engine.run_folder import find_weights, load_model
+from lipsformer.engine.run_folder import find_weights
+from lipsformer.engine.weights import load_model
 from scripts._certificate import FILE, sha256
 from scripts._certify import parse_distance
 

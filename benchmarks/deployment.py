@@ -38,7 +38,9 @@ from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
 from lipsformer._machine import commit
 from lipsformer.config import Config
-from lipsformer.engine.run_folder import find_weights, load_model, manifest_entry
+from lipsformer.engine.run_files import manifest_entry
+from lipsformer.engine.run_folder import find_weights
+from lipsformer.engine.weights import load_model
 from scripts._runtimes import FORMATS, Logits, autocast, fold, load, trace, write
 
 MODELS = (

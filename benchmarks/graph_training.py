@@ -30,11 +30,12 @@ from benchmarks.turns import SPEED, compare, take_turns
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
 from lipsformer.graph import create_model
+from lipsformer.graph.batches import prepare_batches
 from lipsformer.graph.config import GraphConfig
 from lipsformer.graph.edge_attention.csr import plain_edges
 from lipsformer.graph.models import ConvLayer, GraphNet
 from lipsformer.graph.norm import NodeNorm
-from lipsformer.graph.training import Training, prepare_batches
+from lipsformer.graph.training import Training
 from scripts._graph_seed import load_batches
 
 CONFIG = Path(__file__).parents[1] / "configs" / "graph" / "arxiv_gat.yaml"

@@ -33,7 +33,8 @@ from lipsformer.analysis.bounds import image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius
 from lipsformer.analysis.local_certificates import local_certificates
 from lipsformer.analysis.robustness import pgd_attack
-from lipsformer.engine.run_folder import find_weights, load_model
+from lipsformer.engine.run_folder import find_weights
+from lipsformer.engine.weights import load_model
 
 BATCH = 16  # images that are certified together
 QUARTERS = range(-40, 41)  # powers of 2^(1/4) that the attack tries, by bisection

@@ -42,7 +42,8 @@ from lipsformer.config import Config
 from lipsformer.engine.build import build_model
 from lipsformer.engine.exits import EXIT_STOPPED, EXIT_USER_ERROR, FINAL
 from lipsformer.engine.resume import config_identity
-from lipsformer.engine.run_folder import RunFolder, read_state
+from lipsformer.engine.run_files import read_state
+from lipsformer.engine.run_folder import RunFolder
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
 ROOT = Path(__file__).parents[1]

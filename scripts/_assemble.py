@@ -31,13 +31,12 @@ from lipsformer.engine.build import (
     timm_config,
 )
 from lipsformer.engine.compilation import compile_regions, compiles, try_kernels
-from lipsformer.engine.distributed import micro_batches
+from lipsformer.engine.distributed import micro_batches, shard_ema
 from lipsformer.engine.loss import fingerprint, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.parts import Parts
 from lipsformer.engine.preflight import check_model
 from lipsformer.engine.schedule import CosineSchedule
-from lipsformer.engine.steps import shard_ema
 from lipsformer.engine.train_state import TrainState
 
 PROBES = 8  # validation images at which the monitor reads attention

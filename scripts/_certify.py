@@ -26,7 +26,7 @@ from lipsformer.analysis.certificates import (
 )
 from lipsformer.analysis.robustness import robust_mask
 from lipsformer.config import DataConfig
-from lipsformer.engine.steps import SizedBatches
+from lipsformer.engine.parts import SizedBatches
 from scripts._certificate import FILE, certificate, pixel_scale
 from scripts._histogram import histogram
 

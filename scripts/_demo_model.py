@@ -12,7 +12,8 @@ from data.transforms import EvalTransform
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.estimate import local_lipschitz
 from lipsformer.config import DataConfig
-from lipsformer.engine.run_folder import Weights, load_model
+from lipsformer.engine.run_folder import Weights
+from lipsformer.engine.weights import load_model
 from scripts._assemble import data_config
 from scripts._certify_picture import PictureCertificate, certify_picture
 from scripts._runtimes import Logits, fold

@@ -12,9 +12,10 @@ from data.evalsets import STANDARD, EvalSet
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import build_model
+from lipsformer.engine.evaluation import evaluate
 from lipsformer.engine.preflight import try_images
-from lipsformer.engine.run_folder import Weights, load_model, load_weights
-from lipsformer.engine.steps import evaluate
+from lipsformer.engine.run_folder import Weights
+from lipsformer.engine.weights import load_model, load_weights
 from scripts._assemble import data_config
 from scripts._certify import Certification
 from scripts._histogram import bars

@@ -25,9 +25,10 @@ from lipsformer._machine import commit, cpu_name
 from lipsformer._ranks import on_first_rank, rank_and_count
 from lipsformer.engine.lock import FolderLock
 from lipsformer.graph import create_model
+from lipsformer.graph.batches import SPLITS
 from lipsformer.graph.config import GraphConfig, GraphDataConfig
 from lipsformer.graph.models.stack import GraphNet
-from lipsformer.graph.training import SPLITS, fit
+from lipsformer.graph.training import fit
 from lipsformer.jsonl import read_jsonl
 
 _MEANS = ("test_acc", "last_test_acc", "val_acc", "highest_train_acc")

@@ -33,7 +33,8 @@ from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, require
 from lipsformer.analysis.bounds import UnknownModuleError
 from lipsformer.analysis.cost import count_parameters
-from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
+from lipsformer.engine.run_files import CheckpointError
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
 from scripts._demo_model import MAX_UPLOAD, DemoModel
 from scripts.reporting.certificates import picture_figure
 from scripts.reporting.pictures import InlineImage, overlaid

@@ -35,17 +35,9 @@ from torch import Tensor, nn
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.run_folder import (
-    TIMM_CONFIG,
-    WHICH,
-    WHICH_HELP,
-    CheckpointError,
-    create_model,
-    find_weights,
-    has_tag,
-    load_model,
-    load_weights,
-)
+from lipsformer.engine.run_files import TIMM_CONFIG, CheckpointError
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
+from lipsformer.engine.weights import create_model, has_tag, load_model, load_weights
 from scripts._hub_card import TRAINING, model_card, training_config
 from scripts._image_size import resize_input
 from scripts._new_folder import new_folder

@@ -28,7 +28,7 @@ from lipsformer.analysis.cost import (
     median_seconds,
     part_costs,
 )
-from lipsformer.engine.run_folder import create_model
+from lipsformer.engine.weights import create_model
 from scripts._image_size import resize_input
 from scripts._json_output import add_json_option, check_json_target, say, write_json
 

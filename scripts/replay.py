@@ -26,14 +26,8 @@ from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, read_json
 from lipsformer.engine import distributed
 from lipsformer.engine.parts import Parts
-from lipsformer.engine.run_folder import (
-    CHECKPOINTS,
-    REPLAY,
-    CheckpointError,
-    RunFolder,
-    find_fault,
-    read_state,
-)
+from lipsformer.engine.run_files import CHECKPOINTS, REPLAY, CheckpointError, find_fault, read_state
+from lipsformer.engine.run_folder import RunFolder
 from lipsformer.engine.steps import apply_gradient, backward
 from scripts._assemble import assemble
 

@@ -25,7 +25,8 @@ from data import UnreadableImageError
 from data.images import EncodedPicture
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, require
-from lipsformer.engine.run_folder import WHICH, WHICH_HELP, CheckpointError, find_weights
+from lipsformer.engine.run_files import CheckpointError
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
 from scripts._demo_model import MAX_UPLOAD, DemoModel
 from scripts._runtimes import FORMATS, autocast, load
 

@@ -12,7 +12,8 @@ import train
 from lipsformer.engine import plots
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.lock import LOCK
-from lipsformer.engine.run_folder import METRICS, RunFolder
+from lipsformer.engine.run_files import METRICS
+from lipsformer.engine.run_folder import RunFolder
 from lipsformer.engine.signals import STOP_SIGNALS
 from lipsformer.engine.tracking import Tracking
 from tests.runs import DIGITS, write_config

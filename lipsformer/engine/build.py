@@ -19,20 +19,16 @@ from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain,
 from lipsformer.analysis.instruments import (
     BoundCheck,
     Monitor,
+    Orthogonal,
     SpectralCap,
     UpdateLimit,
 )
-from lipsformer.analysis.orthogonal import Orthogonal
 from lipsformer.config import Config, DataConfig, LipschitzConfig
 from lipsformer.engine.instrument import Instrument
-from lipsformer.engine.run_folder import (
-    TIMM_CONFIG,
-    CheckpointError,
-    find_weights,
-    load_weights,
-    read_weights,
-)
+from lipsformer.engine.run_files import TIMM_CONFIG, CheckpointError
+from lipsformer.engine.run_folder import find_weights
 from lipsformer.engine.train_state import TrainState
+from lipsformer.engine.weights import load_weights, read_weights
 from lipsformer.models import convert
 from lipsformer.models.pretrained import find_difference, is_fixed
 from lipsformer.models.timm_conversion import CONVERTED

@@ -4,7 +4,8 @@ A checkpoint is a folder `update-<number>` with tensors as safetensors and every
 nothing is pickled. It is written under a temporary name, flushed to disk, sealed by a manifest of
 sizes and SHA-256 sums, and renamed. Older checkpoints are removed only after that. A checkpoint
 holds no random state, because there is none: order, augmentation, mixing, drop path and dropout are
-functions of the seed, the step, the micro-step and the rank. `run_folder.py` reads checkpoints.
+functions of the seed, the step, the micro-step and the rank. `run_folder` finds checkpoints, and
+`weights` reads them.
 """
 
 import json
@@ -19,13 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lipsformer._renamed import renamed
-from lipsformer.engine.run_folder import (
-    MANIFEST,
-    PREFIX,
-    CheckpointError,
-    Checkpoints,
-    manifest_entry,
-)
+from lipsformer.engine.run_files import MANIFEST, PREFIX, CheckpointError, manifest_entry
+from lipsformer.engine.run_folder import Checkpoints
 
 logger = logging.getLogger(__name__)
 

@@ -17,16 +17,8 @@ from typing import Any
 from lipsformer._configfile import ConfigError, dump_config
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
-from lipsformer.engine.run_folder import (
-    CONFIG,
-    ENVIRONMENT,
-    EXIT,
-    METRICS,
-    SKIPPED,
-    RunFolder,
-    better_kind,
-    find_fault,
-)
+from lipsformer.engine.run_files import CONFIG, ENVIRONMENT, EXIT, METRICS, SKIPPED, find_fault
+from lipsformer.engine.run_folder import RunFolder, better_kind
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from timm.utils.model_ema import ModelEmaV3
 
 from lipsformer._configfile import ConfigError
 from lipsformer._machine import commit, cpu_name
 from lipsformer.config import Config, TrainConfig
 from lipsformer.engine.allocator import keep_freed_memory
-from lipsformer.engine.run_folder import TENSORBOARD
+from lipsformer.engine.run_files import TENSORBOARD
 
 logger = logging.getLogger(__name__)
 
@@ -204,3 +206,12 @@ def memory_gib(device: torch.device) -> float:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def shard_ema(ema: ModelEmaV3, accelerator: Accelerator) -> None:
+    """Shard the average as FSDP2 shards the model; do nothing without FSDP2.
+
+    Accelerate's `prepare` would require an optimizer for it.
+    """
+    if accelerator.is_fsdp2:
+        ema.module = fsdp2_prepare_model(accelerator, ema.module)

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lipsformer._configfile import read_json
 from lipsformer.engine.checkpoint import write_atomically
-from lipsformer.engine.run_folder import EXIT
+from lipsformer.engine.run_files import EXIT
 
 # Exit codes. 75 is EX_TEMPFAIL of sysexits.h: the caller shall run the same command again.
 EXIT_USER_ERROR = 2

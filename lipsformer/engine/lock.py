@@ -19,7 +19,7 @@ from typing import Any
 
 from lipsformer._configfile import ConfigError
 from lipsformer.engine.checkpoint import flush
-from lipsformer.engine.run_folder import CheckpointError
+from lipsformer.engine.run_files import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from lipsformer._configfile import ConfigError, require
 from lipsformer._errors import first_line
 from lipsformer.config import Config
-from lipsformer.engine.run_folder import CheckpointError, find_weights, load_model
+from lipsformer.engine.run_files import CheckpointError
+from lipsformer.engine.run_folder import find_weights
+from lipsformer.engine.weights import load_model
 
 
 def load_teacher(config: Config, classes: Sequence[str], sizes: Sequence[int]) -> nn.Module | None:

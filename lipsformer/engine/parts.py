@@ -1,13 +1,44 @@
-"""The objects of a run, as they are built from its config."""
+"""The objects of a run, as they are built from its config, and what the data must offer."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from lipsformer.engine.steps import BatchTransform, MicroBatch, SizedBatches
 from lipsformer.engine.train_state import TrainState
+
+MicroBatch = tuple[Tensor, Tensor]
+
+
+class SizedBatches(Protocol):
+    """Micro-batches, and their number.
+
+    Example:
+        >>> batches: SizedBatches = [(torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]))]
+        >>> len(batches)
+        1
+    """
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+
+class BatchTransform(Protocol):
+    """Turns raw images and labels into inputs and target probabilities, on the device.
+
+    Example:
+        >>> def one_hot(images, labels, *, update, micro_step, rank):
+        ...     return images / 255.0, F.one_hot(labels, 10).float()
+        >>> transform: BatchTransform = one_hot
+    """
+
+    def __call__(
+        self, images: Tensor, labels: Tensor, *, update: int, micro_step: int, rank: int
+    ) -> tuple[Tensor, Tensor]:
+        """Transform a micro-batch; all randomness is a function of (update, micro_step, rank)."""
+        ...
 
 
 class TrainBatches(Protocol):

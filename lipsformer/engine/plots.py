@@ -3,7 +3,8 @@
 import logging
 
 from lipsformer.analysis.plots import plot_monitor
-from lipsformer.engine.run_folder import PLOTS, RunFolder
+from lipsformer.engine.run_files import PLOTS
+from lipsformer.engine.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from lipsformer._errors import first_line
 from lipsformer.analysis.sigma import gain_of, operators, residual_scale_of
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model, describe_model
-from lipsformer.engine.run_folder import (
+from lipsformer.engine.run_files import (
     CHECKPOINTS,
     CONFIG,
     ENVIRONMENT,

@@ -9,7 +9,8 @@ from lipsformer._configfile import ConfigError, read_config
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
 from lipsformer.engine.preflight import check_folder
-from lipsformer.engine.run_folder import CONFIG, METRICS, SKIPPED, RunFolder, find_fault, read_state
+from lipsformer.engine.run_files import CONFIG, METRICS, SKIPPED, find_fault, read_state
+from lipsformer.engine.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lipsformer.engine.run_folder import METRICS, RunFolder
+from lipsformer.engine.run_files import METRICS
+from lipsformer.engine.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lipsformer._configfile import ConfigError
 from lipsformer.engine.instrument import Instrument
 from lipsformer.engine.optim import load_state, state_numbers, state_tensors
-from lipsformer.engine.run_folder import EMA, INSTRUMENTS, MODEL, OPTIMIZER, check_fit, read_state
+from lipsformer.engine.run_files import EMA, INSTRUMENTS, MODEL, OPTIMIZER, read_state
+from lipsformer.engine.weights import check_fit
 
 
 @dataclass

@@ -21,12 +21,13 @@ from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
 from lipsformer.engine.claim import Claim
 from lipsformer.engine.distributed import environment, memory_gib
+from lipsformer.engine.evaluation import evaluate
 from lipsformer.engine.lock import FolderLock
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, duration, summarize
 from lipsformer.engine.parts import Parts
 from lipsformer.engine.plots import plot_run
 from lipsformer.engine.resume import FORMAT, require_same_data, require_same_world
-from lipsformer.engine.run_folder import (
+from lipsformer.engine.run_files import (
     CHECKPOINTS,
     CONFIG,
     PLOTS,
@@ -35,12 +36,12 @@ from lipsformer.engine.run_folder import (
     SUMMARY,
     TENSORBOARD,
     TIMM_CONFIG,
-    RunFolder,
-    better_kind,
     read_state,
 )
+from lipsformer.engine.run_folder import RunFolder, better_kind
 from lipsformer.engine.signals import StopRequest
-from lipsformer.engine.steps import Stopwatch, evaluate, train_epoch
+from lipsformer.engine.steps import train_epoch
+from lipsformer.engine.stopwatch import Stopwatch
 from lipsformer.engine.tracking import Tracking
 from lipsformer.engine.writer import CheckpointWriter
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.metrics import NonFiniteError
-from lipsformer.engine.run_folder import MODEL
+from lipsformer.engine.run_files import MODEL
 
 logger = logging.getLogger(__name__)
 

@@ -3,17 +3,15 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric import seed_everything
-from torch_geometric.data import Data
 
 from lipsformer._ranks import (
     gather_from_ranks,
@@ -21,80 +19,13 @@ from lipsformer._ranks import (
     rank_and_count,
     sum_over_ranks,
 )
+from lipsformer.graph.batches import SPLITS, Batches, on_device, prepare_batches
 from lipsformer.graph.config import GraphTrainConfig
 from lipsformer.graph.diagnostics import gradient_norms, layer_profile
-from lipsformer.graph.edge_attention.csr import SortedEdges, silence_beta_notice
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.jsonl import append_jsonl, read_jsonl
 
-__all__ = ["NodeBatch", "Training", "evaluate", "fit", "prepare_batches"]
-
-SPLITS: tuple[str, ...] = ("train", "val", "test")
-
-
-@dataclass(frozen=True)
-class NodeBatch:
-    """One graph on the device on which it is used, with edges that are sorted only once.
-
-    Attributes:
-        x: Features, [V, F], dense or sparse CSR.
-        edges: The edges.
-        y: Labels, [V].
-        masks: The nodes of each split, [V] each.
-        num_train: Number of training nodes of the step over all processes.
-    """
-
-    x: Tensor
-    edges: SortedEdges
-    y: Tensor
-    masks: dict[str, Tensor]
-    num_train: int
-
-    @staticmethod
-    def of(data: Any, device: str) -> "NodeBatch":
-        """Move PyG's `Data` to a device.
-
-        Its `num_train` is used if it has one, and the training nodes are counted otherwise.
-        """
-        data = data.to(device)
-        masks = {split: data[f"{split}_mask"] for split in SPLITS}
-        num_train = data.num_train if "num_train" in data else int(masks["train"].sum())
-        edges = SortedEdges(data.edge_index, len(data.x))
-        return NodeBatch(data.x, edges, data.y, masks, num_train)
-
-    def compressed(self) -> "NodeBatch":
-        """Store the features as a sparse CSR matrix where that makes the first linear map cheaper.
-
-        Cora's features are 1.3 % dense. The product and its gradient are sums of the same terms in
-        another order.
-        """
-        if self.x.device.type != "cpu" or self.x.count_nonzero() > 0.1 * self.x.numel():
-            return self
-        silence_beta_notice()
-        return replace(self, x=self.x.to_sparse_csr())
-
-
-Batches = Iterable[Data] | Iterable[NodeBatch]
-
-
-def _on_device(batches: Batches, device: str) -> Iterator[NodeBatch]:
-    for batch in batches:
-        yield batch if isinstance(batch, NodeBatch) else NodeBatch.of(batch, device)
-
-
-def prepare_batches(batches: Batches, model: GraphNet, device: str) -> Batches:
-    """Move a list of graphs to the device and sort their edges, once for all epochs.
-
-    Args:
-        batches: A list of graphs. Any other iterable may yield new graphs in every epoch and is
-            returned as it is.
-        model: The model, which tells whether sparse features will do.
-        device: Device of the training.
-    """
-    if not isinstance(batches, list):
-        return batches
-    moved = list(_on_device(batches, device))
-    return [batch.compressed() for batch in moved] if model.takes_sparse_features else moved
+__all__ = ["Training", "evaluate", "fit"]
 
 
 @torch.no_grad()
@@ -119,7 +50,7 @@ def evaluate(model: GraphNet, batches: Batches, device: str) -> dict[str, float]
     correct = dict.fromkeys(SPLITS, 0)
     total = dict.fromkeys(SPLITS, 0)
     val_loss = 0.0
-    for batch in _on_device(batches, device):
+    for batch in on_device(batches, device):
         logits = model(batch.x, batch.edges)
         hit = logits.argmax(dim=1) == batch.y
         for split, mask in batch.masks.items():
@@ -235,7 +166,7 @@ class Training:
         self.model.train()
         clip = math.inf if self.settings.clip_grad is None else self.settings.clip_grad
         loss, gradient_norm = math.nan, math.nan
-        for batch in _on_device(batches, self.device):
+        for batch in on_device(batches, self.device):
             self.optimizer.zero_grad(set_to_none=True)
             if batch.num_train == 0:
                 continue
@@ -259,7 +190,7 @@ class Training:
 
     def _profile(self, batches: Batches) -> dict[str, list[float]]:
         training_norms = gradient_norms(self.model)  # read now, because layer_profile clears them
-        batch = next(_on_device(batches, self.device))
+        batch = next(on_device(batches, self.device))
         profile = layer_profile(self.model, batch.x, batch.edges, batch.y, batch.masks["train"])
         return {**profile, "training_gradient_norm": training_norms}
 

@@ -99,21 +99,12 @@ class WeightedResidual(nn.Module):
         mask, kept = self.draw(x)
         if mask is not None and len(mask) == 0:  # all enter, so that each parameter has a gradient
             mask, kept = mask.new_zeros(len(x), *mask.shape[1:]), None
-        inputs = x
-        if kept is not None:  # the dropped samples do not enter the branch
-            if kernels.usable("residual", x, training=self.training):
-                x, inputs = kernels.fork(x, kept)
-            else:
-                inputs = x.index_select(0, kept)
+        x, inputs = self._enter(x, kept)
         ends_in = getattr(self.branch, "ends_in", None)
         if ends_in == "linear":
             scaled = self.branch(inputs, *context, output_scale=self.residual_scale)
             fits = scaled.shape == inputs.shape  # the kernel does not check it
-            if (
-                mask is not None
-                and fits
-                and kernels.usable("residual", x, scaled, training=self.training)
-            ):
+            if mask is not None and fits and self._usable(x, scaled):
                 return kernels.residual(x, scaled, mask, kept)
             return _add(x, scaled, mask, kept)
         scale = self.residual_scale if mask is None else self.residual_scale * mask
@@ -127,6 +118,15 @@ class WeightedResidual(nn.Module):
                 return kernels.gelu_residual(x, z, scale, kept)
             return _add(x, F.gelu(z), scale, kept)
         return _add(x, self.branch(inputs, *context), scale, kept)
+
+    def _enter(self, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return x for the sum, and the samples of x that enter the branch."""
+        if kept is None:
+            return x, x
+        return kernels.fork(x, kept) if self._usable(x) else (x, x.index_select(0, kept))
+
+    def _usable(self, *tensors: Tensor) -> bool:
+        return kernels.usable("residual", *tensors, training=self.training)
 
     def draw(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Draw which samples of ``x`` ([B, ..., C]) enter the branch.

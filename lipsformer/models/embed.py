@@ -8,7 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer.layers import CenterNorm
-from lipsformer.models.inference import fold_norm_behind, register_fold
+from lipsformer.models.folding import fold_norm_behind, register_fold
 
 
 class PatchConv2d(nn.Conv2d):

@@ -25,13 +25,8 @@ from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._fused import in_one_call
 from lipsformer.models._timm import TimmInterface
 from lipsformer.models.embed import ConvStem, PatchEmbed
-from lipsformer.models.inference import (
-    FoldedConv,
-    FoldedResidual,
-    FrozenLinear,
-    register_fold,
-    require_plain,
-)
+from lipsformer.models.folded_layers import FoldedConv, FoldedResidual, FrozenLinear
+from lipsformer.models.folding import register_fold, require_plain
 
 Device = torch.device | str | None
 DEFAULT_EPS = 1e-2  # the paper leaves eps open; ScaledCosineAttention explains this value

@@ -30,7 +30,7 @@ from lipsformer.layers import (
     relative_position_index,
 )
 from lipsformer.models._timm import create, model_cfg, unwrap
-from lipsformer.models.inference import fold_norm_before, register_fold
+from lipsformer.models.folding import fold_norm_before, register_fold
 from lipsformer.models.lipsformer import Device, LipsFormer, fit_window
 from lipsformer.models.official_weights import (
     check_same_form,

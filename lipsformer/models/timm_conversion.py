@@ -27,13 +27,8 @@ from lipsformer.layers import (
     spectral_init_modules_,
 )
 from lipsformer.models._core import check_attn, make_core
-from lipsformer.models.inference import (
-    FrozenLinear,
-    fold_norm_before,
-    register_fold,
-    require_plain,
-    scale_output,
-)
+from lipsformer.models.folded_layers import FrozenLinear
+from lipsformer.models.folding import fold_norm_before, register_fold, require_plain, scale_output
 from lipsformer.models.lipsformer_swin import fold_patch_merging
 
 # The registered name of all converted models, whose argument `original` names timm's model.

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from lipsformer.engine.metrics import duration
-from lipsformer.engine.run_folder import REPLAY
+from lipsformer.engine.run_files import REPLAY
 from scripts.reporting import figures
 from scripts.reporting.figures import Drawing
 from scripts.reporting.pictures import InlineImage

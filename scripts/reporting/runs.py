@@ -9,7 +9,8 @@ from typing import Any
 
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config
-from lipsformer.engine.run_folder import CONFIG, METRICS, RunFolder
+from lipsformer.engine.run_files import CONFIG, METRICS
+from lipsformer.engine.run_folder import RunFolder
 
 Points = list[tuple[int, float]]
 

@@ -17,7 +17,9 @@ from lipsformer._configfile import ConfigError, read_json
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.errors import confusion_matrix, most_confused_pairs, worst_mistakes
 from lipsformer.config import Config
-from lipsformer.engine.run_folder import CheckpointError, RunFolder, Weights, load_model
+from lipsformer.engine.run_files import CheckpointError
+from lipsformer.engine.run_folder import RunFolder, Weights
+from lipsformer.engine.weights import load_model
 from scripts._certificate import FILE
 from scripts._certify_picture import certify_picture
 from scripts.reporting.certificates import picture_figure, shares_figure

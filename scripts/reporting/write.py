@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lipsformer._configfile import ConfigError, require_writable
-from lipsformer.engine.run_folder import REPORT
+from lipsformer.engine.run_files import REPORT
 
 logger = logging.getLogger("lipsformer.report")
 

@@ -20,7 +20,8 @@ from lipsformer._configfile import dump_config, read_config
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.lock import LOCK, FolderLock
-from lipsformer.engine.run_folder import MODEL, STATE, RunFolder
+from lipsformer.engine.run_files import MODEL, STATE
+from lipsformer.engine.run_folder import RunFolder
 from lipsformer.jsonl import read_jsonl
 from tests.conftest import ROOT
 from tests.runs import DIGITS, write_config

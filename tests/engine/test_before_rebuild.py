@@ -14,7 +14,8 @@ import torch
 import eval as evaluation
 import train
 from lipsformer.engine.build import build_model, load_initial_weights
-from lipsformer.engine.run_folder import RunFolder, load_model
+from lipsformer.engine.run_folder import RunFolder
+from lipsformer.engine.weights import load_model
 from scripts import export_model, measure_lipschitz
 
 OLD = Path(__file__).with_name("before_rebuild")

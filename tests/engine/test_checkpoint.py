@@ -16,14 +16,9 @@ from timm.utils import CheckpointSaver
 from torch import nn
 
 from lipsformer.engine.checkpoint import CheckpointFolder
-from lipsformer.engine.run_folder import (
-    MODEL,
-    CheckpointError,
-    find_fault,
-    find_weights,
-    read_weights,
-    strip_wrappers,
-)
+from lipsformer.engine.run_files import MODEL, CheckpointError, find_fault
+from lipsformer.engine.run_folder import find_weights
+from lipsformer.engine.weights import read_weights, strip_wrappers
 
 STATE = {"updates_per_epoch": 5, "history": [], "best": None}
 

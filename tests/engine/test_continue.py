@@ -14,7 +14,8 @@ from lipsformer.engine import claim, steps
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.exits import EXIT_NONFINITE
 from lipsformer.engine.lock import LOCK, FolderLock
-from lipsformer.engine.run_folder import RunFolder, read_state
+from lipsformer.engine.run_files import read_state
+from lipsformer.engine.run_folder import RunFolder
 from lipsformer.engine.signals import STOP_SIGNALS
 from tests.data.trees import write_tree
 from tests.runs import DIGITS, outcome, write_config

@@ -11,7 +11,7 @@ from timm.models._hub import save_for_hf
 import eval as evaluation
 import train
 from lipsformer import convert
-from lipsformer.engine.run_folder import load_model
+from lipsformer.engine.weights import load_model
 from tests.runs import DIGITS, write_config
 
 SHAPE = {"patch_size": 8, "embed_dim": 22, "depth": 2, "num_heads": 2}

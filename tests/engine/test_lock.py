@@ -12,7 +12,7 @@ import pytest
 
 from lipsformer._configfile import ConfigError
 from lipsformer.engine.lock import LOCK, FolderLock
-from lipsformer.engine.run_folder import CheckpointError
+from lipsformer.engine.run_files import CheckpointError
 
 FORK = multiprocessing.get_context("fork")
 

@@ -22,7 +22,7 @@ CHECKPOINT = "lipsformer.engine.checkpoint"
 MOMENTS = {
     ("lipsformer.engine.steps", "train_step"): 28,
     ("torch.optim", "AdamW.step"): 28,
-    ("lipsformer.engine.steps", "EvalSums.add"): 8,
+    ("lipsformer.engine.evaluation", "EvalSums.add"): 8,
     ("lipsformer.engine.tracking", "Tracking.record"): 12,
     ("lipsformer.engine.train_state", "TrainState.state_dict"): 11,
     (CHECKPOINT, "save_file"): 33,
@@ -93,7 +93,7 @@ def test_killed_in_every_phase(tmp_path: Path) -> None:
         Event(CHECKPOINT, "save_file", 2),  # in a save: some files written
         Event(CHECKPOINT, "flush", 8),  # all but the rename
         Event(CHECKPOINT, "CheckpointFolder._prune", 1),  # renamed, the old ones still there
-        Event("lipsformer.engine.steps", "EvalSums.add", 1),  # in an evaluation
+        Event("lipsformer.engine.evaluation", "EvalSums.add", 1),  # in an evaluation
         Event("lipsformer.engine.tracking", "Tracking.record", 5),  # between two records
     ]
     same(killed(tmp_path / "b", 0, 1, events), reference(tmp_path / "a", 0, 1))
@@ -154,7 +154,7 @@ def test_stopped_by_a_signal_and_started_again(tmp_path: Path) -> None:
         assert codes == [EXIT_STOPPED]
         newest = max((tmp_path / "out" / "checkpoints").iterdir())
         assert json.loads((newest / "state.json").read_text())["update"] == 5 * (number + 1)
-    event = Event("lipsformer.engine.steps", "EvalSums.add", 2)  # in the last evaluation
+    event = Event("lipsformer.engine.evaluation", "EvalSums.add", 2)  # in the last evaluation
     codes = launch(arguments, tmp_path / "log", event=event, signal_number=signal.SIGTERM)
     assert codes == [EXIT_STOPPED]
     assert launch(arguments, tmp_path / "log") == [0]

@@ -13,10 +13,12 @@ from torch.nn import functional as F
 
 from lipsformer.config import OptimConfig
 from lipsformer.engine.distributed import make_accelerator
+from lipsformer.engine.evaluation import evaluate
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, summarize
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
-from lipsformer.engine.steps import Stopwatch, evaluate, train_epoch, train_step
+from lipsformer.engine.steps import train_epoch, train_step
+from lipsformer.engine.stopwatch import Stopwatch
 from lipsformer.engine.train_state import TrainState
 
 CLASSES = 7

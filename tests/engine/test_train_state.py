@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lipsformer.engine.checkpoint import CheckpointFolder
-from lipsformer.engine.run_folder import EMA, MODEL, OPTIMIZER, CheckpointError
+from lipsformer.engine.run_files import EMA, MODEL, OPTIMIZER, CheckpointError
 from lipsformer.engine.steps import train_step
 from lipsformer.engine.train_state import TrainState
 from tests.engine.test_steps import make_model, make_samples, make_state, transform

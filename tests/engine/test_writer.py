@@ -11,11 +11,12 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from lipsformer.engine import steps, writer
+from lipsformer.engine import writer
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.metrics import NonFiniteError
-from lipsformer.engine.run_folder import EMA, MODEL, OPTIMIZER, STATE, CheckpointError
-from lipsformer.engine.steps import Stopwatch, train_step
+from lipsformer.engine.run_files import EMA, MODEL, OPTIMIZER, STATE, CheckpointError
+from lipsformer.engine.steps import train_step
+from lipsformer.engine.stopwatch import Stopwatch
 from lipsformer.engine.writer import CheckpointWriter
 from tests.engine.test_steps import make_model, make_samples, make_state, transform
 from tests.launch import launch
@@ -138,8 +139,8 @@ def test_a_device_that_is_busy_does_not_wait_for_data(
     device = FakeDevice()
     monkeypatch.setattr(torch.cuda, "Event", device.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda d: None)
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: max(device.clock, device.idle_at))
-    monkeypatch.setattr(steps.torch, "tensor", lambda value, device=None: torch.as_tensor(value))
+    monkeypatch.setattr(time, "perf_counter", lambda: max(device.clock, device.idle_at))
+    monkeypatch.setattr(torch, "tensor", lambda value, device=None: torch.as_tensor(value))
 
     class Ranks:
         def __init__(self) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from lipsformer.kernels import linear, pointwise
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear, WeightedResidual
-from lipsformer.models.inference import FrozenLinear
+from lipsformer.models.folded_layers import FrozenLinear
 
 SHAPE = (5, 67, 3, 37)  # enough for two threads and several parts, with a rest of 5 channels
 KEPT = torch.tensor([0, 2, 3])

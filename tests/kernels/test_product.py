@@ -13,7 +13,7 @@ from lipsformer.kernels.product import (
     pack_weight,
     packed_linear,
 )
-from lipsformer.models.inference import FrozenLinear
+from lipsformer.models.folded_layers import FrozenLinear
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lipsformer.analysis.bounds import Domain, lipschitz_bound
 from lipsformer.analysis.bounds.contractive import divisor
-from lipsformer.analysis.orthogonal import Orthogonal
+from lipsformer.analysis.instruments import Orthogonal
 from lipsformer.layers import (
     ContractiveResidual,
     FoldShift,

@@ -10,7 +10,7 @@ from torch import nn
 
 import lipsformer
 from lipsformer.engine.optim import parameter_groups
-from lipsformer.engine.run_folder import load_model
+from lipsformer.engine.weights import load_model
 from lipsformer.layers import CenterNorm
 from lipsformer.models.timm_conversion import CONVERTED
 from lipsformer.recipe import OptimConfig

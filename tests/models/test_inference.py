@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import orthogonal
 import lipsformer
 from lipsformer.kernels import product
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
-from lipsformer.models.inference import FoldedConv, FrozenLinear
+from lipsformer.models.folded_layers import FoldedConv, FrozenLinear
 
 SWIN = {"embed_dim": 24, "depths": (1, 2), "num_heads": (3, 6), "window_size": 7}
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}

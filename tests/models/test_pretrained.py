@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from timm.models import save_for_hf
 
 import lipsformer  # noqa: F401  (registers)
-from lipsformer.engine.run_folder import load_model
+from lipsformer.engine.weights import load_model
 
 NAME = "lipsformer_swin_nano"
 FOLDER = Path(__file__).resolve().parents[2] / "weights" / f"{NAME}.cifar10"

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import eval as evaluation
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer.engine.run_folder import load_model
+from lipsformer.engine.weights import load_model
 from scripts.export_model import main
 from tests.launch import launch
 from tests.runs import DIGITS, outcome, write_config

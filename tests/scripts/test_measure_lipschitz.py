@@ -8,7 +8,7 @@ import torch
 from data import Normalize, build_eval_dataset, collate
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
 from lipsformer.config import DataConfig
-from lipsformer.engine.run_folder import load_model
+from lipsformer.engine.weights import load_model
 from scripts.measure_lipschitz import load_images, main, measure
 
 

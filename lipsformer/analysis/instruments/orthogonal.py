@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lipsformer.analysis.instruments import _Instrument
+from lipsformer.analysis.instruments.base import InstrumentBase
 from lipsformer.analysis.sigma import assign, full_tensor, operators
 from lipsformer.layers import orthogonalize
 
 
-class Orthogonal(_Instrument):
+class Orthogonal(InstrumentBase):
     r"""Keep every hidden matrix orthogonal, with rows or columns of length 1.
 
     Every update is followed by one step of Newton and Schulz's iteration towards the nearest
@@ -20,7 +20,7 @@ class Orthogonal(_Instrument):
 
     Example:
         >>> import torch
-        >>> from lipsformer.analysis.orthogonal import Orthogonal
+        >>> from lipsformer.analysis.instruments import Orthogonal
         >>> layer = torch.nn.Linear(2, 2)
         >>> _ = torch.nn.init.constant_(layer.weight, 0.0)
         >>> with torch.no_grad():

@@ -1,0 +1,140 @@
+"""The instrument that keeps norms and scales below a limit."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lipsformer.analysis.instruments.base import InstrumentBase
+from lipsformer.analysis.sigma import (
+    Operator,
+    SigmaTracker,
+    assign,
+    full_tensor,
+    gain_of,
+    operators,
+    residual_scale_of,
+)
+from lipsformer.layers._checks import check_positive
+from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
+
+
+class SpectralCap(InstrumentBase):
+    """Keep the norm of every linear operator, and optionally every scale, below a limit.
+
+    The mode `project` replaces a weight above the cap by the nearest weight within it in the
+    Frobenius norm, whose singular values are clipped. The mode `soft` shrinks the weight: every
+    step removes a fraction of the excess, so the weight approaches the cap but may exceed it. The
+    channels of a depthwise convolution and the groups of other convolutions are scaled as a whole.
+    If norms, residual scales and gains are all capped, the proved bound of the model has a fixed
+    ceiling.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.instruments import SpectralCap
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> with torch.no_grad():
+        ...     _ = layer.weight.copy_(torch.diag(torch.tensor([3.0, 0.5])))
+        >>> SpectralCap(layer, sigma=1.0).before_eval()
+        {}
+        >>> torch.linalg.svdvals(layer.weight.detach())
+        tensor([1.0000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sigma: float | None = None,
+        *,
+        mode: Literal["project", "soft"] = "project",
+        strength: float = 0.1,
+        residual_scale: float | None = None,
+        gain: float | None = None,
+    ) -> None:
+        """Find the weights to cap.
+
+        Args:
+            model: The model without the wrappers of DDP or the compiler.
+            sigma: Largest allowed norm of a linear operator, > 0; None for no limit.
+            mode: "project" or "soft".
+            strength: Fraction of the excess that `soft` removes per step, in (0, 1].
+            residual_scale: Largest allowed |alpha| of the residual branches; None for no limit.
+            gain: Largest allowed |gamma| of CenterNorm; None for no limit.
+
+        Raises:
+            ValueError: If an argument is out of range, there is nothing to cap, or a weight cannot
+                be followed.
+        """
+        for name, limit in (("sigma", sigma), ("residual_scale", residual_scale), ("gain", gain)):
+            if limit is not None:
+                check_positive(name, limit)
+        if mode not in ("project", "soft"):
+            raise ValueError(f"mode must be 'project' or 'soft', got {mode!r}")
+        if not 0.0 < strength <= 1.0:
+            raise ValueError(f"strength must lie in (0, 1], got {strength}")
+        self.sigma = math.inf if sigma is None else sigma
+        self.mode, self.strength = mode, strength
+        self.operators = [] if sigma is None else operators(model)
+        if sigma is not None and not self.operators:
+            raise ValueError(
+                f"sigma={sigma} has no effect: the model has no nn.Linear or convolution"
+            )
+        self.tracker = SigmaTracker([op for op in self.operators if op.is_matrix])
+        self.trackers = {"weights": self.tracker}
+        self.clamped: list[tuple[Tensor, float]] = []
+        for module in model.modules():
+            if residual_scale is not None and (alpha := residual_scale_of(module)) is not None:
+                self.clamped.append((alpha, residual_scale))
+            if gain is not None and (gamma := gain_of(module)) is not None:
+                self.clamped.append((gamma, gain))
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Move the weights to the cap or towards it, by estimates of the singular values.
+
+        Args:
+            step: Number of optimizer steps completed before this one.
+        """
+        weights = {op.name: full_tensor(op.weight) for op in self.operators}
+        sigmas = self.tracker.measure(weights)
+        above = set(sigmas)
+        if self.mode == "project" and sigmas:
+            # The estimates are lower bounds, so compute exactly whatever may lie above the cap.
+            found = torch.stack(list(sigmas.values())) > 0.97 * self.sigma
+            above = {name for name, high in zip(sigmas, found.tolist(), strict=True) if high}
+        for op in self.operators:
+            weight = weights[op.name]
+            if not op.is_matrix:
+                assign(op.weight, self._shrink_groups(op, weight))
+            elif op.name in above and self.mode == "project":
+                assign(op.weight, clip_singular_values(weight, self.sigma))
+            elif op.name in above:
+                assign(op.weight, weight * self._factor(sigmas[op.name]))
+        self._clamp()
+
+    @torch.no_grad()
+    def before_eval(self) -> Mapping[str, Mapping[str, float]]:
+        """Project every weight exactly, in both modes."""
+        for op in self.operators:
+            weight = full_tensor(op.weight)
+            if op.is_matrix:
+                assign(op.weight, clip_singular_values(weight, self.sigma))
+            else:
+                assign(op.weight, self._shrink_groups(op, weight, exact=True))
+        self._clamp()
+        return {}
+
+    def _factor(self, sigma: Tensor, exact: bool = False) -> Tensor:
+        strength = self.strength if self.mode == "soft" and not exact else 1.0
+        return 1.0 - strength * (1.0 - self.sigma / sigma.clamp_min(self.sigma))
+
+    def _shrink_groups(self, op: Operator, weight: Tensor, exact: bool = False) -> Tensor:
+        factor = self._factor(conv_sigma_bound(weight, op.stride, op.groups), exact)
+        factor = factor.repeat_interleave(len(weight) // op.groups)
+        return weight * factor[:, None, None, None].to(weight.dtype)
+
+    def _clamp(self) -> None:
+        for parameter, limit in self.clamped:
+            parameter.clamp_(-limit, limit)

@@ -1,0 +1,100 @@
+"""How affine layers are folded into their neighbors, and which function folds which module.
+
+A model's own file registers how its modules are folded, with ``register_fold``.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from lipsformer.layers import CenterNorm
+from lipsformer.layers._hooks import has_hooks
+
+Fold = TypeVar("Fold", bound=Callable[[Any], None])
+FOLDS: dict[type[nn.Module], Callable[[Any], None]] = {}
+
+
+def register_fold(*kinds: type[nn.Module]) -> Callable[[Fold], Fold]:
+    """Register a function that folds modules of the given classes, in place.
+
+    Args:
+        *kinds: Classes. A subclass may compute something else and is folded only if it is named.
+    """
+
+    def register(fold: Fold) -> Fold:
+        FOLDS.update(dict.fromkeys(kinds, fold))
+        return fold
+
+    return register
+
+
+def require_plain(*modules: nn.Module) -> None:
+    """Raise unless modules compute what their classes say, from parameters of their own.
+
+    Args:
+        *modules: What a fold changes or removes.
+
+    Raises:
+        TypeError: If a module is not of a class of PyTorch, timm or this library, is parametrized,
+            or has hooks or a forward function of its own.
+    """
+    for module in modules:
+        obstacle = fold_obstacle(module)
+        if obstacle is not None:
+            raise TypeError(f"{type(module).__name__} {obstacle}")
+
+
+def fold_obstacle(module: nn.Module) -> str | None:
+    """Return why a module may compute something else than its class says, or None."""
+    package = type(module).__module__.partition(".")[0]
+    if package not in ("torch", "timm", "lipsformer"):
+        return "is unknown to the fold: put a plain layer in its place, for example by merging LoRA"
+    if is_parametrized(module):
+        return "is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
+    if "forward" in module.__dict__:
+        return "has a forward function of its own"
+    if has_hooks(module):
+        return "has hooks, which would be lost: remove them, or register them on the folded model"
+    return None
+
+
+def fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
+    """Change ``linear`` so that it also computes the ``norm`` that stood before it."""
+    require_plain(norm, linear)
+    weight = linear.weight.double()
+    shift = weight @ norm.bias.double()
+    centered = weight * full_gain(norm)
+    centered -= centered.mean(1, keepdim=True)
+    bias = shift if linear.bias is None else linear.bias.double() + shift
+    _assign(linear, centered, bias)
+
+
+def fold_norm_behind(layer: nn.Linear | nn.Conv2d, norm: CenterNorm) -> None:
+    """Change ``layer`` so that it also computes the ``norm`` that followed it."""
+    require_plain(norm, layer)
+    weight, gain = layer.weight.double(), full_gain(norm)
+    bias = weight.new_zeros(norm.dim) if layer.bias is None else layer.bias.double()
+    weight = (weight - weight.mean(0, keepdim=True)).movedim(0, -1) * gain
+    _assign(layer, weight.movedim(-1, 0), (bias - bias.mean()) * gain + norm.bias.double())
+
+
+def scale_output(linear: nn.Linear, scale: Tensor) -> None:
+    """Change ``linear`` so that it also multiplies its output by ``scale`` ([C_out])."""
+    require_plain(linear)
+    scale = scale.double()
+    bias = None if linear.bias is None else linear.bias.double() * scale
+    _assign(linear, linear.weight.double() * scale[:, None], bias)
+
+
+def full_gain(norm: CenterNorm) -> Tensor:
+    """Return gamma d / (d - 1), which multiplies the centered channels."""
+    return norm.weight.double() * (norm.dim / (norm.dim - 1))
+
+
+def _assign(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor | None) -> None:
+    dtype = layer.weight.dtype
+    layer.weight = nn.Parameter(weight.to(dtype))  # a new one: the old one may be tied
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.to(dtype))
