@@ -21,6 +21,7 @@ from data.parquet import ParquetSource, files_of
 from data.root import data_root
 from data.shards import ShardSource
 from data.sources import (
+    EXTENSIONS,
     FolderSource,
     InMemory,
     Source,
@@ -62,7 +63,7 @@ def build_datasets(
         source = Subset(source, np.flatnonzero(~held_out(source.labels, data.holdout)).tolist())
     if data.train_share < 1:
         kept = _share(source, data.train_share, "train_share")
-        source = Subset(source, np.tile(kept, round(1 / data.train_share)).tolist())
+        source = Subset(source, np.resize(kept, len(source.labels)).tolist())  # repeats them
     sizes = {size: train_transform(data, augment, size) for size in augment.img_sizes}
     by_epoch = [sizes[size] for size in sizes_by_epoch(augment.img_sizes, epochs)]
     train = TrainDataset(source, train_transform(data, augment), seed=seed, by_epoch=by_epoch)
@@ -264,9 +265,10 @@ def build_source(data: DataConfig, split: str) -> Source:
 
 
 def _is_inside(folder: Path, line: str) -> bool:
-    """Return whether a line is the one way to write the path of a file below a folder."""
+    """Return whether a line is the one way to write the path of an image file below a folder."""
     written_so = posixpath.normpath(line) == line and not line.startswith(("/", "../"))
-    return written_so and os.path.lexists(folder / line)
+    is_image = line.lower().endswith(EXTENSIONS) and not os.path.isdir(folder / line)
+    return written_so and is_image and os.path.lexists(folder / line)
 
 
 def _skipped(data: DataConfig, split: str) -> frozenset[str]:
@@ -274,8 +276,10 @@ def _skipped(data: DataConfig, split: str) -> frozenset[str]:
     if data.skip_list is None:
         return frozenset()
     try:
-        lines = Path(data.skip_list).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        # check-data writes names that are not UTF-8 in the same way
+        text = Path(data.skip_list).read_text(encoding="utf-8", errors="surrogateescape")
+        lines = text.splitlines()
+    except OSError as error:
         raise DataError(f"data.skip_list={data.skip_list!r} cannot be read: {error}") from error
     folder = data_root(data.root) / (data.name or "")
     if data.source == "parquet":
@@ -287,8 +291,9 @@ def _skipped(data: DataConfig, split: str) -> frozenset[str]:
             )
     elif stray := [line for line in lines if line and not _is_inside(folder, line)]:
         raise DataError(
-            f"data.skip_list={data.skip_list!r} names {len(stray)} files that are not in {folder}, "
-            f"such as {stray[0]!r}: its paths are relative to that folder, as {split}/..."
+            f"data.skip_list={data.skip_list!r} names {len(stray)} paths that are no image files "
+            f"in {folder}, such as {stray[0]!r}: its paths are relative to that folder, as "
+            f"{split}/..."
         )
     prefix = f"{split}/"
     skipped = frozenset(line[len(prefix) :] for line in lines if line.startswith(prefix))

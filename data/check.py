@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from data.errors import DataError
-from data.images import FORMATS, EncodedPicture, read_picture
+from data.images import FORMATS, NO_IMAGE, EncodedPicture, read_picture
 from data.parquet import ParquetSource
 
 ROWS = 256  # images of a task; each task opens the parquet files anew
+FAMILY = {"MPO": "JPEG"}  # several JPEGs in one file, as many phones write
 ORIENTATION = 0x0112  # EXIF tag: 1 is upright, 2 to 8 are rotated or mirrored
 
 
@@ -62,6 +63,8 @@ def _find(name: str, load: Callable[[], EncodedPicture]) -> Finding:
         picture = load()
         picture.pixels()
     except DataError as error:
+        if isinstance(error.__cause__, UnidentifiedImageError):
+            return Finding(name, error=NO_IMAGE)
         return Finding(name, error=str(error.__cause__ or error).split("\n")[0] or repr(error))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -73,7 +76,8 @@ def _find(name: str, load: Callable[[], EncodedPicture]) -> Finding:
                 size=image.size,
                 rotated=image.getexif().get(ORIENTATION, 1) in range(2, 9),
                 animated=getattr(image, "n_frames", 1) > 1,
-                misnamed=Image.registered_extensions().get(extension) != image.format,
+                misnamed=Image.registered_extensions().get(extension)
+                != FAMILY.get(image.format or "", image.format),
             )
 
 

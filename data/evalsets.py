@@ -252,8 +252,13 @@ def _real(path: Path, transform: Transform, wnids: tuple[str, ...]) -> ImageData
     )
 
 
+def _folders(path: Path) -> list[Path]:
+    """Return the folders in a folder, without those whose names begin with a dot."""
+    return sorted(e for e in path.iterdir() if e.is_dir() and not e.name.startswith("."))
+
+
 def _subset(name: str, path: Path, transform: Transform, wnids: tuple[str, ...]) -> EvalSet:
-    folders = {entry.name for entry in path.iterdir() if entry.is_dir()}
+    folders = {entry.name for entry in _folders(path)}
     outputs = tuple(index for index, wnid in enumerate(wnids) if wnid in folders)
     if len(folders) != 200 or len(outputs) != 200:
         raise DataError(
@@ -266,8 +271,8 @@ def _subset(name: str, path: Path, transform: Transform, wnids: tuple[str, ...])
 
 def _corruptions(path: Path, transform: Transform, wnids: tuple[str, ...]) -> list[EvalSet]:
     found = []
-    for corruption in sorted(entry for entry in path.iterdir() if entry.is_dir()):
-        severities = {entry.name for entry in corruption.iterdir() if entry.is_dir()}
+    for corruption in _folders(path):
+        severities = {entry.name for entry in _folders(corruption)}
         if severities != {*SEVERITIES}:
             raise DataError(
                 f"{corruption}: expected the folders 1 to 5 of ImageNet-C's severities, found "

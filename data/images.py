@@ -32,6 +32,8 @@ ADVICE = (
 )
 # Pillow's other readers, such as that of EPS, which starts Ghostscript, are never used.
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM")
+NO_IMAGE = f"not an image of the formats {', '.join(FORMATS)}"
+BITS_PER_SAMPLE, PHOTOMETRIC_INTERPRETATION = 258, 262  # tags of TIFF
 MAX_PIXELS = 89_478_485  # Pillow warns above it; it needs 360 MB for such an RGB image
 
 
@@ -133,7 +135,7 @@ class EncodedPicture:
             UnreadableImageError: If the table of this module refuses the header.
         """
         mode = _readable(self._open, self.name, self.advice).mode
-        return 1 if mode in ("1", "L", "LA") or mode.startswith("I;16") else 3
+        return 1 if mode in ("1", "L", "LA", "I") or mode.startswith("I;16") else 3
 
     def image(self) -> Image.Image:
         """Return the whole image as RGB.
@@ -180,17 +182,31 @@ class EncodedPicture:
         image = Image.open(io.BytesIO(self.content), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f"{image.width}x{image.height} pixels, at most {MAX_PIXELS} allowed")
-        if image.mode in ("I", "F"):
+        scaled = image.mode == "I" and image.format == "PPM"  # PGM of 16 bits
+        if image.mode in ("I", "F") and not scaled:
             raise ValueError(f"32-bit values (mode {image.mode}) have no defined range; use 8 bits")
         return image
 
     def _decode(self) -> Image.Image:
         image = self._open()
-        if image.mode.startswith("I;16"):
-            gray = np.asarray(image).astype(np.float32) / 257
+        if image.mode.startswith("I"):
+            gray = _gray_of_16_bits(image) / 257
             return Image.fromarray(gray.round().astype(np.uint8)).convert("RGB")
         image.load()
         return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _gray_of_16_bits(image: Image.Image) -> np.ndarray:
+    """Return gray values from 0 to 65535 as float32, [H, W].
+
+    Pillow reads TIFF files of 9 to 15 bits as if they had 16, and leaves those in which 0 is white.
+    """
+    tags = getattr(image, "tag_v2", {})
+    bits = tags.get(BITS_PER_SAMPLE, (16,))[0]
+    if bits != 16:
+        raise ValueError(f"gray values of {bits} bits are not read; use 8 or 16 bits")
+    gray = np.asarray(image).astype(np.float32)
+    return 65535 - gray if tags.get(PHOTOMETRIC_INTERPRETATION) == 0 else gray
 
 
 def _as_array(image: Image.Image) -> np.ndarray:
@@ -234,5 +250,5 @@ def _readable(decode, name: str, advice: str) -> Image.Image:
 def _unreadable(name: str, error: Exception, advice: str) -> UnreadableImageError:
     reason = str(error).split("\n")[0] or type(error).__name__
     if isinstance(error, UnidentifiedImageError):
-        reason = f"not an image of the formats {', '.join(FORMATS)}"
+        reason = NO_IMAGE
     return UnreadableImageError(f"cannot read image {name}: {reason}{advice}")

@@ -66,6 +66,8 @@ class ParquetSource:
                 f"{MAX_GROUP_BYTES / 2**30:.0f} allowed: write the files with row_group_size=100"
             )
         self.labels = np.concatenate(labels).astype(np.int64)
+        if len(self.labels) == 0:
+            raise DataError(f"{folder}: {split} has no images")
         if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
             bad = int(np.flatnonzero((self.labels < 0) | (self.labels >= len(self.classes)))[0])
             raise DataError(
@@ -79,8 +81,14 @@ class ParquetSource:
             )
         self._numbers = np.setdiff1d(np.arange(len(self.labels)), list(skip))
         self.labels = self.labels[self._numbers]
+        if len(self.labels) == 0:
+            raise DataError(f"{folder}: all images of {split} shall be left out")
         self._ends = np.cumsum(group_sizes)
         self._held: tuple[int, Any] = (-1, None)
+
+    def names(self) -> list[bytes]:
+        """Return the numbers of all images in the split."""
+        return [str(number).encode() for number in self._numbers.tolist()]
 
     def load(self, index: int) -> EncodedPicture:
         """Read one image, and first its row group unless it is the group of the last image.

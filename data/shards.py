@@ -80,8 +80,11 @@ class ShardSource:
         shard = self.shards[self.shard[index]]
         offset, size = int(self.offsets[index]), int(self.sizes[index])
         name = f"at byte {offset} of {shard}"
-        with open(shard, "rb", buffering=0) as file:
-            content = os.pread(file.fileno(), size, offset)
+        try:
+            with open(shard, "rb", buffering=0) as file:
+                content = os.pread(file.fileno(), size, offset)
+        except OSError as error:
+            raise UnreadableImageError(f"cannot read image {name}: {error}{ADVICE}") from error
         if len(content) != size:
             raise UnreadableImageError(f"cannot read image {name}: the shard is truncated{ADVICE}")
         return EncodedPicture(content, name, ADVICE)
@@ -183,7 +186,7 @@ def write_index(source: FolderSource | ParquetSource, path: Path, checksums: lis
     ]
     index = {"classes": source.classes, "images": len(source.labels), "shards": shards}
     temporary = path / f"{INDEX}.part"
-    temporary.write_text(json.dumps(index, indent=1, ensure_ascii=False), encoding="utf-8")
+    temporary.write_text(json.dumps(index, indent=1))
     os.replace(temporary, path / INDEX)
 
 
@@ -196,8 +199,20 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_complete(shard: Path) -> bool:
+    """Return whether a shard and its offsets are there, and the offsets can be read."""
+    try:
+        _read_places(shard.with_suffix(".npz"))
+    except DataError:
+        return False
+    return shard.exists()
+
+
 def damaged_shards(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield each shard's name, and whether its checksum differs from the index."""
-    for shard in read_index(path)["shards"]:
+    """Yield each shard's name, and whether it is incomplete or differs from the index.
+
+    A folder without an index has none.
+    """
+    for shard in read_index(path)["shards"] if (path / INDEX).exists() else ():
         file = path / shard["file"]
-        yield shard["file"], not file.exists() or checksum(file) != shard["sha256"]
+        yield shard["file"], not is_complete(file) or checksum(file) != shard["sha256"]

@@ -6,6 +6,7 @@ index. Sources are not changed after construction; `WithClasses` and `Subset` wr
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,9 @@ from data.images import ArrayPicture, EncodedPicture, Picture, read_picture
 
 MOST_DIGIT_PIXELS = 1024  # on a side; all digits are kept in memory, which is 1.8 GB then
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+# Pictures of formats that are not read.
+OTHER_PICTURES = {".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jxl", ".svg"}
 
 
 class Source(Protocol):
@@ -45,7 +49,7 @@ def held_out(labels: np.ndarray, share: float) -> np.ndarray:
     chosen = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         (members,) = np.nonzero(labels == label)
-        steps = np.floor(np.arange(len(members) + 1) * share)
+        steps = np.floor(np.arange(len(members) + 1) * share + 1e-9)  # 0.29 * 100 is below 29
         chosen[members] = np.diff(steps) > 0
     return chosen
 
@@ -96,8 +100,11 @@ class FolderSource:
             )
         files: list[bytes] = []
         labels: list[int] = []
+        others: Counter[str] = Counter()
         for label, name in enumerate(self.classes):
-            found = [f"{name}{os.sep}{file}" for file in image_files(path / name)]
+            below = files_below(path / name)
+            others.update(os.path.splitext(file)[1].lower() for file in below)
+            found = [f"{name}{os.sep}{file}" for file in below if _is_image(file)]
             found = [file for file in found if file not in skip]
             if not found:
                 raise DataError(
@@ -106,6 +113,13 @@ class FolderSource:
                 )
             files += [os.fsencode(file) for file in found]
             labels += [label] * len(found)
+        if unread := sorted(others.keys() & OTHER_PICTURES):
+            warnings.warn(
+                f"{sum(others[extension] for extension in unread)} files of {path} are left out, "
+                f"because their names end in {', '.join(unread)}: images end in "
+                f"{', '.join(EXTENSIONS)}",
+                stacklevel=2,
+            )
         # Worker processes share one array. A list would be copied page by page, because reading it
         # changes reference counts.
         self.files = np.array(files)
@@ -119,16 +133,28 @@ class FolderSource:
         """Return the path of an image."""
         return os.path.join(self.path, os.fsdecode(self.files[index]))
 
+    def names(self) -> list[bytes]:
+        """Return the paths of all images relative to the folder."""
+        return self.files.tolist()
+
+
+def _is_image(file: str) -> bool:
+    return file.lower().endswith(EXTENSIONS)
+
 
 def image_files(folder: Path) -> list[str]:
-    """List the image files at any depth below `folder`, relative to it, in torchvision's order."""
+    """List the image files at any depth below `folder`, as `files_below` does."""
+    return [file for file in files_below(folder) if _is_image(file)]
+
+
+def files_below(folder: Path) -> list[str]:
+    """List the files at any depth below `folder`, relative to it, in torchvision's order."""
     top = os.path.join(folder, "")
     start = len(top)  # os.path.relpath takes 10 us per file
     return [
         os.path.join(parent, name)[start:]
         for parent, _, names in sorted(os.walk(top, followlinks=True))
         for name in sorted(names)
-        if name.lower().endswith(EXTENSIONS)
     ]
 
 

@@ -89,8 +89,8 @@ class DataConfig:
     (Hugging Face's format, which may use other names of splits) read it. With `holdout` above 0,
     this share of the training images of each class is left out of training and evaluated in place
     of `val_split`, so that settings can be chosen without the test images. `train_share` below 1
-    trains on this share of the remaining images of each class; an epoch takes each of them 1 /
-    `train_share` times, rounded, which keeps its length. An image that cannot be read stops the
+    trains on this share of the remaining images of each class; an epoch repeats them until it has
+    the length of all. An image that cannot be read stops the
     run, unless the file `skip_list` names it. That file holds one path per line, relative to the
     data folder, or for parquet one split/number per line, as `lipsformer check-data` writes them.
     `num_workers` is the number of processes that load images, for each training process; the
@@ -166,8 +166,8 @@ class TrainConfig:
     With `compile: null` the model is compiled on GPUs, unless FSDP2 shards it, and not on CPUs.
 
     `deterministic` forbids operators whose result depends on the order of threads, so that equal
-    runs give equal weights on a GPU. On a CPU they do so without it. On a CPU it added 2.7 % to an
-    update of 46 ms and 0.2 % to one of 340 ms; on a GPU its cost was not measured.
+    runs give equal weights on a GPU. On a CPU they do so without it, and it added 5.5 % to the time
+    of an update (docs/resume.md); on a GPU its cost was not measured.
 
     Example:
         >>> TrainConfig(epochs=100, global_batch_size=1024, batch_size_per_device=64).precision

@@ -41,11 +41,21 @@ def read_jsonl(path: Path, size: int | None = None) -> Iterator[dict[str, Any]]:
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     """Append one record to a file, and create the file if it is missing.
 
-    A line that an interruption cut off is removed first. The lines before it are not written anew,
-    because a full disk or a killed process would lose them.
+    A last line that an interruption cut off is removed first, and a whole one that lacks its
+    newline gets it. The lines before are not written anew, because a full disk or a killed process
+    would lose them.
     """
     text = path.read_bytes() if path.exists() else b""
-    if text and not text.endswith(b"\n"):
-        os.truncate(path, text.rfind(b"\n") + 1)
+    last = text[text.rfind(b"\n") + 1 :]
+    if last and not _is_record(last):
+        os.truncate(path, len(text) - len(last))
+        last = b""
     with path.open("a") as stream:
-        stream.write(json.dumps(record) + "\n")
+        stream.write(("\n" if last else "") + json.dumps(record) + "\n")
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

@@ -42,7 +42,7 @@ def parse_distance(text: str) -> float:
     """
     try:
         value = float(Fraction(text))
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError, OverflowError):
         value = 0.0
     if value <= 0.0:
         raise ConfigError(f"--certify={text} must be a number > 0 such as 36/255 or 0.14")

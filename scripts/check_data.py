@@ -69,10 +69,11 @@ def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | N
             raise DataError(f"no image files in {options.folder}")
         found = check_files(options.folder, files, options.workers)
     findings = list(tqdm(found, unit="image", disable=not sys.stderr.isatty()))
-    print(report(findings))
     unreadable = [finding.file for finding in findings if finding.error is not None]
-    if options.list is not None:
-        options.list.write_text("".join(f"{file}\n" for file in unreadable), encoding="utf-8")
+    if options.list is not None:  # first, because a reader of the report may close the pipe
+        text = "".join(f"{file}\n" for file in unreadable)
+        options.list.write_text(text, encoding="utf-8", errors="surrogateescape")
+    print(report(findings).encode("utf-8", "backslashreplace").decode())
     return 1 if unreadable else 0
 
 

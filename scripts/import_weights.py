@@ -16,7 +16,6 @@ import argparse
 import pickle
 import re
 import sys
-import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,15 @@ def read_checkpoint(path: Path) -> StateDict:
             f"{path}: refused, nothing was executed. A pickle may only contain tensors, plain "
             f"containers and yacs.config.CfgNode; PyTorch's reader reports: {reason.strip()}"
         ) from None
-    except (EOFError, RuntimeError, safetensors.SafetensorError, zipfile.BadZipFile) as error:
+    except Exception as error:  # both readers raise whatever damaged files make them raise
         raise ReleasedWeightsError(
             f"{path}: not a readable checkpoint ({first_line(error)})"
         ) from None
-    content = unwrap(content) if isinstance(content, dict) else content
-    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+    if isinstance(content, dict) and isinstance(content.get("model", {}), dict):
+        content = unwrap(content)
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
+    ):
         raise ReleasedWeightsError(
             f"{path}: contains no dictionary of tensors, neither at the top nor in 'model'"
         )
@@ -238,9 +240,11 @@ def build_model(
     model = _create(registered or fallback, num_classes, args)
     try:
         model.load_state_dict(module.checkpoint_filter_fn(weights, model))
-    # interpolating a table of biases gives an AttributeError if the model lacks its block
-    except (AttributeError, RuntimeError) as error:
-        raise ReleasedWeightsError(f"the weights do not fit: {error}") from None
+    # interpolating a table of biases gives an AttributeError if the model lacks its block, and a
+    # ValueError if the table is of no square window
+    except (AttributeError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())  # PyTorch lists the names on lines of their own
+        raise ReleasedWeightsError(f"the weights do not fit: {reason}") from None
     return model, registered
 
 
@@ -277,8 +281,11 @@ def import_weights(
     if out.exists():
         raise ReleasedWeightsError(f"{out} exists already: choose another folder or remove it")
     model, registered = build_model(read_checkpoint(source), num_heads, split_sizes)
-    with new_folder(out) as folder:
-        save_for_hf(model, str(folder), safe_serialization=True)
+    try:
+        with new_folder(out) as folder:
+            save_for_hf(model, str(folder), safe_serialization=True)
+    except OSError as error:
+        raise ReleasedWeightsError(f"{out} cannot be written: {error}") from None
     what = f"it is {registered}" if registered else "no registered model has these dimensions"
     return f"{out}: {what}; load it with timm.create_model('local-dir:{out}', pretrained=True)"
 

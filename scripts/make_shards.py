@@ -12,10 +12,12 @@ damaged; 2 a mistake in the arguments or the source.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from data.build import build_source
@@ -25,6 +27,7 @@ from data.shards import (
     INDEX,
     checksum,
     damaged_shards,
+    is_complete,
     shard_members,
     shard_name,
     write_index,
@@ -47,7 +50,7 @@ def make(
     images_per_shard: int,
     seed: int,
 ) -> None:
-    """Write the shards that are missing, and then the index.
+    """Write the shards that are missing or damaged, and then the index.
 
     Args:
         source: The images.
@@ -62,25 +65,37 @@ def make(
     plan = {
         "source": described,
         "images": len(source.labels),
+        "contents": _fingerprint(source),
         "images_per_shard": images_per_shard,
         "seed": seed,
     }
     found = read_json(path / PLAN) if (path / PLAN).exists() else plan
     if found != plan or (not (path / PLAN).exists() and path.exists() and any(path.iterdir())):
         raise DataError(
-            f"{path} is not empty and its files do not belong to {plan}; choose another folder"
+            f"{path} is not empty, and its files are no shards of these images with these "
+            "settings; choose another folder"
         )
     path.mkdir(parents=True, exist_ok=True)
     if not (path / PLAN).exists():
         write_atomically(path / PLAN, json.dumps(plan))
     members = shard_members(source, images_per_shard, seed)
+    damaged = {name for name, is_damaged in damaged_shards(path) if is_damaged}
     checksums = []
     for number, indices in enumerate(_progress(members)):
         shard = path / shard_name(number)
-        if not shard.exists():
+        if shard.name in damaged or not is_complete(shard):
             write_shard(source, indices, shard)
         checksums.append(checksum(shard))
     write_index(source, path, checksums)
+
+
+def _fingerprint(source: FolderSource | ParquetSource) -> str:
+    """Return a sum over the classes, the labels and the names of the images."""
+    digest = hashlib.sha256(json.dumps(source.classes).encode())
+    digest.update(source.labels.astype(np.int64).tobytes())
+    for name in source.names():
+        digest.update(name + b"\0")
+    return digest.hexdigest()
 
 
 def verify(path: Path) -> list[str]:

@@ -88,7 +88,7 @@ def measure(
         estimates[""] = max(estimates[""], raised.max().item())
     rows = []
     for part, bound in parts.items():
-        estimate = math.log10(estimates[part])
+        estimate = math.log10(estimates[part]) if estimates[part] > 0.0 else -math.inf
         rows.append(
             {
                 "name": part,
@@ -159,10 +159,14 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     options = (parser or make_parser()).parse_intermixed_args(argv)
-    if options.images < 1 or options.iters < 1:
-        raise ConfigError("--images and --iters must be at least 1")
+    if min(options.images, options.iters, options.depth) < 1 or options.ascent < 0:
+        raise ConfigError(
+            "--images, --iters and --depth must be at least 1, and --ascent at least 0"
+        )
     check_json_target(options.json)
     if options.plot:
+        if not options.plot.lower().endswith(".png"):
+            raise ConfigError(f"--plot {options.plot} must end in .png")
         require_writable("--plot", options.plot)
     kind = "pretrained" if has_tag(options.model) else "initial"
     source, line = options.model, f"weights     {kind} weights of {options.model}"

@@ -35,7 +35,9 @@ from scripts._assemble import assemble
 def replay(folder: Path) -> dict[str, Any]:
     """Return what happens in the update that replay.json names."""
     if not (folder / REPLAY).exists():
-        raise ConfigError(f"{folder} has no {REPLAY}; only a run with exit code 3 writes one")
+        raise ConfigError(
+            f"{folder} has no {REPLAY}; only a run that an update ended with exit code 3 writes one"
+        )
     record = read_json(folder / REPLAY)
     config = RunFolder(folder).config(["run.trackers=[]"])
     config = replace(config, train=replace(config.train, batch_size_per_device=None))

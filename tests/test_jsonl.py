@@ -44,3 +44,10 @@ def test_a_full_disk_costs_no_earlier_record(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert list(read_jsonl(path)) == [{"epoch": 0}]
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"seed": 0}\n{"seed": 1}')
+    append_jsonl(path, {"seed": 2})
+    assert list(read_jsonl(path)) == [{"seed": 0}, {"seed": 1}, {"seed": 2}]

@@ -202,6 +202,8 @@ def local_bounds(
         no norm exceeds k / `LEVELS` of these, [B]; and the bound around all images of a level.
     """
     modules, joined = dict(model.named_modules()), {k: torch.cat(list(v)) for k, v in norms.items()}
+    # A module that is called twice has two norms for each image, and none is used.
+    joined = {k: values for k, values in joined.items() if len(values) == len(radii)}
     largest = {name: values.max().item() for name, values in joined.items()}
     shares = [values / max(largest[name], 1e-300) for name, values in joined.items()]
     levels = (torch.stack(shares).amax(0) * LEVELS).ceil().clamp(1, LEVELS).long()

@@ -185,8 +185,11 @@ class PeakMemory:
             self._before: int | None = torch.cuda.memory_allocated(self.device)
         else:
             self._before = _resident_bytes("VmRSS")
-            if self._before is not None:
-                Path("/proc/self/clear_refs").write_text("5")  # Resets VmHWM.
+            try:
+                if self._before is not None:
+                    Path("/proc/self/clear_refs").write_text("5")  # Resets VmHWM.
+            except OSError:  # some containers do not allow it
+                self._before = None
         return self
 
     def __exit__(self, *_: object) -> None:

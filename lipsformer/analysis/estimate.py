@@ -14,6 +14,7 @@ from torch.func import grad, jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipsformer._modes import modes_restored
+from lipsformer.layers._precision import power_of_two
 
 Function = Callable[[Tensor], Tensor]
 
@@ -22,11 +23,16 @@ FIRST_STEP = 0.1  # of an input, as a fraction of its length
 
 def sample_norm(x: Tensor) -> Tensor:
     """Return the 2-norm of every sample of [B, ...], shaped [B, 1, ...] to divide by."""
-    return x.flatten(1).norm(dim=1).reshape(-1, *[1] * (x.ndim - 1))
+    rows = x.flatten(1)
+    size = power_of_two(rows, 1)  # squares neither under- nor overflow
+    return ((rows / size).norm(dim=1, keepdim=True) * size).reshape(-1, *[1] * (x.ndim - 1))
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x / sample_norm(x).clamp_min(torch.finfo(x.dtype).tiny)
+    """Return samples of length 1; those that are 0 stay 0."""
+    x = x / power_of_two(x, tuple(range(1, x.ndim)))
+    norm = sample_norm(x)
+    return x / torch.where(norm > 0.0, norm, 1.0)
 
 
 def local_lipschitz(
@@ -68,11 +74,11 @@ def local_lipschitz(
         pull_back = vjp(function, x)[1]
         for _ in range(num_iters):
             pushed = jvp(function, (x,), (direction,))[1]
-            previous, sigma = sigma, pushed.flatten(1).norm(dim=1).detach()
-            direction = _unit(pull_back(pushed)[0].detach())
+            previous, sigma = sigma, sample_norm(pushed).flatten().detach()
+            direction = _unit(pull_back(_unit(pushed))[0].detach())
             if (sigma - previous <= rtol * sigma).all():
                 break
-        sigma = jvp(function, (x,), (direction,))[1].flatten(1).norm(dim=1).detach()
+        sigma = sample_norm(jvp(function, (x,), (direction,))[1]).flatten().detach()
     return sigma, direction
 
 
@@ -84,7 +90,7 @@ def adversarial_lipschitz(
 ) -> tuple[Tensor, Tensor]:
     """Increase the estimate by moving the inputs: a lower bound of the global constant.
 
-    Every step moves an input along the gradient of |J(x) v|^2 in x, where v is the current singular
+    Every step moves an input along the gradient of |J(x) v| in x, where v is the current singular
     vector. The length of a step is a fraction of the length of the input. It shrinks by half when
     the constant does not grow, and grows by half when it does.
 
@@ -106,7 +112,8 @@ def adversarial_lipschitz(
     """
 
     def gain(inputs: Tensor, direction: Tensor) -> Tensor:
-        return jvp(function, (inputs,), (direction,))[1].square().sum()
+        pushed = jvp(function, (inputs,), (direction,))[1]
+        return (pushed * _unit(pushed.detach())).sum()  # the gradients of this and of |J v| agree
 
     best_x = x.detach()
     best, direction = local_lipschitz(function, best_x)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lipsformer.layers._precision import power_of_two
+
 Function = Callable[[Tensor], Tensor]
 
 ITERATIONS = 5
@@ -139,7 +141,8 @@ def probed_norm(function: Function, x: Tensor, failure: float) -> Tensor:
         image = forward(tangent)[0]
         images.append(image.flatten(1).double())
         if step < steps - 1:
-            start = backward(image)[0].flatten(1).double()
+            scale = power_of_two(image, tuple(range(1, image.ndim)))  # products leave the range
+            start = backward(image / scale)[0].flatten(1).double()
     products = torch.stack(images, 1)  # [B, k, m]
     found = torch.linalg.eigvalsh(products @ products.mT)[:, -1].sqrt()
     return found / math.sqrt(1.0 - missed_share(LANCZOS_STEPS, x[0].numel(), failure))

@@ -49,28 +49,34 @@ class Operator:
     groups: int = 1
 
 
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of PyTorch or of PyG, which need not be there."""
+    names = (f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__)
+    return isinstance(module, nn.Linear) or "torch_geometric.nn.dense.linear.Linear" in names
+
+
 def operators(model: nn.Module) -> list[Operator]:
-    """Return the linear operators of a model: its `nn.Linear` layers and its convolutions.
+    """Return the linear operators of a model: its linear layers and its 2-d convolutions.
 
     Raises:
-        ValueError: If a weight is parametrized, or the norm of a convolution depends on the map
+        ValueError: If a weight is parametrized, the norm of a convolution depends on the map
             because it pads with other values than zeros.
     """
     found = []
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
         path = f"{name}.weight" if name else "weight"
-        if not isinstance(module, (nn.Linear, nn.Conv2d, DepthwiseConv2d)):
+        if not _is_linear(module) and not isinstance(module, (nn.Conv2d, DepthwiseConv2d)):
             continue
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(
                 f"{path} is parametrized, so its norm can be neither followed nor changed: call "
                 "torch.nn.utils.parametrize.remove_parametrizations first"
             )
-        if isinstance(module, nn.Linear):
-            found.append(Operator(path, weight, is_matrix=True))
-        elif isinstance(module, DepthwiseConv2d):
+        if isinstance(module, DepthwiseConv2d):
             found.append(Operator(path, weight, is_matrix=False, groups=len(weight)))
+        elif not isinstance(module, nn.Conv2d):
+            found.append(Operator(path, weight, is_matrix=True))
         else:
             if module.padding_mode != "zeros":
                 raise ValueError(
@@ -81,7 +87,7 @@ def operators(model: nn.Module) -> list[Operator]:
             # with stride 1, where the dilation does not change the supremum of the symbol.
             dilated = module.dilation != (1, 1)
             stride = (1, 1) if dilated else (module.stride[0], module.stride[1])
-            patches = not dilated and stride == module.kernel_size and module.groups == 1
+            patches = stride == module.kernel_size and module.groups == 1
             found.append(Operator(path, weight, patches, stride, module.groups))
     return found
 
@@ -131,9 +137,10 @@ def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, T
         steps: Dimension of the space, at most min(m + 1, n).
 
     Returns:
-        The estimates [G] and the right singular vectors [G, n].
+        The estimates [G], NaN for a matrix that is not finite, and the right singular vectors
+        [G, n].
     """
-    floor = torch.finfo(matrices.dtype).tiny
+    floor, noise = torch.finfo(matrices.dtype).tiny, 100.0 * torch.finfo(matrices.dtype).eps
     size = power_of_two(matrices, (1, 2))
     matrices = matrices / size
     direction = start / start.norm(dim=1, keepdim=True).clamp_min(floor)
@@ -142,15 +149,21 @@ def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, T
         basis.append(direction)
         space = torch.stack(basis, dim=2)
         direction = (matrices.mT @ (matrices @ direction.unsqueeze(2))).squeeze(2)
-        # Orthogonalize twice and normalize in between: in an exhausted space only noise remains.
+        # Orthogonalize twice, and normalize in between. In an exhausted space only the noise of
+        # rounding remains. It is replaced by 0, because it is not orthogonal to the space.
         for _ in range(2):
+            before = direction.norm(dim=1, keepdim=True)
             direction = direction - (space @ (space.mT @ direction.unsqueeze(2))).squeeze(2)
-            direction = direction / direction.norm(dim=1, keepdim=True).clamp_min(floor)
+            length = direction.norm(dim=1, keepdim=True)
+            found = length > noise * before
+            direction = torch.where(found, direction / length.clamp_min(floor), 0.0)
     space = torch.stack(basis, dim=2)
     image = matrices @ space
-    values, vectors = torch.linalg.eigh(image.mT @ image)
-    found = (space @ vectors[:, :, -1:]).squeeze(2)
-    return values[:, -1].clamp_min(0.0).sqrt() * size[:, 0, 0], found
+    gram = image.mT @ image
+    finite = gram.isfinite().all(-1).all(-1)
+    values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], gram, 0.0))
+    sigma = torch.where(finite, values[:, -1].clamp_min(0.0).sqrt(), torch.nan)
+    return sigma * size[:, 0, 0], (space @ vectors[:, :, -1:]).squeeze(2)
 
 
 class SigmaTracker:

@@ -123,6 +123,7 @@ class StepMetrics:
             "stats": [asdict(stats) for stats in self.read()],
             "nonfinite_streak": self.nonfinite_streak,
             "nonfinite_total": self.nonfinite_total,
+            "last_finite": None if self.last_finite is None else asdict(self.last_finite),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -130,6 +131,8 @@ class StepMetrics:
         self.stats = [StepStats(**stats) for stats in state["stats"]]
         self.nonfinite_streak = state["nonfinite_streak"]
         self.nonfinite_total = state["nonfinite_total"]
+        last = state.get("last_finite")  # older checkpoints have none
+        self.last_finite = None if last is None else StepStats(**last)
 
 
 def summarize(stats: list[StepStats]) -> dict[str, float]:

@@ -225,14 +225,12 @@ def load_state(
         prefix = f"{names[parameter]}."
         state: dict[str, Any] = dict(numbers["parameters"][names[parameter]])
         for key in [key for key in tensors if key.startswith(prefix)]:
-            if "." in (entry := key.removeprefix(prefix)):
-                continue  # of a module inside one that bears a parameter of this name
             value = tensors[key]
             if isinstance(parameter, DTensor) and value.shape == parameter.shape:
                 value = distribute_tensor(
                     value.to(parameter.device), parameter.device_mesh, parameter.placements
                 )
-            state[entry] = value
+            state[key.removeprefix(prefix)] = value
         if state:
             restored["state"][index] = state
     for group, saved in zip(restored["param_groups"], numbers["groups"], strict=True):

@@ -163,6 +163,7 @@ def _require_same(before: Config, now: Config, where: str, skipped: Path) -> Non
             f"{where} holds a run with another config ({', '.join(refused)}): "
             "set these back to continue it, or name another run.output_dir"
         )
+    changed.pop("train.batch_size_per_device", None)  # `require_same_world` speaks of it
     if changed:
         logger.warning(
             "continuing %s with %s; this does not change the mathematics of training",

@@ -40,7 +40,7 @@ class NodeBatch:
         data = data.to(device)
         masks = {split: data[f"{split}_mask"] for split in SPLITS}
         num_train = data.num_train if "num_train" in data else int(masks["train"].sum())
-        edges = SortedEdges(data.edge_index, len(data.x))
+        edges = SortedEdges(data.edge_index, data.x.size(0))
         return NodeBatch(data.x, edges, data.y, masks, num_train)
 
     def compressed(self) -> "NodeBatch":

@@ -147,8 +147,8 @@ class GraphTrainConfig:
         patience: Stop after this many epochs without a better value of `stop_on`.
         stop_on: What must get better on the validation nodes: `either` its accuracy or its loss,
             the `accuracy`, or the `loss`.
-        plateau_patience: Halve the learning rate after more than this many epochs in a row without
-            a better validation loss; null keeps it constant.
+        plateau_patience: Halve the learning rate after more than this many epochs in a row whose
+            validation loss is not better by 0.01 %; null keeps it constant.
         clip_grad: Largest 2-norm of the gradient; null for no limit.
         seeds: Seeds.
         profile_every: Record the gradient norms and the similarity of all layers every so many

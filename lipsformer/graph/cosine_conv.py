@@ -107,9 +107,16 @@ class ScaledCosineConv(MessagePassing):
         torch.nn.init.zeros_(self.lin.bias)
 
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
-        """Attend over each node's neighbors and the node itself."""
+        """Attend over each node's neighbors and the node itself.
+
+        Raises:
+            ValueError: If x is not one matrix of node features.
+        """
+        if not isinstance(x, Tensor) or x.dim() != 2:
+            kind = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"x is {kind}: ScaledCosineConv takes one matrix [V, F]")
         projections = 1 if self.share_projection else 3
-        h = self.lin(x).view(len(x), projections, self.heads, self.out_channels)
+        h = self.lin(x).view(x.size(0), projections, self.heads, self.out_channels)
         query, key, value = h.expand(-1, 3, -1, -1).unbind(1)  # each [V, H, C]
         eps = self.attention.eps
         query = cosine_normalize(query, eps, self.attention.tau(), self.training)
@@ -118,11 +125,11 @@ class ScaledCosineConv(MessagePassing):
             value = cosine_normalize(value, eps, self.attention.value_scale, self.training)
         edges = plain_edges(edge_index)
         if why_messages(self, ScaledCosineConv, edges, x, x):
-            edges, _ = add_one_self_loop(edges, num_nodes=len(x))
+            edges, _ = add_one_self_loop(edges, num_nodes=x.size(0))
             # propagate_type: (query: Tensor, key: Tensor, value: Tensor)
             out = self.propagate(edges, query=query, key=key, value=value)
         else:
-            csr = SortedEdges.of(edge_index, len(x), len(x)).csr_with_self_loops
+            csr = SortedEdges.of(edge_index, x.size(0), x.size(0)).csr_with_self_loops
             out = edge_attention(
                 csr, query, key, value, dropout=self.dropout, training=self.training
             )

@@ -52,9 +52,11 @@ def distance_from_mean(x: Tensor) -> Tensor:
 def mean_cosine(x: Tensor) -> Tensor:
     """Return the mean cosine over all pairs of rows of X [N, C]; 1 means that all rows agree.
 
-    Pairs of a row with itself count too.
+    Pairs of a row with itself count too. It is computed in double precision, as the distance is.
     """
-    return F.normalize(x, dim=1).mean(dim=0).square().sum()
+    x = x.double()
+    norm = x.norm(dim=1, keepdim=True)
+    return (x / torch.where(norm > 0.0, norm, 1.0)).mean(dim=0).square().sum()
 
 
 def dirichlet_energy(x: Tensor, edge_index: Tensor) -> Tensor:
@@ -63,9 +65,12 @@ def dirichlet_energy(x: Tensor, edge_index: Tensor) -> Tensor:
     .. math:: \frac12 \sum_{(j, i) \in E}
         \left|\frac{x_i}{\sqrt{1 + d_i}} - \frac{x_j}{\sqrt{1 + d_j}}\right|_2^2,
         \quad d = \text{in-degree}
+
+    It is computed in double precision, as the distance is.
     """
+    x = x.double()
     source, target = edge_index
-    scaled = x * (1 + degree(target, len(x), x.dtype)).rsqrt().unsqueeze(-1)
+    scaled = x * (1 + degree(target, x.size(0), x.dtype)).rsqrt().unsqueeze(-1)
     return 0.5 * (scaled[target] - scaled[source]).square().sum()
 
 
@@ -137,7 +142,7 @@ def adjacency_norm(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> 
         '1.0000'
     """
     (source, target), weight = normalized_adjacency(edge_index, num_nodes)
-    v = (degree(target, num_nodes, torch.float64) + 1.0).sqrt()
+    v = degree(target, num_nodes, torch.float64).sqrt()  # with the self loop, so at least 1
     best = math.inf
     for _ in range(num_iters):
         forward = scatter(weight * v[source], target, dim_size=num_nodes)
@@ -249,7 +254,7 @@ def _profile(
     model: GraphNet, x: Tensor, edge_index: Tensor | SortedEdges, y: Tensor, mask: Tensor
 ) -> dict[str, list[float]]:
     model.zero_grad(set_to_none=True)
-    sorted_edges = SortedEdges.of(edge_index, len(x), len(x))
+    sorted_edges = SortedEdges.of(edge_index, x.size(0), x.size(0))
     edge_index = sorted_edges.edge_index
     logits, states = model.forward_intermediates(x, sorted_edges)
     states = [state.to_dense() if state.layout is torch.sparse_csr else state for state in states]
@@ -277,12 +282,12 @@ def _profile(
             conv = getattr(layer, "conv", None)
             if isinstance(layer, ResidualLayer) and isinstance(conv, GCNConv):
                 sigma = torch.linalg.matrix_norm(conv.lin.weight.double(), 2).item()
-                bound = sigma * norm_of_graph(edge_index, len(x)) + float(layer.residual)
+                bound = sigma * norm_of_graph(edge_index, x.size(0)) + float(layer.residual)
                 profile.setdefault("layer_bound", []).append(bound)
             if isinstance(conv, LipschitzGATConv):
                 _, (edges, attn) = conv(state, sorted_edges, return_attention_weights=True)
-                entropy, spread = attention_statistics(attn, edges[1], len(x))
-                bound = gat_attention_bound(conv, sorted_edges, len(x)).max().item()
+                entropy, spread = attention_statistics(attn, edges[1], x.size(0))
+                bound = gat_attention_bound(conv, sorted_edges, x.size(0)).max().item()
                 for key, value in (
                     ("attention_entropy", entropy),
                     ("score_spread", spread),

@@ -171,7 +171,7 @@ class LipschitzGATConv(GATConv):
         )
         if not needs_messages:
             assert target is not None
-            edges = SortedEdges.of(edge_index, len(source), len(target))
+            edges = SortedEdges.of(edge_index, source.size(0), target.size(0))
             csr = edges.csr_with_self_loops if self.add_self_loops else edges.csr
             return self._finish(self._attend(source, target, csr), raw_target)
 
@@ -251,7 +251,9 @@ class LipschitzGATConv(GATConv):
         """
         nodes = (source, target)
         if self.add_self_loops:
-            num_nodes = min(len(h) for h in nodes if h is not None) if size is None else min(size)
+            num_nodes = (
+                min(h.size(0) for h in nodes if h is not None) if size is None else min(size)
+            )
             edge_index, edge_attr = add_one_self_loop(
                 edge_index, edge_attr, num_nodes=num_nodes, fill_value=self.fill_value
             )

@@ -51,7 +51,7 @@ class SparseGCNConv(GCNConv):
         edges = plain_edges(edge_index)
         if edge_weight is not None or self.improved or not _multiplies(self, GCNConv, x, edges):
             return super().forward(x, edges, edge_weight)
-        adjacency = SortedEdges.of(edge_index, len(x), len(x)).normalized(x.dtype)
+        adjacency = SortedEdges.of(edge_index, x.size(0), x.size(0)).normalized(x.dtype)
         out = adjacency @ self.lin(x)
         return out if self.bias is None else out + self.bias
 
@@ -96,7 +96,7 @@ class SparseGCN2Conv(GCN2Conv):
         plain = edge_weight is None and self.weight2 is None
         if not plain or not _multiplies(self, GCN2Conv, x, edges):
             return super().forward(x, x_0, edges, edge_weight)
-        adjacency = SortedEdges.of(edge_index, len(x), len(x)).normalized(x.dtype)
+        adjacency = SortedEdges.of(edge_index, x.size(0), x.size(0)).normalized(x.dtype)
         mixed = (1 - self.alpha) * (adjacency @ x) + self.alpha * x_0
         return torch.addmm(mixed, mixed, self.weight1, beta=1 - self.beta, alpha=self.beta)
 
@@ -105,6 +105,7 @@ def _multiplies(conv: Any, kind: type[GCNConv] | type[GCN2Conv], x: Tensor, edge
     """Return whether a product with the adjacency gives what the messages of a layer would."""
     return (
         isinstance(x, Tensor)  # PyG refuses a pair of inputs in a sentence
+        and x.dim() == 2  # PyG takes several sets of features for one graph
         and x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.float64)
         and not torch.is_autocast_enabled("cpu")

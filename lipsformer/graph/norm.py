@@ -54,13 +54,13 @@ class NeighborNorm(nn.Module):
         source, target = plain_edges(edge_index)
         exact = x.to(torch.promote_types(x.dtype, torch.float))  # bfloat16 counts up to 256 only
         no_loop = (source != target).to(exact.dtype)[:, None]  # the node itself counts once already
-        degree = exact.new_ones(len(x), 1).index_add(0, target, no_loop)
+        degree = exact.new_ones(x.size(0), 1).index_add(0, target, no_loop)
         # Differences of neighbors are precise far from the origin too.
         difference = exact[target] - exact[source]
-        centered = scatter(difference, target, dim_size=len(x)) / degree  # x_i - m_i
+        centered = scatter(difference, target, dim_size=x.size(0)) / degree  # x_i - m_i
         of_neighbors = (centered[target] - difference).square().sum(-1, keepdim=True)
         total = centered.square().sum(-1, keepdim=True)
-        total = total + scatter(no_loop * of_neighbors, target, dim_size=len(x))
+        total = total + scatter(no_loop * of_neighbors, target, dim_size=x.size(0))
         return (centered * (total / degree + self.eps).rsqrt()).to(x.dtype)
 
 

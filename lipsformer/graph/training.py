@@ -1,5 +1,6 @@
 """Train node classifiers: one seed at a time, with early stopping and exact continuation."""
 
+import json
 import math
 import os
 import time
@@ -346,7 +347,7 @@ def fit(
 
 def _drop_records(log: Path, epoch: int) -> None:
     """Remove the records from `epoch` on, which are computed again, and create the file."""
-    kept = [record for record in read_jsonl(log) if record["epoch"] < epoch]
-    log.write_text("")
-    for record in kept:
-        append_jsonl(log, record)
+    kept = [json.dumps(record) for record in read_jsonl(log) if record["epoch"] < epoch]
+    partial = log.with_suffix(".tmp")
+    partial.write_text("".join(f"{line}\n" for line in kept))
+    os.replace(partial, log)  # a full disk or a killed process loses nothing

@@ -108,7 +108,9 @@ class LipschitzTransformerConv(TransformerConv):
         if needs_messages:
             edge_index = plain_edges(edge_index)
             return super().forward(x, edge_index, edge_attr, return_attention_weights)  # pyright: ignore[reportArgumentType]
-        out = self._attend(source, target, SortedEdges.of(edge_index, len(source), len(target)).csr)
+        out = self._attend(
+            source, target, SortedEdges.of(edge_index, source.size(0), target.size(0)).csr
+        )
         out = out.flatten(1) if self.concat else out.mean(dim=1)
         if not self.root_weight:
             return out

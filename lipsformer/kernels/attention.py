@@ -30,7 +30,7 @@ class _NormalizeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(*grad_outputs)
         y, inverse, *lengths = ctx.saved_tensors
         length = lengths[0] if lengths else ctx.length
         (grad,) = grad_outputs

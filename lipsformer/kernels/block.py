@@ -148,7 +148,7 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(*grad_outputs)
         # Under checkpointing this computes the forward passes of modules again, and only once.
         saved = ctx.saved_tensors
         return _Block._backward(ctx, saved, grad_outputs[0].contiguous())

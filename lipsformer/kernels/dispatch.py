@@ -193,15 +193,20 @@ def is_observed() -> bool:
     return depth > 0 and (depth > 1 or current_recorder() is None)
 
 
-def refuse_second_derivatives() -> None:
+def refuse_second_derivatives(*grads: Tensor) -> None:
     """Raise a `RuntimeError` in a backward pass whose result is to be differentiated again.
 
-    `once_differentiable` is not enough: it stays silent if the incoming gradient is a constant.
+    So it does for a batch of gradients. `once_differentiable` is not enough: it stays silent if the
+    incoming gradient is a constant.
+
+    Args:
+        *grads: The incoming gradients.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or any(is_batch(grad) for grad in grads):
         raise RuntimeError(
-            "this kernel has no second derivatives: call model.eval() before you take gradients "
-            "with create_graph=True"
+            "this kernel has no second derivatives and takes one gradient at a time: call "
+            "model.eval() before you take gradients with create_graph, is_grads_batched or "
+            "vectorize"
         )
 
 

@@ -62,7 +62,7 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(*grad_outputs)
         saved = ctx.saved_tensors  # may be read only once under checkpointing
         kept, tensors = saved[:KEPT], saved[KEPT:]
         t = BlockTensors(*tensors[: len(BlockTensors._fields)])

@@ -120,7 +120,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    refuse_second_derivatives()
+    refuse_second_derivatives(grad)
     qkv, *tensors = ctx.saved_tensors
     arguments = ctx.arguments.with_tensors(tensors)
     grad_qkv, sums = window_gradients(grad, qkv, arguments)

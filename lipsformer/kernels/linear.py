@@ -258,7 +258,7 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def gelu_backward_(grad: Tensor, z: Tensor) -> Tensor:
     """Multiply ``grad`` by the derivative of GELU at ``z``, in place, and return GELU(z)."""
-    refuse_second_derivatives()
+    refuse_second_derivatives(grad)
     if usable("gelu.csrc", grad, z):
         activated = torch.empty_like(z)
         run(f"gelu_gradient_{name_of(z.dtype)}", z, grad, activated, z.numel())

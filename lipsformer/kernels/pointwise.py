@@ -153,7 +153,7 @@ class _Residual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(*grad_outputs)
         mask, index = ctx.saved_tensors
         grad = grad_outputs[0].contiguous()
         return grad, add_masked_backward(grad, mask, index), None, None
@@ -177,7 +177,7 @@ class _Fork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(*grad_outputs)
         (index,) = ctx.saved_tensors
         grad, grad_kept = (tensor.contiguous() for tensor in grad_outputs)
         return add_masked(grad, grad_kept, None, index), None

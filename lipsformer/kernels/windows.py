@@ -72,7 +72,7 @@ class _CosineWindows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        refuse_second_derivatives(*grad_outputs)
         qkv, bias, tau, *lepe = ctx.saved_tensors
         grad = grad_outputs[0].to(qkv.dtype).contiguous()
         *grads, grad_lepe = windows_backward(grad, qkv, bias, tau, lepe, ctx.options)

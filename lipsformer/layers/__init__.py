@@ -10,7 +10,7 @@ from lipsformer.layers.contractive import (
 )
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
-from lipsformer.layers.linear import Linear
+from lipsformer.layers.linear import Linear, apply_linear
 from lipsformer.layers.lipschitz_norm import LipschitzNormAttention
 from lipsformer.layers.residual import WeightedResidual
 from lipsformer.layers.spectral import (
@@ -38,6 +38,7 @@ __all__ = [
     "LipschitzNormAttention",
     "ScaledCosineAttention",
     "WeightedResidual",
+    "apply_linear",
     "attend_in_windows",
     "cosine_normalize",
     "largest_singular_value",

@@ -27,11 +27,11 @@ def without_autocast(
 
 
 def power_of_two(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Return a power of two near the largest absolute value over some dimensions, which are kept.
+    """Return the power of two below the largest absolute value over dimensions, which are kept.
 
     Dividing by it is exact, and neither squares nor their sums under- or overflow then. It is 1 if
     all values are 0 or one is not finite.
     """
     largest = x.abs().amax(dim, keepdim=True)
     largest = torch.where((largest > 0.0) & largest.isfinite(), largest, 1.0)
-    return largest / torch.frexp(largest).mantissa
+    return largest / (2.0 * torch.frexp(largest).mantissa)

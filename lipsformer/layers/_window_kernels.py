@@ -142,6 +142,8 @@ def _module_obstacle(arrangement: Arrangement) -> str | None:
             return "fused attention is switched off"
         if attention.training and attention.attn_drop > 0.0:
             return "the attention weights have dropout"
+        if attention.value_scale is not None and attention.value_scale.requires_grad:
+            return "the value scale is learned, and the kernels have no gradient of it"
     for lepe in lepes:
         if type(lepe).forward is not DepthwiseConv2d.forward:
             return f"the positional encoding is {lepe}"

@@ -66,7 +66,13 @@ class CenterNorm(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x`` ([..., C])."""
+        """Normalize ``x`` ([..., C]).
+
+        Raises:
+            ValueError: If x has another number of channels.
+        """
+        if x.shape[-1] != self.dim:
+            raise ValueError(f"x has {x.shape[-1]} channels, and CenterNorm({self.dim}) {self.dim}")
         factor = self.dim / (self.dim - 1)
         if kernels.usable("center_norm", x, self.weight, training=self.training):
             return kernels.centered_affine(x, self.weight, self.bias, factor)

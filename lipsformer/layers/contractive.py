@@ -13,7 +13,7 @@ from lipsformer.layers._precision import without_autocast
 GROUPS = 8  # of channels: 0 to 3 are folded, 2 to 5 move by one token
 MOVES = ((1, 1), (1, -1), (2, 1), (2, -1))  # (axis of [B, H, W, C], step) of the groups 2 to 5
 MAX_STEPS = 100  # of Newton and Schulz; each multiplies a small singular value by 1.5
-CONVERGED = 1e-11  # length of a step
+CONVERGED = 1e-11  # distance of the Gram matrix from the identity
 
 
 class FoldShift(nn.Module):
@@ -35,7 +35,13 @@ class FoldShift(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Fold and shift ``x`` ([B, H, W, C])."""
+        """Fold and shift ``x`` ([B, H, W, C]).
+
+        Raises:
+            ValueError: If C is no multiple of 8.
+        """
+        if x.shape[-1] % GROUPS:
+            raise ValueError(f"x has {x.shape[-1]} channels: use a multiple of {GROUPS}")
         if torch.is_grad_enabled() and kernels.usable("fold_shift", x, training=self.training):
             return kernels.fold_shift(x, GROUPS, MOVES)
         groups = list(x.chunk(GROUPS, dim=-1))
@@ -117,11 +123,12 @@ class ContractiveResidual(nn.Module):
         """Return L on a map of the given size, in the precision of the table of biases."""
         h, w = self.branch.window(height, width)
         core = self.branch.attention
-        p = self.branch.position_bias(h, w)[0].softmax(-1)
+        bias = self.branch.position_bias(h, w)[0]
+        p = bias.double().softmax(-1)  # in float32 both p and the exponential may underflow
         mass = (p / (p + (1.0 - p) * math.exp(-2.0 * core.tau()))).sum(-2)
         mass = mass.amax((0, 1))  # amax without axes has no form in ONNX
         scores = (1.0 + mass.clamp(max=h * w / 2)).sqrt()
-        return (core.tau() * scores + mass.sqrt()) * (core.value_scale * core.eps**-0.5)
+        return ((core.tau() * scores + mass.sqrt()) * (core.value_scale * core.eps**-0.5)).to(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix the last channels of ``x`` ([B, H, W, C])."""
@@ -162,8 +169,9 @@ def orthogonalize(weight: Tensor, exact: bool = False) -> Tensor:
 
     Args:
         weight: [out, in, ...], reshaped to [out, in * ...]. Half precision is widened to float32.
-        exact: Make as many steps in float64 as lead to the nearest matrix itself. LAPACK's singular
-            value decomposition would be shorter, but may fail where singular values are equal.
+        exact: Make as many steps in float64 as lead to the nearest matrix itself, at most 100,
+            which move singular values from 1e-16 to 1. LAPACK's singular value decomposition would
+            be shorter, but may fail where singular values are equal.
 
     Example:
         >>> import torch
@@ -187,8 +195,10 @@ def _nearest(matrix: Tensor) -> Tensor:
     """Return the limit of the iteration, begun with a multiple whose norm is at most 1."""
     squared = (matrix @ matrix.T).abs().sum(1).max()  # at least the square of the norm
     matrix = matrix / squared.sqrt().clamp_min(1.0)
-    for _ in range(MAX_STEPS):
-        before, matrix = matrix, _step(matrix)
-        if (matrix - before).norm() <= CONVERGED:
+    one = torch.eye(min(matrix.shape), dtype=matrix.dtype, device=matrix.device)
+    for _ in range(MAX_STEPS):  # all of them, where a singular value is 0 and stays so
+        matrix = _step(matrix)
+        gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+        if (gram - one).norm() <= CONVERGED:
             break
     return matrix

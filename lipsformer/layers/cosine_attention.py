@@ -154,7 +154,11 @@ class ScaledCosineAttention(nn.Module):
         return self.log_logit_scale.clamp(max=math.log(MAX_LOGIT_SCALE)).exp()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores."""
+        """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores.
+
+        A boolean bias says which keys take part, as in PyTorch's attention.
+        """
+        bias = additive(bias, q)
         q = cosine_normalize(q, self.eps, self.tau(), self.training)
         k = cosine_normalize(k, self.eps, 1.0, self.training)
         if self.value_scale is not None:
@@ -174,6 +178,13 @@ class ScaledCosineAttention(nn.Module):
 
 
 register_notrace_module(ScaledCosineAttention)  # FX cannot trace the choice of a kernel
+
+
+def additive(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return what is added to the scores: a boolean bias becomes 0 and -inf."""
+    if bias is None or bias.dtype != torch.bool:
+        return bias
+    return torch.zeros_like(bias, dtype=q.dtype).masked_fill(~bias, -math.inf)
 
 
 def fused_attention(

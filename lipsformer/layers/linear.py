@@ -25,6 +25,8 @@ class Linear(nn.Linear):
         torch.Size([2, 7, 5])
     """
 
+    fuses = True  # read by apply_linear
+
     def forward(
         self, input: Tensor, act_before: bool = False, output_scale: Tensor | None = None
     ) -> Tensor:
@@ -45,6 +47,35 @@ class Linear(nn.Linear):
             weight = weight * output_scale[:, None]
             bias = None if bias is None else bias * output_scale
         return F.linear(F.gelu(input) if act_before else input, weight, bias)
+
+
+def apply_linear(
+    layer: nn.Module, x: Tensor, act_before: bool = False, output_scale: Tensor | None = None
+) -> Tensor:
+    """Apply a linear layer, with GELU before it and a scale of its output.
+
+    A layer that a user put in the place of ``Linear``, such as an adapter, knows neither, so they
+    are computed around it.
+
+    Args:
+        layer: From [..., C_in] to [..., C_out].
+        x: [..., C_in].
+        act_before: Apply GELU to the input first.
+        output_scale: [C_out], multiplies the output.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import Linear, apply_linear
+        >>> layer, x = Linear(3, 5), torch.randn(2, 3)
+        >>> plain = torch.nn.Sequential(layer)  # knows neither GELU nor scale
+        >>> arguments = {"act_before": True, "output_scale": torch.full((5,), 0.5)}
+        >>> torch.allclose(apply_linear(plain, x, **arguments), layer(x, **arguments))
+        True
+    """
+    if getattr(type(layer), "fuses", False):
+        return layer(x, act_before=act_before, output_scale=output_scale)
+    y = layer(F.gelu(x) if act_before else x)
+    return y if output_scale is None else y * output_scale
 
 
 register_notrace_module(Linear)  # FX cannot trace the choice of a kernel

@@ -16,7 +16,7 @@ from timm.layers import register_notrace_module, use_fused_attn
 from torch import Tensor, nn
 
 from lipsformer.layers._checks import check_dropout
-from lipsformer.layers.cosine_attention import fused_attention, plain_attention
+from lipsformer.layers.cosine_attention import additive, fused_attention, plain_attention
 
 __all__ = [
     "LipschitzNormAttention",
@@ -233,7 +233,11 @@ class LipschitzNormAttention(nn.Module):
         self.fused_attn = use_fused_attn()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores."""
+        """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores.
+
+        A boolean bias says which keys take part, as in PyTorch's attention.
+        """
+        bias = additive(bias, q)
         q = (q * dense_quadratic_scale(q, k, v)).to(q.dtype)
         dropout = self.attn_drop if self.training else 0.0
         if self.fused_attn:

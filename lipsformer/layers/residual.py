@@ -30,6 +30,10 @@ class WeightedResidual(nn.Module):
     - ``"gelu"``: ``branch(x, last_gelu=False)`` returns z with f(x) = GELU(z), and the residual
       computes x + alpha * GELU(z) at once.
 
+    In training on a CPU, the samples that drop path drops do not enter the branch, if the class
+    attribute ``treats_samples_alone`` of the branch says that no sample changes the result of
+    another one, and if there are no further arguments, which may belong to the samples.
+
     Shape:
         x: [B, ..., C], channels last; the output has the same shape.
 
@@ -96,7 +100,7 @@ class WeightedResidual(nn.Module):
             x: [B, ..., C].
             *context: Further arguments of the branch, such as the edges of a graph.
         """
-        mask, kept = self.draw(x)
+        mask, kept = self.draw(x) if not context else (self.draw_mask(x), None)
         if mask is not None and len(mask) == 0:  # all enter, so that each parameter has a gradient
             mask, kept = mask.new_zeros(len(x), *mask.shape[1:]), None
         x, inputs = self._enter(x, kept)
@@ -136,7 +140,8 @@ class WeightedResidual(nn.Module):
             their indices, [K], or None for all samples. K may be 0.
         """
         mask = self.draw_mask(x)
-        kept = _kept_samples(x, mask)
+        alone = getattr(self.branch, "treats_samples_alone", False)
+        kept = _kept_samples(x, mask) if alone else None
         return mask if mask is None or kept is None else mask[kept], kept
 
     def draw_mask(self, x: Tensor) -> Tensor | None:
@@ -154,7 +159,7 @@ class WeightedResidual(nn.Module):
             kept = torch.rand(shape, device=x.device) < self.keep_rate
             return kept.to(dtype) / self.keep_rate.to(dtype)
         keep = 1.0 - self.drop_path
-        return torch.empty(shape, dtype=dtype, device=x.device).bernoulli_(keep) / keep
+        return x.new_empty(shape, dtype=dtype).bernoulli_(keep) / keep
 
     def extra_repr(self) -> str:
         """Show the initial value and the drop path rate."""

@@ -130,9 +130,7 @@ def conv_sigma_bound(
     Returns:
         [groups], in float32, or float64 for a float64 weight.
     """
-    kernel = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-    size = power_of_two(kernel.unflatten(0, (groups, -1)).flatten(1), 1)
-    kernel = (kernel.unflatten(0, (groups, -1)) / size[:, :, None, None, None]).flatten(0, 1)
+    kernel, size = scaled_groups(weight, groups)
     sigmas = []
     for symbols in conv_symbols(kernel, stride, groups, oversampling):
         if min(symbols.shape[-2:]) == 1:
@@ -141,7 +139,23 @@ def conv_sigma_bound(
             rows = symbols if symbols.shape[-2] <= symbols.shape[-1] else symbols.mT
             peak = torch.linalg.eigvalsh(rows @ rows.mH)[..., -1].clamp_min(0.0).sqrt()
         sigmas.append(peak.flatten(1).amax(1))
-    return torch.cat(sigmas) * size[:, 0] * grid_excess(weight, stride, oversampling)
+    return torch.cat(sigmas) * size * grid_excess(weight, stride, oversampling)
+
+
+def scaled_groups(weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Divide each group of a convolution by a power of two, so that no square leaves the range.
+
+    Args:
+        weight: [out, in / groups, height, width].
+        groups: Number of groups.
+
+    Returns:
+        The kernel, in float32 or better, and the powers of two, [groups].
+    """
+    kernel = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    kernel = kernel.unflatten(0, (groups, -1))
+    size = power_of_two(kernel.flatten(1), 1)
+    return (kernel / size[:, :, None, None, None]).flatten(0, 1), size[:, 0]
 
 
 def grid_excess(weight: Tensor, stride: tuple[int, int], oversampling: int) -> float:
@@ -207,9 +221,9 @@ def depthwise_operator(weight: Tensor, size: tuple[int, int]) -> Tensor:
 def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
     """Return the nearest weight (Frobenius norm) with no singular value above a cap.
 
-    Computed from the smaller Gram matrix, in float32 or better. A weight within the cap is returned
-    as it is, bit for bit. Rounding may leave singular values above the cap, by up to about 1e-4 of
-    it in float32, and by more if the weight is in half precision.
+    Computed from the smaller Gram matrix, in float32 or better. A weight within the cap, or one
+    that is not finite, is returned as it is, bit for bit. Rounding may leave singular values above
+    the cap, by up to about 1e-4 of it in float32, and by more if the weight is in half precision.
 
     Args:
         weight: [out, in, ...], reshaped to [out, in * ...].
@@ -231,7 +245,9 @@ def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
     wide = matrix.shape[0] <= matrix.shape[1]
     size = power_of_two(matrix, (0, 1))
     rows = (matrix if wide else matrix.mT) / size
-    values, vectors = torch.linalg.eigh(rows @ rows.mT)
+    gram = rows @ rows.mT
+    # A weight that is not finite stays as it is, which a training then notices.
+    values, vectors = torch.linalg.eigh(torch.where(gram.isfinite().all(), gram, 0.0))
     sigmas = values.clamp_min(0.0).sqrt() * size[0]
     clipped = (vectors * (cap / sigmas.clamp_min(cap)) * size) @ (vectors.mT @ rows)
     clipped = (clipped if wide else clipped.mT).reshape(weight.shape).to(weight.dtype)
@@ -259,7 +275,9 @@ class SpectralScale(nn.Module):
 
     The scale is computed in float32 or better, under autocast too. Rounding the result to half
     precision errs by at most half a unit in the last place times the Frobenius norm of W, which is
-    then added to the largest singular value: that of the rounded weight stays below c.
+    then added to the largest singular value, and by half of the smallest number for each entry
+    below the normal ones, which is subtracted from c: the largest singular value of the rounded
+    weight stays below c.
 
     Shape:
         weight: [out, in]. The output has the same shape.
@@ -301,8 +319,13 @@ class SpectralScale(nn.Module):
             # The weight itself keeps what is not finite, which a training then notices.
             largest = torch.linalg.eigvalsh(torch.nan_to_num(gram, 0.0, 0.0, 0.0))[-1]
             largest = largest.clamp_min(1e-24).sqrt() * scale[0, 0]
+            bound = self.bound
             if matrix.dtype != weight.dtype:
-                largest = largest + torch.finfo(weight.dtype).eps / 2 * matrix.norm()
+                info = torch.finfo(weight.dtype)
+                largest = largest + info.eps / 2 * matrix.norm()
+                # A number below the normal ones errs by half of the smallest one.
+                bound -= info.smallest_normal * info.eps / 2 * math.sqrt(weight.numel())
+                bound = max(bound, 0.0)
             if self.only_shrink:
-                largest = largest.clamp_min(self.bound)
-            return (matrix * (self.bound / largest)).to(weight.dtype)
+                largest = largest.clamp_min(bound)
+            return (matrix * (bound / largest)).to(weight.dtype)

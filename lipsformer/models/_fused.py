@@ -214,6 +214,8 @@ def _module_obstacle(block: Any, modules: list[tuple[str, Any]], x: Tensor) -> s
     """Return why no single call would compute what a block and the modules in it compute."""
     if not all(type(residual) is WeightedResidual for residual in residuals(block)):
         return "a residual is folded or replaced"
+    if not all("residual_scale" in residual._parameters for residual in residuals(block)):
+        return "the parameters are not the modules' own, as in replicas of DataParallel"
     conv1, conv2, attn, mlp = (residual.branch for residual in residuals(block))
     names = tuple(type(branch).__name__ for branch in (conv1, conv2, mlp))
     if names != _BRANCHES or conv1.pointwise is None or conv2.pointwise is not None:

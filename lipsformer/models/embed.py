@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from lipsformer import kernels
 from lipsformer.layers import CenterNorm
 from lipsformer.models.folding import fold_norm_behind, register_fold
 
@@ -27,7 +28,8 @@ class PatchConv2d(nn.Conv2d):
     """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight = weight.contiguous(memory_format=torch.channels_last)
+        if kernels.active_transform() is None:  # vmap knows no other memory format
+            weight = weight.contiguous(memory_format=torch.channels_last)
         return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 

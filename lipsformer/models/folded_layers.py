@@ -34,6 +34,8 @@ class FrozenLinear(nn.Linear):
         torch.Size([2, 5])
     """
 
+    fuses = True  # read by apply_linear
+
     def __init__(self, linear: nn.Linear, act_after: bool = False) -> None:
         """Take over the parameters of a layer.
 

@@ -19,6 +19,7 @@ from lipsformer.layers import (
     DepthwiseConv2d,
     Linear,
     WeightedResidual,
+    apply_linear,
     spectral_init_modules_,
 )
 from lipsformer.models._core import check_attn, make_core
@@ -53,6 +54,7 @@ class ConvBranch(nn.Module):
     """
 
     ends_in = "gelu"  # read by WeightedResidual, which may compute the last GELU itself
+    treats_samples_alone = True  # so that dropped samples need not enter
 
     def __init__(self, dim: int, pointwise: bool, **dd: Any) -> None:
         """Create the convolutions.
@@ -70,7 +72,7 @@ class ConvBranch(nn.Module):
         """Apply the branch to ``x`` ([B, H, W, C]), with or without its last GELU."""
         x = self.depthwise(x)
         if self.pointwise is not None:
-            x = self.pointwise(x, act_before=True)  # act_before is the GELU between the two
+            x = apply_linear(self.pointwise, x, act_before=True)  # the GELU between the two
         return F.gelu(x) if last_gelu else x
 
 
@@ -90,6 +92,7 @@ class Mlp(nn.Module):
     """
 
     ends_in = "linear"  # read by WeightedResidual, which passes its alpha as output_scale
+    treats_samples_alone = True  # so that dropped samples need not enter
 
     def __init__(self, dim: int, hidden_dim: int, drop: float = 0.0, **dd: Any) -> None:
         """Create the layers.
@@ -107,7 +110,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, output_scale: Tensor | None = None) -> Tensor:
         """Apply the layers to ``x`` ([B, H, W, C]) and multiply by ``output_scale`` ([C])."""
-        return self.drop(self.fc2(self.fc1(x), act_before=True, output_scale=output_scale))
+        x = apply_linear(self.fc2, self.fc1(x), act_before=True, output_scale=output_scale)
+        return self.drop(x)
 
 
 class LipsFormerBlock(nn.Module):

@@ -22,6 +22,7 @@ from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
     Linear,
+    apply_linear,
     attend_in_windows,
     pad_to_even,
 )
@@ -60,6 +61,7 @@ class StripeAttention(nn.Module):
     """
 
     ends_in = "linear"  # read by WeightedResidual, which passes its alpha as output_scale
+    treats_samples_alone = True  # so that dropped samples need not enter
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class StripeAttention(nn.Module):
         x = self.attend(self.qkv(x))
         if self.attn_factor != 1.0:
             x = x * self.attn_factor
-        return self.proj_drop(self.proj(x, output_scale=output_scale))
+        return self.proj_drop(apply_linear(self.proj, x, output_scale=output_scale))
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""

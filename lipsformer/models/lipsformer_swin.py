@@ -25,6 +25,7 @@ from lipsformer.layers import (
     Arrangement,
     CenterNorm,
     Linear,
+    apply_linear,
     attend_in_windows,
     pad_to_even,
     relative_position_index,
@@ -63,6 +64,7 @@ class WindowAttention(nn.Module):
     """
 
     ends_in = "linear"  # read by WeightedResidual, which passes its alpha as output_scale
+    treats_samples_alone = True  # so that dropped samples need not enter
 
     def __init__(
         self,
@@ -149,7 +151,8 @@ class WindowAttention(nn.Module):
             x: [B, H, W, C].
             output_scale: [C], multiplies the output.
         """
-        return self.proj_drop(self.proj(self.attend(self.qkv(x)), output_scale=output_scale))
+        x = self.attend(self.qkv(x))
+        return self.proj_drop(apply_linear(self.proj, x, output_scale=output_scale))
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""

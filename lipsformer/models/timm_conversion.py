@@ -195,7 +195,9 @@ def convert(
         learn_logit_scale: Learn tau per head and block.
 
     Returns:
-        The same model.
+        The same model. Its methods stay timm's: a later ``init_weights()`` or
+        ``reset_classifier()`` draws weights as timm does; ``spectral_init_modules_`` of
+        ``lipsformer.layers`` draws them spectrally.
 
     Raises:
         TypeError: If the model or one of its layers has no Lipschitz form here; the model is left
@@ -287,6 +289,18 @@ def _check_convertible(model: nn.Module) -> None:
             or not isinstance(attn.norm, nn.Identity)
         ):
             raise TypeError("attention with a gate or norms of its own is not converted")
+        if type(block.mlp) is not Mlp:
+            raise TypeError(
+                f"{type(block.mlp).__name__} is not converted: products of two linear maps, as in "
+                "gated MLPs, have no Lipschitz constant, so only timm's Mlp is"
+            )
+    names: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first = names.setdefault(id(module), name)
+        if first != name and any(True for _ in module.parameters()):
+            raise TypeError(
+                f"{first} and {name} are one module, which is not converted: replace one by a copy"
+            )
     if getattr(model, "attn_pool", None) is not None:
         raise TypeError("attention pooling is not converted: use global_pool='avg' or 'token'")
     for name, module in model.named_modules():

@@ -107,3 +107,18 @@ def test_torch_func_differentiates_models_in_training(name):
         grads = torch.autograd.grad(loss(parameters, image), list(parameters.values()))
         for key, value in zip(parameters, grads, strict=True):
             torch.testing.assert_close(per_sample[key][i], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
+def test_the_scale_of_a_function_does_not_make_its_estimate_too_large(scale):
+    torch.manual_seed(0)
+    weight = torch.randn(7, 5)
+    exact = scale * torch.linalg.svdvals(weight.double())[0].item()
+    x = torch.randn(3, 5)
+    sigma, direction = local_lipschitz(lambda x: (x @ weight.T) * scale, x)
+    assert (sigma.double() <= exact * (1 + 1e-5)).all()
+    torch.testing.assert_close(sigma.double(), torch.full((3,), exact).double(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(direction.norm(dim=1), torch.ones(3))
+    raised, _ = adversarial_lipschitz(lambda x: scale * torch.sin(x), x, steps=30)
+    assert (raised.double() <= scale * (1 + 1e-5)).all()
+    assert (raised.double() >= 0.99 * scale).all()

@@ -14,7 +14,13 @@ from lipsformer.analysis.bounds import (
     gathered_bound,
     lipschitz_bound,
 )
-from lipsformer.analysis.instruments import BoundCheck, Monitor, SpectralCap, UpdateLimit
+from lipsformer.analysis.instruments import (
+    BoundCheck,
+    Monitor,
+    Orthogonal,
+    SpectralCap,
+    UpdateLimit,
+)
 from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma, operators
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.layers import DepthwiseConv2d
@@ -377,3 +383,78 @@ def test_a_dilated_convolution_is_capped_although_its_stride_is_its_kernel_size(
     columns = torch.eye(2 * 7 * 7, dtype=torch.float64).view(-1, 2, 7, 7)
     operator = conv.double()(columns).detach().flatten(1)
     assert 0.5 < torch.linalg.svdvals(operator)[0].item() < 1.0 + 1e-6
+
+
+LOW_RANK = {
+    "one": torch.outer(torch.linspace(-1, 2, 31), torch.linspace(3, -1, 17)),
+    "a row of tiny numbers": torch.eye(31, 17)[:1].expand(31, 17) + 1e-12 * torch.randn(31, 17),
+    "two": torch.zeros(31, 17).diagonal_scatter(torch.tensor([1.0, 0.5] + [0.0] * 15)),
+    "far apart": torch.zeros(31, 17).diagonal_scatter(torch.tensor([1.0, 1e-8] + [0.0] * 15)),
+    "zero": torch.zeros(31, 17),
+}
+
+
+@pytest.mark.parametrize("name", LOW_RANK)
+def test_no_estimate_exceeds_the_norm_of_a_weight_of_low_rank(name):
+    weight = LOW_RANK[name]
+    layer = nn.Linear(17, 31, bias=False)
+    tracker, exact = SigmaTracker(operators(layer)), svd_sigma(weight)
+    for _ in range(3):
+        sigma = tracker.measure({"weight": weight})["weight"].item()
+        assert exact * (1 - 1e-3) <= sigma <= exact * (1 + 1e-5)
+
+
+def test_an_update_of_rank_one_is_limited_to_its_share():
+    torch.manual_seed(0)
+    layer = nn.Linear(17, 31, bias=False)
+    before = layer.weight.detach().clone()
+    limit = UpdateLimit(layer, 0.1)
+    limit.before_step(0)
+    with torch.no_grad():
+        layer.weight += torch.outer(torch.randn(31), torch.randn(17))
+    limit.after_step(0)
+    assert svd_sigma(layer.weight - before) == pytest.approx(0.1 * svd_sigma(before), rel=1e-3)
+
+
+def test_weights_that_are_not_finite_are_recorded_and_left_alone():
+    layer = nn.Linear(5, 3)
+    nn.init.constant_(layer.weight, math.nan)
+    records = []
+    monitor = Monitor(layer, lambda step, record: records.append(record), every=1)
+    monitor.before_step(0)
+    monitor.after_step(0)
+    assert math.isnan(records[0]["sigma/weight"])
+    for mode in ("project", "soft"):
+        cap = SpectralCap(layer, 1.0, mode=mode)
+        cap.after_step(0)
+        cap.before_eval()
+    assert layer.weight.isnan().all()
+
+
+def test_both_classifiers_of_a_distilled_model_are_left_as_they_are():
+    small = {"img_size": 32, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 5}
+    model = timm.create_model("deit_tiny_distilled_patch16_224", **small)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    Orthogonal(model).before_eval()
+    changed = {name for name, w in model.state_dict().items() if not w.equal(before[name])}
+    assert changed.isdisjoint({"head.weight", "head_dist.weight"})
+    assert "blocks.0.mlp.fc1.weight" in changed
+
+
+def test_layers_that_a_cap_cannot_follow_are_refused():
+    for layer in (nn.Conv1d(3, 3, 1), nn.ConvTranspose2d(3, 3, 1), nn.MultiheadAttention(4, 2)):
+        with pytest.raises(ValueError, match=r"1 is a .*whose norm cannot be capped"):
+            SpectralCap(nn.Sequential(nn.Linear(3, 3), layer), 1.0)
+
+
+def test_a_cap_holds_for_the_linear_layers_of_pyg():
+    graph = pytest.importorskip("lipsformer.graph")
+    torch.manual_seed(0)
+    model = graph.DeepGAT(7, 4, 3, num_layers=2, heads=2, norm="lipschitznorm")
+    for parameter in model.parameters():
+        parameter.data *= 5
+    SpectralCap(model, 1.0).before_eval()
+    matrices = {n: p for n, p in model.named_parameters() if n.endswith("weight") and p.ndim == 2}
+    assert "layers.0.conv.lin.weight" in matrices
+    for weight in matrices.values():
+        assert svd_sigma(weight) <= 1 + 1e-4

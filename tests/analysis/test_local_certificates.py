@@ -1,5 +1,6 @@
 """Local certificates: no search inside a ball leaves the ball that was proved for the outputs."""
 
+import copy
 import math
 from typing import Any
 
@@ -7,12 +8,13 @@ import pytest
 import timm
 import torch
 from timm.layers import LayerScale, Mlp
-from torch import Tensor
+from torch import Tensor, nn
 
+import lipsformer
 from lipsformer.analysis import local_certificates as local
 from lipsformer.analysis import local_norms
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
-from lipsformer.analysis.certificates import certified_radius
+from lipsformer.analysis.certificates import certified_radius, local_bounds, watch_norms
 from lipsformer.analysis.local_attention import LocalAttention
 from lipsformer.analysis.local_layers import attention_layer
 from lipsformer.analysis.local_norms import (
@@ -350,3 +352,49 @@ def test_autocast_takes_no_precision_from_the_probes(monkeypatch):
             local.local_certificates(model, images, failure=1e-6)
     plain, cast = torch.stack(norms).chunk(2)
     torch.testing.assert_close(cast, plain, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-22, 1e22])
+def test_probes_of_tiny_and_huge_jacobians(scale):
+    torch.manual_seed(0)
+    basis, _ = torch.linalg.qr(torch.randn(128, 128))
+    values = torch.full((128,), 0.1)
+    values[0] = 1.0
+    matrix = (basis * values) @ basis.T * scale
+    bound = probed_norm(lambda x: x @ matrix, torch.randn(3, 128), 1e-12)
+    assert (bound >= scale).all()
+    assert (bound <= 1.3 * scale).all()
+
+
+def test_the_ball_of_a_converted_block_reaches_its_second_branch():
+    """x + f(x) moves by up to (1 + Lip f) times as much as x, and its MLP sees that."""
+    torch.manual_seed(0)
+    small = {"img_size": 4, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 1}
+    small |= {"num_classes": 3, "class_token": False, "global_pool": "avg", "mlp_ratio": 1}
+    model = timm.create_model("vit_tiny_patch16_224", **small)
+    model = lipsformer.convert(model, residual_scale=1.0).eval().double()
+    block, radius = model.blocks[0], 1e-3
+    around = {"ball": radius, "centers": {block.mlp.fc1: 0.0}}
+    domain = Domain(size=(1,), radius=1.0, norm=1.0, error=0.0, channels=8, **around)
+    bound = lipschitz_bound(block, domain).parts["mlp"].parts["fc1"].input.norm
+
+    def before_fc1(x):
+        return block.norm2(x + block.attn(block.norm1(x)))
+
+    jacobian = torch.func.jacrev(before_fc1)(torch.zeros(1, 1, 8).double()).reshape(8, 8)
+    direction = torch.linalg.svd(jacobian)[2][0].reshape(1, 1, 8)
+    moved = before_fc1(radius * direction) - before_fc1(torch.zeros(1, 1, 8).double())
+    assert radius * 2 < moved.norm().item() <= bound
+
+
+def test_a_module_that_is_called_twice_is_bounded_without_its_norms():
+    torch.manual_seed(0)
+    shared = nn.Linear(7, 7)
+    net = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), shared, nn.ReLU(), shared, nn.Linear(7, 3))
+    bound = lipschitz_bound(net, Domain(size=(), radius=9.0, norm=9.0, error=0.0))
+    exact = copy.deepcopy(net).double()
+    norms = watch_norms(exact)
+    exact(torch.randn(3, 5).double())
+    largest, _, bounds = local_bounds(net, bound, norms, torch.full((3,), 0.1))
+    assert set(largest) == {"", "0", "5"}
+    assert all(b.value <= bound.value * (1 + 1e-9) for b in bounds.values())

@@ -17,7 +17,7 @@ from lipsformer.analysis.bounds.layers import (
     conv_bound,
     depthwise_channel_sigma,
 )
-from lipsformer.analysis.bounds.rounding import abs_sigma_bound, sigma_bound
+from lipsformer.analysis.bounds.rounding import abs_sigma_bound, eigenvalue_bound, sigma_bound
 from lipsformer.kernels.pointwise import add_gelu
 from lipsformer.layers import (
     CenterNorm,
@@ -278,3 +278,18 @@ def test_elementary_functions_of_some_floats():
 def test_elementary_functions_of_all_floats_between_tiny_and_saturated():
     """Below, both functions are linear to 2^-24. Above, they are constant or the identity."""
     check_functions(1, -24, 7)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1.0, 8e307])
+def test_convolutions_of_every_scale_have_a_bound(scale):
+    weight = torch.full((2, 2, 3, 3), scale, dtype=torch.float64)
+    bound = conv_bound(weight).item()  # the supremum is at frequency 0: the sum of 18 numbers
+    exact = 18 * scale
+    assert bound == pytest.approx(exact, rel=0.05) if exact < math.inf else bound == math.inf
+    assert bound >= exact
+    assert conv_bound(weight[:, :1], groups=2).max().item() >= 9 * scale
+
+
+def test_a_gram_matrix_that_is_not_finite_has_an_infinite_bound():
+    gram = torch.stack([torch.eye(3), torch.full((3, 3), math.nan)]).double()
+    assert eigenvalue_bound(gram, 3).tolist() == [pytest.approx(1.0), math.inf]

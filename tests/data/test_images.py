@@ -159,3 +159,31 @@ def test_only_formats_of_pictures_are_opened(monkeypatch):
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("was started"))
     with pytest.raises(UnreadableImageError, match="not an image of the formats JPEG, PNG"):
         EncodedPicture(buffer.getvalue(), "x.jpg").pixels()
+
+
+def gray16(ramp: np.ndarray, **tags) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(ramp.astype(np.uint16)).save(buffer, "TIFF", tiffinfo=tags.get("tiffinfo", {}))
+    return buffer.getvalue()
+
+
+def test_gray_values_of_16_bits_have_the_range_of_their_file():
+    ramp = np.linspace(0, 65535, 61 * 7).reshape(7, 61).astype(np.uint16)
+    expected = np.round(ramp / 257)[..., None].repeat(3, 2)
+    pgm = b"P5\n61 7\n65535\n" + ramp.astype(">u2").tobytes()
+    for content in (gray16(ramp), pgm):
+        picture = EncodedPicture(content, "x", "")
+        assert picture.channels == 1
+        np.testing.assert_array_equal(picture.pixels(), expected)
+    white_is_zero = gray16(ramp, tiffinfo={262: 0})
+    assert Image.open(io.BytesIO(white_is_zero)).tag_v2[262] == 0
+    pixels = EncodedPicture(white_is_zero, "x", "").pixels()
+    np.testing.assert_array_equal(pixels, np.round((65535 - ramp) / 257)[..., None].repeat(3, 2))
+
+
+def test_gray_values_of_12_bits_are_refused():
+    content = bytearray(gray16(np.full((2, 3), 4095)))
+    entry = content.index(b"\x02\x01\x03\x00\x01\x00\x00\x00\x10\x00")  # BitsPerSample is 16
+    content[entry + 8] = 12
+    with pytest.raises(UnreadableImageError, match="gray values of 12 bits are not read"):
+        EncodedPicture(bytes(content), "x", "").pixels()

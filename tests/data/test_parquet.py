@@ -183,6 +183,7 @@ OTHER = {**FEATURES, "label": {"names": CLASSES[::-1], "_type": "ClassLabel"}}
         ({"val-0": {"labels": [0, None]}}, r"image 1 of val has the label -1; expected 0 to 2"),
         ({"val-0": {"labels": [3, 0]}}, r"image 0 of val has the label 3; expected 0 to 2"),
         ({"val-0": {"images": [{"bytes": None, "path": "/a.png"}] * 2}}, r"not in the file: /a.pn"),
+        ({"val-0": {"images": [], "labels": []}}, r"val has no images"),
         ({"val-0": None}, r"cannot read parquet file .*/val-0.parquet: "),
     ],
 )

@@ -143,7 +143,7 @@ def test_interrupted_making_goes_on_with_equal_bytes(made, tmp_path, capsys):
         ShardSource(half)
     arguments = [str(folder / "train"), str(half), "--images-per-shard"]
     assert main([*arguments, "4"]) == 2
-    assert "is not empty and its files do not belong to" in capsys.readouterr().err
+    assert "no shards of these images" in capsys.readouterr().err
     assert main([*arguments, "5"]) == 0
     assert {name: (half / name).stat().st_mtime_ns for name in kept} == kept
     for file in (shards / "train").iterdir():
@@ -244,3 +244,49 @@ def test_class_order_is_the_standard_imagenet_index(datasets, tmp_path):
         (file,) = (folder / wnid).iterdir()
         picture = shards.load(index)
         assert picture.content == file.read_bytes()
+
+
+def test_shards_of_other_images_are_not_continued(tmp_path, capsys):
+    tree = write_tree(tmp_path / "train", {"b": 4, "c": 4})
+    skip = tmp_path / "skip.txt"
+    skip.write_text("train/b/000.png\n")
+    command = [str(tree), str(tmp_path / "shards"), "--images-per-shard", "4"]
+    with pytest.warns(UserWarning, match="1 images of train are left out"):
+        assert main([*command, "--skip-list", str(skip)]) == 0
+    skip.write_text("train/c/000.png\n")
+    with pytest.warns(UserWarning, match="1 images of train are left out"):
+        assert main([*command, "--skip-list", str(skip)]) == 2
+    (tmp_path / "other").mkdir()
+    command[1] = str(tmp_path / "other")
+    assert main(command) == 0
+    (tree / "a").mkdir()
+    (tree / "c" / "003.png").rename(tree / "a" / "000.png")
+    assert main(command) == 2  # with the same number of images
+    assert "no shards of these images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("harm", ["flip", "offsets"])
+def test_the_same_command_writes_damaged_shards_again(made, tmp_path, harm):
+    folder, _ = made
+    command = [str(folder / "train"), str(tmp_path / "shards"), "--images-per-shard", "5"]
+    assert main(command) == 0
+    shard = tmp_path / "shards" / "shard-00002.tar"
+    before = {file.name: file.read_bytes() for file in shard.parent.iterdir()}
+    if harm == "flip":
+        shard.write_bytes(shard.read_bytes()[:-600] + b"\1" * 600)
+    else:
+        shard.with_suffix(".npz").unlink()
+    assert main(["--verify", str(shard.parent)]) == 1
+    assert main(command) == 0
+    assert main(["--verify", str(shard.parent)]) == 0
+    for name, content in before.items():
+        if not name.endswith(".npz"):
+            assert (shard.parent / name).read_bytes() == content
+
+
+def test_a_shard_that_vanishes_is_named(made, tmp_path):
+    shutil.copytree(made[1] / "train", tmp_path / "train")
+    source = ShardSource(tmp_path / "train")
+    (tmp_path / "train" / "shard-00000.tar").unlink()
+    with pytest.raises(UnreadableImageError, match=r"cannot read image at byte .*No such file"):
+        source.load(0)

@@ -11,6 +11,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, FashionMNIST, ImageFolder
 
 from data import DataError, build_datasets, build_eval_dataset
+from data.build import build_source
 from data.sources import FolderSource, InMemory, digits, held_out, image_files, torchvision_set
 from lipsformer.config import AugmentConfig, DataConfig
 from tests.data.photos import encoded, photo
@@ -171,14 +172,14 @@ def test_a_skip_list_that_does_not_fit_is_one_clear_error(tmp_path):
     write_tree(tmp_path / "val", {"a": 1, "b": 2})
     (tmp_path / "skip.txt").write_text("val/c/001.png\n")
     config = folder_config(tmp_path, skip_list=str(tmp_path / "skip.txt"))
-    with pytest.raises(DataError, match=r"names 1 files that are not in .*, such as 'val/c/001"):
+    with pytest.raises(DataError, match=r"names 1 paths .*, such as 'val/c/001"):
         build_eval_dataset(config, classes=None)
     (tmp_path / "skip.txt").write_text("a/000.png\n")  # as of `check_data DATA/val`
-    with pytest.raises(DataError, match=r"names 1 files .* relative to that folder, as val/"):
+    with pytest.raises(DataError, match=r"names 1 paths .* relative to that folder, as val/"):
         build_eval_dataset(config, classes=None)
     for line in (str(tmp_path / "val/a/000.png"), "./val/a/000.png", "val/b/../a/000.png"):
         (tmp_path / "skip.txt").write_text(f"{line}\n")  # would match no image
-        with pytest.raises(DataError, match=r"names 1 files .* relative to that folder, as val/"):
+        with pytest.raises(DataError, match=r"names 1 paths .* relative to that folder, as val/"):
             build_eval_dataset(config, classes=None)
     (tmp_path / "skip.txt").write_text("val/a/000.png\n")
     with (
@@ -293,14 +294,17 @@ def test_held_out_images_are_the_same_share_of_every_class_and_never_trained_on(
     assert np.array_equal(*pixels)
 
 
-def test_a_share_of_the_training_images_comes_as_often_as_the_epoch_is_long():
-    data = DataConfig(source="digits", img_size=8, holdout=0.2, train_share=0.03)
+@pytest.mark.parametrize("share", [0.03, 0.7])
+def test_a_share_of_the_training_images_comes_as_often_as_the_epoch_is_long(share):
+    data = DataConfig(source="digits", img_size=8, holdout=0.2, train_share=share)
     train, val = build_datasets(data, AugmentConfig(), seed=0)
     rest = train.source.source  # 80 % of the training images
     kept, times = np.unique(train.source.indices, return_counts=True)
-    assert set(times) == {33}
+    assert times.sum() == len(rest.labels)
+    assert times.max() - times.min() <= 1
     for label in range(10):
-        assert (rest.labels[kept] == label).sum() == (rest.labels == label).sum() * 3 // 100
+        count = (rest.labels == label).sum()
+        assert (rest.labels[kept] == label).sum() == count * round(100 * share) // 100
     assert not set(rest.indices[kept]) & set(val.source.indices)
 
 
@@ -323,3 +327,27 @@ def test_a_class_map_renames_the_classes_of_the_data(tmp_path):
         file.write_text(text)
         with pytest.raises(DataError, match=message):
             build_eval_dataset(config, classes=names, class_map=str(file))
+
+
+def test_a_skip_list_of_folders_or_other_files_is_refused(tmp_path):
+    write_tree(tmp_path / "set" / "train", {"a": 3})
+    (tmp_path / "set" / "train" / "a" / "notes.txt").write_text("no image")
+    for line in ("train/a", "train/a/notes.txt"):
+        (tmp_path / "skip.txt").write_text(f"{line}\n")
+        data = folder_config(tmp_path, skip_list=str(tmp_path / "skip.txt"))
+        with pytest.raises(DataError, match="names 1 paths that are no image files in"):
+            build_source(data, "train")
+
+
+def test_files_of_other_formats_are_reported(tmp_path):
+    write_tree(tmp_path, {"a": 3})
+    for name in ("1.gif", "2.HEIC", "3.heic", "README", ".DS_Store", "notes.txt"):
+        (tmp_path / "a" / name).write_bytes(b"x")
+    with pytest.warns(UserWarning, match=r"3 files of .* because their names end in .gif, .heic: "):
+        assert len(FolderSource(tmp_path).labels) == 3
+
+
+@pytest.mark.parametrize("share", [0.07, 0.29, 0.35, 0.57])
+def test_a_share_of_a_class_is_not_one_image_short(share):
+    for count in (100, 180, 200):
+        assert held_out(np.zeros(count, int), share).sum() == round(share * count * 100) // 100

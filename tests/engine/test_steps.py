@@ -1,5 +1,6 @@
 """One step equals its definition in float64, however the samples are dealt; evaluation counts."""
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -235,3 +236,14 @@ def test_evaluation_refuses_a_wrong_count_and_a_nonfinite_loss() -> None:
         evaluate(Accelerator(), model, Batches(samples, 2), normalize=lambda x: x, num_images=6)
     with pytest.raises(NonFiniteError, match="over 5 images"):
         evaluate(Accelerator(), model, Batches(samples, 2), normalize=lambda x: x / 0, num_images=5)
+
+
+def test_a_resumed_run_names_the_last_finite_update() -> None:
+    metrics = StepMetrics(max_nonfinite=0)
+    metrics.add(0, 0.1, 4, torch.tensor(8.0), torch.tensor(1.0))
+    resumed = StepMetrics(max_nonfinite=0)
+    resumed.load_state_dict(json.loads(json.dumps(metrics.state_dict())))
+    resumed.clear()
+    resumed.add(1, 0.1, 4, torch.tensor(math.nan), torch.tensor(1.0))
+    with pytest.raises(NonFiniteError, match=r"last finite update 0: lr 0.1, loss 2"):
+        resumed.read()

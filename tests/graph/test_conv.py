@@ -340,3 +340,51 @@ def test_inputs_of_a_wrong_shape_raise(graph):
     x, edge_index, _ = graph
     with pytest.raises(ValueError, match=r"must be \[rows, channels\], got shape \(2, 11, 5\)"):
         make(LipschitzGATConv)(torch.stack([x, x]), edge_index)
+
+
+@pytest.mark.parametrize(
+    ("layer", "settings"),
+    [
+        (ScaledCosineConv, {}),
+        (LipschitzGATConv, {"bias": False}),
+        (LipschitzTransformerConv, {"root_weight": False}),
+    ],
+)
+def test_an_activation_in_place_may_follow_a_layer(graph, layer, settings):
+    x, edge_index, _ = graph
+    conv = make(layer, **settings)
+    conv(x.requires_grad_(), edge_index).relu_().square().sum().backward()
+    found = x.grad.clone()
+    x.grad = None
+    conv(x, edge_index).relu().square().sum().backward()
+    torch.testing.assert_close(found, x.grad)
+
+
+@pytest.mark.parametrize("layer", [ScaledCosineConv, LipschitzGATConv, LipschitzTransformerConv])
+def test_exported_layers_take_any_number_of_nodes_and_edges(graph, layer):
+    x, edge_index, _ = graph
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = make(layer)
+
+        def forward(self, x, edge_index):
+            return self.conv(x, edge_index)
+
+    model = Model().eval()
+    nodes, edges = torch.export.Dim("nodes"), torch.export.Dim("edges")
+    shapes = {"x": {0: nodes}, "edge_index": {1: edges}}
+    exported = torch.export.export(model, (x, edge_index), dynamic_shapes=shapes).module()
+    with torch.no_grad():
+        for inputs in (
+            (x, edge_index),
+            (torch.cat([x, x]), torch.cat([edge_index, edge_index], 1)),
+        ):
+            torch.testing.assert_close(exported(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("x", [torch.zeros(2, 3, 5), (torch.zeros(3, 5), torch.zeros(3, 5))])
+def test_scaled_cosine_conv_refuses_other_inputs_in_one_sentence(x):
+    with pytest.raises(ValueError, match=r"x is .*: ScaledCosineConv takes one matrix \[V, F\]"):
+        ScaledCosineConv(5, 4)(x, torch.tensor([[0, 1], [1, 2]]))

@@ -154,3 +154,12 @@ def test_layer_profile_gradients_equal_autograd(graph):
     assert gradient_norms(model) == pytest.approx(profile["gradient_norm"])
     assert profile["distance_from_mean"][0] == pytest.approx(distance_from_mean(state).item())
     assert all(spread <= 2 / 4 for spread in profile["score_spread"])  # |scores| <= 1 / att_norm
+
+
+def test_states_of_every_scale_are_compared():
+    x = torch.eye(3) * 1e-23
+    edges = torch.tensor([[0, 1], [1, 2]])
+    expected = dirichlet_energy(x.double(), edges)
+    assert expected > 0.0
+    torch.testing.assert_close(dirichlet_energy(x, edges), expected)
+    assert mean_cosine(torch.full((4, 3), 1e-15)).item() == pytest.approx(1.0)

@@ -147,3 +147,9 @@ def test_gcnii_under_autocast_and_in_bf16_is_left_to_pyg():
             ours, theirs = (conv.to(dtype)(x, x.flip(0), EDGES) for conv in (layer, peer))
         assert ours.dtype is theirs.dtype
         assert torch.equal(ours, theirs)
+
+
+def test_several_sets_of_features_for_one_graph_are_pygs():
+    layer, peer = layers()
+    x = torch.stack([features(), features() ** 2])
+    torch.testing.assert_close(layer(x, EDGES), peer(x, EDGES))

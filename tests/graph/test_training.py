@@ -629,3 +629,20 @@ def test_results_of_a_sweep_are_not_those_of_a_run(graph, tmp_path, monkeypatch,
 def test_settings_without_effect_are_refused(settings, needs):
     with pytest.raises(ConfigError, match=f"has no effect without {needs}: remove it"):
         GraphDataConfig(**{"name": "cora", **settings})
+
+
+def test_a_full_disk_at_the_start_loses_no_record(tmp_path, monkeypatch):
+    log = tmp_path / "seed0.jsonl"
+    log.write_text("".join(f'{{"epoch": {epoch}}}\n' for epoch in range(7)))
+    before = log.read_text()
+
+    def full(self, text):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space"):
+            training_module._drop_records(log, 5)
+    assert log.read_text() == before
+    training_module._drop_records(log, 5)
+    assert [json.loads(line)["epoch"] for line in log.read_text().splitlines()] == [0, 1, 2, 3, 4]

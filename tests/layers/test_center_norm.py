@@ -85,3 +85,8 @@ def test_parameters_of_another_type_than_the_input(dtype, compiled_kernels):
     for ours, theirs in zip(own, torch.autograd.grad(expected, exact, grad.double()), strict=True):
         rtol = 1e-5 if ours.dtype in (torch.float32, torch.float64) else torch.finfo(dtype).eps
         torch.testing.assert_close(ours.double(), theirs, rtol=rtol, atol=1e-4)
+
+
+def test_another_number_of_channels_is_refused(path):
+    with pytest.raises(ValueError, match=r"x has 1 channels, and CenterNorm\(4\) 4"):
+        CenterNorm(4)(torch.randn(3, 1))

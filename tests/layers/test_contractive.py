@@ -1,5 +1,6 @@
 """Layers with the constant 1, against loops, exact Jacobians and the nearest orthogonal matrix."""
 
+import copy
 import math
 
 import pytest
@@ -130,3 +131,30 @@ def test_queries_keys_and_values_are_orthogonal_each_and_the_classifier_is_left(
 def test_a_least_weight_outside_the_unit_interval_is_refused(least):
     with pytest.raises(ValueError, match=rf"least={least} must be in \[0, 1\]"):
         ContractiveResidual(nn.Identity(), 3, least)
+
+
+def test_the_nearest_orthogonal_matrix_of_tiny_singular_values():
+    torch.manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(5, 5).double())
+    right, _ = torch.linalg.qr(torch.randn(7, 7).double())
+    values = torch.tensor([3.0, 1.0, 1e-3, 1e-7, 1e-12]).double()
+    found = orthogonalize((left * values) @ right[:5], exact=True)
+    torch.testing.assert_close(found, left @ right[:5], rtol=0, atol=1e-3)
+    assert orthogonalize(torch.diag(torch.tensor([1.0, 0.0])), exact=True).diag().tolist() == [1, 0]
+
+
+def test_the_divisor_of_large_scales_is_that_of_float64():
+    attn = WindowAttention(
+        8, 1, window_size=4, attention=ScaledCosineAttention(1, logit_scale=60.0)
+    )
+    nn.init.constant_(attn.relative_position_bias_table, -110.0)
+    attn.relative_position_bias_table.data[24] = 0.0
+    layer = ContractiveResidual(attn, dim=8, least=1.0).eval()
+    exact = copy.deepcopy(layer).double().divisor(4, 4)
+    torch.testing.assert_close(layer.divisor(4, 4).double(), exact, rtol=1e-6, atol=0)
+    assert layer(torch.randn(1, 4, 4, 8)).isfinite().all()
+
+
+def test_channels_that_are_no_eight_groups_are_refused(path):
+    with pytest.raises(ValueError, match="x has 12 channels: use a multiple of 8"):
+        FoldShift()(torch.randn(2, 3, 4, 12))

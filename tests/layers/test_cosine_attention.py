@@ -6,6 +6,7 @@ from torch.autograd import gradcheck
 
 from lipsformer.layers import (
     DepthwiseConv2d,
+    LipschitzNormAttention,
     ScaledCosineAttention,
     attend_in_windows,
     cosine_normalize,
@@ -225,3 +226,18 @@ def test_the_default_type_of_torch_does_not_matter():
         torch.testing.assert_close(attend_in_windows(qkv, [(4, 4)], [core]), expected)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("core", [ScaledCosineAttention(2), LipschitzNormAttention(2)])
+def test_a_boolean_bias_is_a_mask_in_every_mode(core, path):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 3, 2, 5, 7).unbind(0)
+    mask = torch.rand(3, 2, 5, 5) > 0.3
+    mask |= torch.eye(5, dtype=torch.bool)
+    scores = torch.zeros(3, 2, 5, 5).masked_fill(~mask, -math.inf)
+    expected = core.eval()(q, k, v, scores)
+    for training in (False, True):
+        for needs in (False, True):
+            core.train(training)
+            found = core(q.clone().requires_grad_(needs), k, v, mask)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

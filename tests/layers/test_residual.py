@@ -13,6 +13,7 @@ class LinearEnd(nn.Module):
     """A branch whose last linear layer can take the residual scale."""
 
     ends_in = "linear"
+    treats_samples_alone = True
 
     def __init__(self):
         super().__init__()
@@ -157,6 +158,7 @@ def test_further_arguments_reach_the_branch():
 def test_bfloat16_branch_of_a_float32_map_in_training(monkeypatch):
     class Rounded(nn.Module):
         ends_in = "gelu"
+        treats_samples_alone = True
 
         def __init__(self):
             super().__init__()
@@ -191,6 +193,7 @@ def test_bfloat16_branch_of_a_float32_map_in_training(monkeypatch):
 def test_a_branch_with_another_shape_is_refused_where_samples_are_dropped():
     class Pool(nn.Module):
         ends_in = "linear"
+        treats_samples_alone = True
 
         def forward(self, x, output_scale):
             return x.mean((1, 2), keepdim=True) * output_scale
@@ -248,3 +251,47 @@ def test_a_hook_sees_the_output_of_the_branch_with_and_without_gradients(compile
     assert len(seen) == 3
     for output in seen:
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+
+
+class WithNodes(nn.Module):
+    """Branch in which one sample changes another one's result, as nodes of a graph do."""
+
+    def forward(self, x, source, target):
+        return torch.zeros_like(x).index_add(0, target, x[source].sin())
+
+
+class OverBatch(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("branch", "context"),
+    [
+        (WithNodes(), (torch.tensor([4, 0, 2]), torch.tensor([1, 3, 0]))),
+        (OverBatch(), ()),
+    ],
+)
+def test_samples_that_depend_on_each_other_all_enter_the_branch(path, branch, context, monkeypatch):
+    torch.manual_seed(0)
+    residual = WeightedResidual(branch, 7, 0.5, drop_path=0.4).train()
+    mask = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0]).view(5, 1) / 0.6
+    monkeypatch.setattr(residual, "draw_mask", lambda x: mask)
+    x = torch.randn(5, 7)
+    expected = x.double() + 0.5 * mask.double() * branch(x.double(), *context)
+    torch.testing.assert_close(residual(x, *context).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_one_gradient_per_sample_can_be_taken_with_drop_path():
+    torch.manual_seed(0)
+    residual = WeightedResidual(nn.Tanh(), 3, 0.5, drop_path=0.5).train()
+    x = torch.randn(64, 3)
+
+    def loss(scale, x):
+        return torch.func.functional_call(residual, {"residual_scale": scale}, (x[None],)).sum()
+
+    gradient = torch.func.grad(loss)
+    found = torch.vmap(gradient, (None, 0), randomness="different")(residual.residual_scale, x)
+    dropped = (found == 0.0).all(1)
+    torch.testing.assert_close(found[~dropped], 2.0 * x[~dropped].tanh())
+    assert 16 < dropped.sum() < 48

@@ -1,5 +1,6 @@
 """timm's API where its own tests do not look: checkpointing, windows, channels, heads, features."""
 
+import copy
 import hashlib
 
 import pytest
@@ -9,6 +10,7 @@ from timm.layers import resize_rel_pos_bias_table
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers)
+from lipsformer.layers import ScaledCosineAttention
 
 NAMES = ["lipsformer_nano", "lipsformer_swin_nano"]
 
@@ -263,3 +265,114 @@ def test_a_contractive_model_is_built_with_the_pooling_that_a_reset_gives():
         assert built.head_hidden_size == reset.head_hidden_size
     with pytest.raises(AssertionError, match="Invalid pool type: token"):
         create("lipsformer_contractive_nano", global_pool="token", **sizes)
+
+
+class Adapter(nn.Module):
+    """As PEFT's LoRA: it passes arguments on and adds a product of two small matrices."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x, *args, **kwargs):
+        return self.base(x, *args, **kwargs) + self.up(self.down(x))
+
+    def merged(self):
+        self.base.weight.data += self.up.weight @ self.down.weight
+        return self.base
+
+
+@pytest.mark.parametrize("name", ["lipsformer_swin_nano", "lipsformer_nano", "lipsformer_vit_tiny"])
+def test_adapters_in_place_of_linear_layers_compute_what_they_merge_to(name, path):
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=32, num_classes=5).eval()
+    places = [
+        (parent, key)
+        for parent in model.modules()
+        for key, child in parent.named_children()
+        if isinstance(child, nn.Linear)
+    ]
+    assert any(key == "pointwise" for _, key in places) or name == "lipsformer_vit_tiny"
+    for parent, key in places:
+        setattr(parent, key, Adapter(getattr(parent, key)))
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        adapted = model(x)
+        for parent, key in places:
+            setattr(parent, key, getattr(parent, key).merged())
+        torch.testing.assert_close(adapted, model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "lipsformer_vit_tiny"])
+def test_a_value_scale_that_a_user_learns_gets_its_gradient(name, path):
+    model = create(name, img_size=32, num_classes=5).train()
+    cores = [m for m in model.modules() if isinstance(m, ScaledCosineAttention)]
+    exact = copy.deepcopy(model).double().eval()
+    for core in (*cores, *(m for m in exact.modules() if isinstance(m, ScaledCosineAttention))):
+        core.value_scale = nn.Parameter(core.value_scale.clone())
+    x = torch.randn(2, 3, 32, 32)
+    model(x).square().sum().backward()
+    exact(x.double()).square().sum().backward()
+    expected = [m.value_scale.grad for m in exact.modules() if isinstance(m, ScaledCosineAttention)]
+    for core, gradient in zip(cores, expected, strict=True):
+        torch.testing.assert_close(core.value_scale.grad.double(), gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "lipsformer_vit_tiny"])
+def test_an_ensemble_is_computed_at_once_by_vmap(name):
+    models = [create(name, img_size=32, num_classes=5).eval() for _ in range(2)]
+    nn.init.normal_(models[1].get_parameter("patch_embed.proj.weight"), std=0.1)
+    parameters, buffers = torch.func.stack_module_state(models)
+    x = torch.randn(2, 3, 32, 32)
+
+    def one(parameters, buffers):
+        return torch.func.functional_call(models[0], (parameters, buffers), (x,))
+
+    with torch.no_grad():
+        found = torch.vmap(one)(parameters, buffers)
+        torch.testing.assert_close(found, torch.stack([m(x) for m in models]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replicas_whose_parameters_are_plain_tensors_train(name):
+    """As nn.DataParallel makes them."""
+    model = create(name, img_size=32, num_classes=5).train()
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
+        for key, child in module.named_children():
+            setattr(replica, key, replicas[child])
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                replica._parameters[key] = None
+            else:
+                setattr(replica, key, parameter.view_as(parameter))
+    x = torch.randn(2, 3, 32, 32)
+    replicas[model](x).square().sum().backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    model(x).square().sum().backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(found[key], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "lipsformer_vit_tiny"])
+def test_a_batch_of_gradients_is_right_or_refused_in_one_sentence(name):
+    model = create(name, img_size=32, num_classes=5)
+    x = torch.randn(1, 3, 32, 32)
+
+    def jacobian(vectorize):
+        return torch.autograd.functional.jacobian(model, x, vectorize=vectorize)
+
+    model.train()
+    try:
+        found = jacobian(vectorize=True)
+    except RuntimeError as error:
+        assert "call model.eval() before" in str(error)  # noqa: PT017
+        found = None
+    expected = jacobian(vectorize=False)
+    model.eval()
+    for value in (found, jacobian(vectorize=True)):
+        if value is not None:
+            torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-5)

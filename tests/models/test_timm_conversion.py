@@ -1,7 +1,7 @@
 import pytest
 import timm
 import torch
-from timm.layers import LayerScale
+from timm.layers import LayerScale, SwiGLU
 
 import lipsformer
 from lipsformer.layers import CenterNorm
@@ -145,3 +145,33 @@ def test_lipsformer_vit_is_the_converted_vit():
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=0)
     assert not any(isinstance(m, torch.nn.LayerNorm) for m in ours.modules())
     assert sum(isinstance(m, CenterNorm) for m in ours.modules()) == 5
+
+
+@pytest.mark.parametrize("kind", ["vit", "swin"])
+@pytest.mark.parametrize("place", ["norm", "block"])
+def test_models_with_shared_modules_are_refused_unchanged(kind, place):
+    small = {"img_size": 32, "embed_dim": 8, "num_classes": 5}
+    if kind == "vit":
+        model = timm.create_model("vit_tiny_patch16_224", depth=2, num_heads=2, **small)
+        blocks = model.blocks
+    else:
+        shape = {"patch_size": 2, "depths": (2,), "num_heads": (2,), "window_size": 4}
+        model = timm.create_model("swin_tiny_patch4_window7_224", **shape, **small)
+        blocks = model.layers[0].blocks
+    if place == "norm":
+        blocks[0].norm2 = blocks[0].norm1
+    else:
+        blocks[1] = blocks[0]
+    before, text = {k: v.clone() for k, v in model.state_dict().items()}, str(model)
+    with pytest.raises(TypeError, match=r"are one module, which is not converted"):
+        lipsformer.convert(model)
+    assert str(model) == text
+    for key, value in model.state_dict().items():
+        assert value.equal(before[key])
+
+
+def test_gated_mlps_are_refused():
+    small = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", mlp_layer=SwiGLU, **small)
+    with pytest.raises(TypeError, match="SwiGLU is not converted: products of two linear maps"):
+        lipsformer.convert(model)

@@ -1,3 +1,5 @@
+import contextlib
+import os
 import warnings
 
 import pytest
@@ -32,7 +34,7 @@ def tree(tmp_path):
 def test_the_report_names_what_is_wrong_and_what_is_unusual(tree, capsys):
     assert main([str(tree), "--workers", "2", "--list", str(tree / "bad.txt")]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("unreadable: val/a/empty.JPEG: cannot identify image")
+    assert lines[0].startswith("unreadable: val/a/empty.JPEG: not an image of the formats")
     assert lines[1].startswith("unreadable: val/b é/001.png: ")
     assert lines[2] == "10 images, 2 unreadable"
     assert [line.split(maxsplit=1) for line in lines[3:]] == [
@@ -96,3 +98,25 @@ def test_wrong_options_end_before_the_work(tree, capsys, option, value):
     assert output.out == ""
     assert output.err.startswith(f"error: {option} ")
     assert output.err.count("\n") == 1
+
+
+def test_the_list_is_written_before_the_report_and_holds_any_name(tmp_path, monkeypatch):
+    root = write_tree(tmp_path / "set" / "val", {"a": 2})
+    (root / "a" / os.fsdecode(b"caf\xe9.jpg")).write_bytes(b"no image")
+    listed = tmp_path / "bad.txt"
+
+    def closed(*args, **kwargs):
+        raise BrokenPipeError
+
+    with monkeypatch.context() as patch, contextlib.suppress(BrokenPipeError):
+        patch.setattr("builtins.print", closed)
+        main([str(tmp_path / "set"), "--workers", "1", "--list", str(listed)])
+    assert listed.read_bytes() == b"val/a/caf\xe9.jpg\n"
+    data = DataConfig(source="folder", root=str(tmp_path / "set"), skip_list=str(listed))
+    with pytest.warns(UserWarning, match="1 images of val are left out"):
+        assert len(build_eval_dataset(data, classes=None)) == 2
+
+
+def test_jpegs_of_phones_with_several_pictures_are_jpegs(tmp_path):
+    photo(17, 13).save(tmp_path / "1.jpg", "MPO", save_all=True, append_images=[photo(13, 11)])
+    assert not check_file(str(tmp_path), "1.jpg").misnamed

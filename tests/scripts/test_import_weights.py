@@ -185,6 +185,26 @@ def test_a_malicious_file_is_refused(tmp_path, function, args, where):
     assert [path.name for path in tmp_path.iterdir()] == ["evil.pth"]
 
 
+DAMAGED = {
+    "a page": b"Repository not found",
+    "a word": b"hello",
+    "a list": {"model": [torch.ones(2)]},
+    "a key that is no name": {1: torch.ones(2)},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_files_that_hold_no_weights_are_one_sentence(tmp_path, capsys, name):
+    file, content = tmp_path / "weights.pth", DAMAGED[name]
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    assert main([str(file), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.pth"]
+
+
 def test_a_malicious_plain_pickle_is_refused(tmp_path):
     marker = tmp_path / "executed"
     content = pickle.dumps(Call(find("os.system"), f"touch {marker}"), protocol=2)

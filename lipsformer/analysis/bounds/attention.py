@@ -118,6 +118,11 @@ def check_core(core: Any, num_heads: int) -> None:
         )
     if isinstance(core, LipschitzNormAttention):
         return
+    if core.value_scale is not None and core.value_scale.numel() != 1:
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for a value scale of shape "
+            f"{tuple(core.value_scale.shape)}: use one number"
+        )
     fixed, learned, eps = core.init_logit_scale, core.log_logit_scale, core.eps
     numbers = isinstance(fixed, (int, float)) and isinstance(eps, (int, float))
     if not numbers or not LEAST_EPS <= eps < math.inf:

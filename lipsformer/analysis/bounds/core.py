@@ -237,7 +237,12 @@ def _unknown(cls: type[nn.Module]) -> str:
 
 
 def entered(
-    module: nn.Module, domain: Domain, channels: int | None, *, first: bool = False
+    module: nn.Module,
+    domain: Domain,
+    channels: int | None,
+    *,
+    first: bool = False,
+    on_map: bool = False,
 ) -> Domain:
     """Return the inputs of a module that needs a number of channels in a certain place.
 
@@ -248,10 +253,17 @@ def entered(
         domain: Its inputs.
         channels: Number of channels that it needs; None for any.
         first: Whether it needs them before the map, as convolutions of PyTorch do.
+        on_map: Whether it needs a map of two axes.
 
     Raises:
-        UnknownModuleError: If the inputs are known to have other channels or another layout.
+        UnknownModuleError: If the inputs are known to have other channels or another layout, or are
+            no map where one is needed.
     """
+    if on_map and len(domain.size) != 2:
+        raise UnknownModuleError(
+            f"no Lipschitz bound is known for {_name(type(module))} on inputs of size "
+            f"{domain.size}: it needs a map (H, W)"
+        )
     misplaced = len(domain.size) > 0 and domain.channels_first is (not first)
     if misplaced or (channels and domain.channels not in (None, channels)):
         place = "first" if domain.channels_first else "last"

@@ -43,7 +43,12 @@ from lipsformer.analysis.bounds.rounding import (
     sigma_bound,
 )
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
-from lipsformer.layers.spectral import conv_symbols, depthwise_operator, grid_excess
+from lipsformer.layers.spectral import (
+    conv_symbols,
+    depthwise_operator,
+    grid_excess,
+    scaled_groups,
+)
 
 # The largest derivative of GELU(x) = x Phi(x), which is Phi(x) + x phi(x) at x = sqrt(2).
 GELU_BOUND = outward(0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi))
@@ -224,7 +229,7 @@ def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 @bound_rule(DepthwiseConv2d)
 def _depthwise(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     check_depthwise(module)
-    domain = entered(module, domain, module.dim)
+    domain = entered(module, domain, module.dim, on_map=True)
     sigma = depthwise_channel_sigma(module.weight, (domain.size[0], domain.size[1]))
     largest = module.weight.detach().double().abs().sum((1, 2, 3))  # |w|_1 bounds the norm of |w| *
     if scale is not None:
@@ -282,14 +287,15 @@ def conv_bound(
         groups: Number of groups.
         oversampling: Frequencies per kernel tap.
     """
+    kernel, size = scaled_groups(weight, groups)
     peaks = [
         sigma_bound(symbols).flatten(1).amax(1)
-        for symbols in conv_symbols(weight, stride, groups, oversampling)
+        for symbols in conv_symbols(kernel, stride, groups, oversampling)
     ]
     # Phases of a strided convolution have at most as large sums of taps as the kernel itself has.
-    taps = weight.abs().sum((-2, -1)).unflatten(0, (groups, -1))
+    taps = kernel.abs().sum((-2, -1)).unflatten(0, (groups, -1))
     sigma = torch.cat(peaks) + FFT_ERROR * norm_bound(taps, dim=(1, 2))
-    return sigma * grid_excess(weight, stride, oversampling) * OUTWARD
+    return sigma * size * grid_excess(weight, stride, oversampling) * OUTWARD
 
 
 def depthwise_radius(weight: Tensor, radius: float, scale: Tensor | None = None) -> float:
@@ -315,9 +321,8 @@ def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bou
             f"no Lipschitz bound is known for {module}: use dilation 1 and padding_mode 'zeros' or "
             "'circular'"
         )
-    if len(domain.size) != 2:
-        raise UnknownModuleError(f"{module} needs a map, and its inputs have size {domain.size}")
-    domain = entered(module, domain, module.weight.shape[1] * module.groups, first=True)
+    channels = module.weight.shape[1] * module.groups
+    domain = entered(module, domain, channels, first=True, on_map=True)
     size = _conv2d_size(module, domain.size)
     weight = module.weight.detach().double()
     if scale is not None:

@@ -100,8 +100,8 @@ def patch_merging_bound(module: Any, domain: Domain, scale: Tensor | None) -> Bo
     The concatenation is an isometry of the map. It increases the 2-norm of the longest token by a
     factor of at most 2.
     """
+    domain = entered(module, domain, None, on_map=True)
     size = tuple((side + 1) // 2 for side in domain.size)
-    domain = entered(module, domain, None)
     merged = replace(domain, size=size, radius=2.0 * domain.radius, channels=None)
     return chain([("norm", module.norm), ("reduction", module.reduction)], merged, scale)
 
@@ -156,7 +156,7 @@ def residual_bound(
     largest_weight = max_abs(alpha)
     # The radius of a branch may be infinite, and 0 * inf is nan: in the program, too.
     rounded = 0.0 if plain.output.error < math.inf else math.inf
-    nothing = Domain(size=(), radius=0.0, norm=0.0, error=rounded)
+    nothing = Domain(size=(), radius=0.0, norm=0.0, error=rounded, ball=0.0)
     added = weighted.output if largest_weight > 0.0 else nothing
     paper_log10 = log10_product((plain.paper_log10, log10_of(largest_weight)))
     # The product with alpha and the sum round.
@@ -170,6 +170,7 @@ def residual_bound(
             radius=outward(domain.radius + added.radius),
             norm=outward(domain.norm + added.norm),
             error=outward(error),
+            ball=outward(domain.ball + added.ball),
         ),
         input=domain,
         parts=plain.parts,
@@ -218,7 +219,7 @@ def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) ->
     Permuting the tokens of the map is an isometry, so the bound does not depend on their places.
     """
     check_attention(module, module.num_heads, module.attention)
-    domain = entered(module, domain, module.qkv.weight.shape[1])
+    domain = entered(module, domain, module.qkv.weight.shape[1], on_map=True)
     h, w = module.window(*domain.size)
     bias = module.position_bias(h, w)[0]
     if len(bias) != module.num_heads:
@@ -249,7 +250,7 @@ def _stripe_layout(_: Any, module: Any, branch: int, x: Tensor) -> Layout:
 @bound_rule(StripeAttention, layout=_stripe_layout)
 def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     check_attention(module, module.heads_per_branch, *module.attention)
-    domain = entered(module, domain, module.qkv.weight.shape[1])
+    domain = entered(module, domain, module.qkv.weight.shape[1], on_map=True)
     heads = split_qkv(
         module.qkv.weight, module.qkv.bias, module.num_branches * module.heads_per_branch
     )

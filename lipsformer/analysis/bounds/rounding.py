@@ -136,9 +136,11 @@ def eigenvalue_bound(gram: Tensor, terms: int) -> Tensor:
         terms: Number of products that are summed in an entry.
 
     Returns:
-        [...], float64.
+        [...], float64; inf if an entry is not finite.
     """
     gram = gram.to(torch.promote_types(gram.dtype, torch.float64))
+    finite = gram.isfinite().all(-1).all(-1)
+    gram = torch.where(finite[..., None, None], gram, 0.0)
     n = gram.shape[-1]
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)
     proposed = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0)
@@ -151,7 +153,7 @@ def eigenvalue_bound(gram: Tensor, terms: int) -> Tensor:
         failed = torch.linalg.cholesky_ex(shifted).info != 0
         step *= 8.0
     bound = mu * (1.0 + 4.0 * n * (n + 3) * UNIT) + 4.0 * (terms + 4) * UNIT * trace
-    return torch.where(trace > 0.0, bound * OUTWARD, 0.0)
+    return torch.where(finite, torch.where(trace > 0.0, bound * OUTWARD, 0.0), math.inf)
 
 
 def sigma_bound(matrices: Tensor) -> Tensor:

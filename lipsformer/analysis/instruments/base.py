@@ -12,9 +12,17 @@ class InstrumentBase:
 
     The trackers keep singular vectors from step to step. The vectors decide the last digits of
     records and of capped weights, so a run that is resumed needs them to continue exactly.
+
+    Example:
+        >>> from lipsformer.analysis.instruments.base import InstrumentBase
+        >>> class PrintSteps(InstrumentBase):
+        ...     def after_step(self, step):
+        ...         print(f"{step + 1} steps are completed")
+        >>> PrintSteps().after_step(0)
+        1 steps are completed
     """
 
-    trackers: dict[str, SigmaTracker]
+    trackers: Mapping[str, SigmaTracker] = {}
 
     def before_step(self, step: int) -> None:
         """Act before the optimizer step, when the gradients are final.

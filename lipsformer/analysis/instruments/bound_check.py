@@ -42,7 +42,6 @@ class BoundCheck(InstrumentBase):
         if limit is not None:
             check_positive("limit", limit)
         self.models, self.domain, self.limit = models, domain, limit
-        self.trackers = {}
 
     def before_eval(self) -> Mapping[str, Mapping[str, float]]:
         """Return `bound_log10` by kind of weights. FSDP2 may have sharded the models.

@@ -143,5 +143,6 @@ class Monitor(InstrumentBase):
         moved = self.updates.measure(deltas)
         record = {f"sigma/{name}": sigma for name, sigma in new.items()}
         for name, sigma in moved.items():
-            record[f"update_ratio/{name}"] = sigma / old[name].clamp_min(1e-30)
+            least = torch.finfo(sigma.dtype).tiny
+            record[f"update_ratio/{name}"] = sigma / old[name].clamp_min(least)
         return record

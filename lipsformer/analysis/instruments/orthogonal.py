@@ -37,10 +37,12 @@ class Orthogonal(InstrumentBase):
         Args:
             model: The model without the wrappers of DDP or the compiler.
         """
-        classifier = getattr(model, "get_classifier", lambda: None)()
-        last = getattr(classifier, "weight", None)
-        self.operators = [op for op in operators(model) if op.is_matrix and op.weight is not last]
-        self.trackers = {}
+        found = getattr(model, "get_classifier", lambda: None)()
+        classifiers = found if isinstance(found, tuple) else (found,)  # distilled DeiT has two
+        last = {id(getattr(classifier, "weight", None)) for classifier in classifiers}
+        self.operators = [
+            op for op in operators(model) if op.is_matrix and id(op.weight) not in last
+        ]
 
     def after_step(self, step: int) -> None:
         """Make one step towards the nearest orthogonal matrices.

@@ -22,7 +22,7 @@ from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
 
 
 class SpectralCap(InstrumentBase):
-    """Keep the norm of every linear operator, and optionally every scale, below a limit.
+    """Keep the norms of linear layers and 2-d convolutions, and optionally scales, below a limit.
 
     The mode `project` replaces a weight above the cap by the nearest weight within it in the
     Frobenius norm, whose singular values are clipped. The mode `soft` shrinks the weight: every
@@ -64,8 +64,9 @@ class SpectralCap(InstrumentBase):
             gain: Largest allowed |gamma| of CenterNorm; None for no limit.
 
         Raises:
-            ValueError: If an argument is out of range, there is nothing to cap, or a weight cannot
-                be followed.
+            ValueError: If an argument is out of range, there is nothing to cap, a weight cannot be
+                followed, or the model has convolutions of another kind or PyTorch's attention,
+                which would exceed the limit unnoticed.
         """
         for name, limit in (("sigma", sigma), ("residual_scale", residual_scale), ("gain", gain)):
             if limit is not None:
@@ -76,7 +77,7 @@ class SpectralCap(InstrumentBase):
             raise ValueError(f"strength must lie in (0, 1], got {strength}")
         self.sigma = math.inf if sigma is None else sigma
         self.mode, self.strength = mode, strength
-        self.operators = [] if sigma is None else operators(model)
+        self.operators = [] if sigma is None else _every_operator(model)
         if sigma is not None and not self.operators:
             raise ValueError(
                 f"sigma={sigma} has no effect: the model has no nn.Linear or convolution"
@@ -138,3 +139,17 @@ class SpectralCap(InstrumentBase):
     def _clamp(self) -> None:
         for parameter, limit in self.clamped:
             parameter.clamp_(-limit, limit)
+
+
+def _every_operator(model: nn.Module) -> list[Operator]:
+    """Return the operators of a model, or raise if one of them cannot be capped."""
+    for name, module in model.named_modules():
+        convolution = isinstance(module, nn.modules.conv._ConvNd)
+        if isinstance(module, nn.MultiheadAttention) or (
+            convolution and not isinstance(module, nn.Conv2d)
+        ):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose norm cannot be capped: "
+                "only linear layers and 2-d convolutions can"
+            )
+    return operators(model)

@@ -71,7 +71,7 @@ class UpdateLimit(InstrumentBase):
         moved = self.updates.measure(deltas)
         for op in self.operators:
             limit = self.share * allowed[op.name]
-            factor = (limit / moved[op.name].clamp_min(1e-30)).clamp(max=1.0)
+            factor = torch.where(moved[op.name] > limit, limit / moved[op.name], 1.0)
             factor = torch.where(limit > 0.0, factor, 1.0)  # Otherwise a zero weight stays zero.
             values = before[op.name] + factor.to(op.weight.dtype) * deltas[op.name]
             assign(op.weight, values)

@@ -110,6 +110,6 @@ def _unsupported_edges(
         return f"there are {edge_index.size(1)} edges"
     if target is None:
         return "the targets have no representations"
-    if size is not None and tuple(size) != (len(source), len(target)):
+    if size is not None and tuple(size) != (source.size(0), target.size(0)):
         return f"size={size} is not the number of inputs"
     return None

@@ -121,7 +121,7 @@ class _EdgeAttention(torch.autograd.Function):
         out, *residuals = _backend(value).forward(csr, query, key, value, settings)
         ctx.csr, ctx.settings = csr, settings._replace(keep=None)
         ctx.save_for_backward(query, key, value, settings.keep, *residuals)
-        return out
+        return torch.ops.aten._unsafe_view(out, out.shape)  # no view, so it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -65,11 +65,12 @@ class LipsLayer(nn.Module):
         return self.mlp(self.attn(x, edge_index))
 
     def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, state_dict: dict[str, Any], prefix: str, *args: Any
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         """Take over the form of the values, and accept the names of an earlier version.
 
-        A state without `value_scale` was trained with raw values, which were the default then.
+        What `state_dict()` returned without `value_scale` is of a model with raw values. In a plain
+        dictionary, which may hold the parameters alone, the key counts as missing.
         """
         earlier = {
             "residual.": "attn.",
@@ -79,18 +80,18 @@ class LipsLayer(nn.Module):
             "proj.": "attn.branch.proj.",
             "mlp.": "mlp.branch.",
         }
-        if prefix + "residual.residual_scale" in state_dict:
+        from_earlier = prefix + "residual.residual_scale" in state_dict
+        if from_earlier:
             for name in [name for name in state_dict if name.startswith(prefix)]:
                 first, _, rest = name.removeprefix(prefix).partition(".")
                 state_dict[prefix + earlier[first + "."] + rest] = state_dict.pop(name)
         conv: Any = self.attn.branch.conv
         saved = state_dict.get(prefix + "attn.branch.conv.attention.value_scale")
-        if prefix + "attn.branch.conv.lin.weight" in state_dict and (
-            (saved is None) != (conv.attention.value_scale is None)
-        ):
+        known = saved is not None or from_earlier or bool(local_metadata)
+        if known and (saved is None) != (conv.attention.value_scale is None):
             conv.attention.init_value_scale = None if saved is None else saved.item()
             conv.attention.value_scale = None if saved is None else saved.to(conv.lin.weight)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 class LipsGraphTransformer(GraphNet):

@@ -79,7 +79,7 @@ class GraphNet(nn.Module):
 
     def _states(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Iterator[Tensor]:
         """Yield the representations before the first and after every layer."""
-        edges = self._edges(edge_index, len(x))
+        edges = self._edges(edge_index, x.size(0))
         x = first = self.encoder(x)
         yield x
         for layer in self.layers:
