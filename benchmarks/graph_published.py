@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from benchmarks.records import spread
 from lipsformer._commands import documented_parser
 from lipsformer.jsonl import read_jsonl
 
@@ -65,8 +66,8 @@ def table(graph: str) -> str:
         mean, count = statistics.mean(best), len(best)
         error = (statistics.variance(best) / count + deviation**2 / PAPERS_RUNS) ** 0.5
         rows.append(
-            f"| {case} | {count} | {mean:.1f} ± {statistics.stdev(best):.1f} "
-            f"| {statistics.mean(last):.1f} ± {statistics.stdev(last):.1f} "
+            f"| {case} | {count} | {spread(best, 1)} "
+            f"| {spread(last, 1)} "
             f"| {published} ± {deviation} | {mean - published:+.1f} "
             f"| {(mean - published) / error:+.1f} |"
         )

@@ -9,13 +9,12 @@ standard deviation.
 """
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.records import markdown, write_record
+from benchmarks.records import markdown, spread, write_record
 from lipsformer._commands import documented_parser
 from lipsformer.jsonl import read_jsonl
 
@@ -60,15 +59,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table of rows that `gather` returned."""
     lines = []
     for row in rows:
-        test = " / ".join(_mean(row[key]) for key in _PERCENT[:2])
-        train = _mean(row[_PERCENT[2]]) if _PERCENT[2] in row else ""
+        test = " / ".join(spread(row[key], 1) for key in _PERCENT[:2])
+        train = spread(row[_PERCENT[2]], 1) if _PERCENT[2] in row else ""
         lines.append((row["study"], " ".join(row["overrides"]), len(row["seed"]), test, train))
     return markdown(("study", "setting", "seeds", "test", "highest train"), lines)
-
-
-def _mean(values: list[float]) -> str:
-    mean = f"{statistics.mean(values):.1f}"
-    return f"{mean} ± {statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ missing.
 """
 
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.graph_published import PUBLISHED
-from benchmarks.records import markdown
+from benchmarks.records import markdown, spread
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig
@@ -291,10 +290,7 @@ def _test(runs: list[Run]) -> tuple[str, str]:
 
 
 def _mean(runs: list[Run], key: str) -> str:
-    values = [100 * run[key] for run in runs]
-    if len(values) < 2:
-        return "".join(f"{value:.1f}" for value in values)
-    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+    return spread([100 * run[key] for run in runs], 1) if runs else ""
 
 
 TABLES = {

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ def markdown(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """Return a table in markdown."""
     first, *others = ["| " + " | ".join(map(str, cells)) + " |" for cells in (header, *rows)]
     return "\n".join([first, "|" + "---|" * len(header), *others])
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Return the mean and, for several values, the standard deviation."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 @quiet_pipe()

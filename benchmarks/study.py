@@ -34,7 +34,7 @@ import torch
 import yaml
 
 from benchmarks.machine import machine
-from benchmarks.records import markdown
+from benchmarks.records import markdown, spread
 from lipsformer._commands import documented_parser, quiet_pipe
 from lipsformer._configfile import dump_config, read_config, require
 from lipsformer.analysis.cost import count_parameters, part_costs
@@ -292,7 +292,7 @@ def table(study: Study) -> str:
         first = finished[0]
         cells = [
             row,
-            spread([entry["top1"] for entry in last if entry is not None]),
+            spread([entry["top1"] for entry in last if entry is not None], 2),
             f"{len(finished)}, and {failed}" if failed else str(len(finished)),
             f"{first['parameters'] / 1e6:.2f}",
             f"{first['gmacs'] * 1e3:.1f}",
@@ -307,12 +307,6 @@ def table(study: Study) -> str:
     if missing:
         text += f"\n\nNot run: {', '.join(missing)}."
     return text
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return mean and, for several values, standard deviation."""
-    mean = statistics.mean(values)
-    return f"{mean:.2f}" if len(values) == 1 else f"{mean:.2f} ± {statistics.stdev(values):.2f}"
 
 
 def plot(study: Study, path: Path) -> None:

@@ -82,7 +82,11 @@ def norm_matrix(norm: nn.Module, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def patch_matrix(conv: Any) -> Tensor:
-    """Return the matrix of a convolution of patches that do not overlap."""
+    """Return the matrix of a convolution of patches that do not overlap.
+
+    Raises:
+        UnknownModuleError: If the patches overlap or are padded, or the channels are grouped.
+    """
     unchanged(conv, nn.Conv2d, PatchConv2d)
     if conv.stride != conv.weight.shape[2:] or conv.padding != (0, 0) or conv.groups != 1:
         raise UnknownModuleError(f"no local bound is known for {conv}: use patches side by side")

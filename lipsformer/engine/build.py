@@ -107,10 +107,15 @@ def load_initial_weights(config: Config, model: nn.Module, classes: Sequence[str
     """Load the weights that `model.checkpoint` names, if it names any; log which they are.
 
     The classifier keeps its random weights if the number of classes differs. A warning says if it
-    was trained for as many classes with other names. With `model.convert`
-    the weights may be those of the model before its conversion. Where timm's config.json describes
-    the model of the weights, it must be the one of this config, apart from the arguments that timm
-    adapts and the rates of dropout.
+    was trained for as many classes with other names. With `model.convert` the weights may be those
+    of the model before its conversion. Where timm's config.json describes the model of the weights,
+    it must be the one of this config, apart from the arguments that timm adapts and the rates of
+    dropout.
+
+    Args:
+        config: The config of the run.
+        model: Gets the weights, in place.
+        classes: Names of the classes of the data, in the order of the logits.
 
     Raises:
         ConfigError: If there are none, they do not fit, or they belong to another model.

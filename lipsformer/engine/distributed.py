@@ -26,7 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def start(config: Config) -> Accelerator:
-    """Join the other processes, if any, and set device, precision, determinism and allocator."""
+    """Join the other processes, if any, and set device, precision, determinism and allocator.
+
+    Raises:
+        ConfigError: If the launcher asks for an engine, a form of parallelism or a tracker that
+            cannot be used here, or processes of the launch are missing.
+    """
     keep_freed_memory()
     # The launcher sets this variable to true. Accelerate 1.15 then sends the weights of rank 0 to
     # all others, which fails if a buffer is not sharded. Here every rank builds the same weights.

@@ -32,6 +32,13 @@ def train_step(
     was synchronized. A step whose gradient is not finite changes neither weights nor moments, and
     `StepMetrics` counts it.
 
+    Args:
+        state: The model and all that trains it.
+        micro_batches: Images and labels of this rank.
+        num_samples: Number of samples of the step over all ranks.
+        step: Number of completed steps.
+        transform: Applied to each micro-batch on the device.
+
     Returns:
         The sum of this rank's losses, and the norm of the gradient before clipping.
     """
@@ -49,7 +56,11 @@ def backward(
     *,
     rank: int,
 ) -> Tensor:
-    """Add the gradient of a rank's micro-batches; return the sum of their losses."""
+    """Add the gradient of a rank's micro-batches; return the sum of their losses.
+
+    The arguments are those of `train_step`. `rank` is the rank whose random numbers are drawn,
+    which `scripts.replay` sets to that of another process.
+    """
     accelerator = state.accelerator
     # DDP and FSDP average the gradients of the ranks; the factor turns the average into the sum.
     scale = accelerator.num_processes / num_samples

@@ -9,7 +9,13 @@ from lipsformer.kernels.dispatch import refuse_second_derivatives
 
 
 def normalize_rows(x: Tensor, eps: float, length: Tensor | float) -> Tensor:
-    """Return length * x / sqrt(|x|^2 + eps), keeping the result instead of the input."""
+    """Return length * x / sqrt(|x|^2 + eps), keeping the result instead of the input.
+
+    Args:
+        x: [..., d].
+        eps: Number above 0.
+        length: A number, or a tensor that broadcasts over the tokens, such as [H, 1, 1].
+    """
     return _NormalizeRows.apply(x, eps, length)
 
 
@@ -46,6 +52,12 @@ def recomputed_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -
 
     PyTorch has no fused CPU kernel for a learnable bias. Without a bias its kernel is not faster
     on small windows, and it also stores the output.
+
+    Args:
+        q: Queries, [B, H, M, d], already scaled.
+        k: Keys, [B, H, N, d].
+        v: Values, [B, H, N, d].
+        bias: Broadcastable to [B, H, M, N], or None.
     """
     return _RecomputedAttention.apply(q, k, v, bias)
 

@@ -19,7 +19,7 @@ class WindowArguments(NamedTuple):
             are.
         lepe: Weights [C, 1, 3, 3] of the depthwise convolution of the values of each partition
             that is added to the output; empty for none.
-        offset: Biases [C] of these convolutions.
+        lepe_bias: Biases [C] of these convolutions.
         windows: Height and width in tokens of the windows of each partition, one after the other.
         heads: Number of heads of a partition.
         scale: Number that multiplies the cosines.
@@ -30,7 +30,7 @@ class WindowArguments(NamedTuple):
     tau: Sequence[Tensor]
     nu: Sequence[Tensor]
     lepe: Sequence[Tensor]
-    offset: Sequence[Tensor]
+    lepe_bias: Sequence[Tensor]
     windows: Sequence[int]
     heads: int
     scale: float
@@ -38,18 +38,18 @@ class WindowArguments(NamedTuple):
 
     def tensors(self) -> list[Tensor | None]:
         """Return all tensors in order."""
-        return [self.bias, *self.tau, *self.nu, *self.lepe, *self.offset]
+        return [self.bias, *self.tau, *self.nu, *self.lepe, *self.lepe_bias]
 
     def with_tensors(self, tensors: Sequence[Any]) -> "WindowArguments":
         """Return the same arguments with other tensors in the order of ``tensors``."""
         bias, *rest = tensors
         groups = []
-        for group in (self.tau, self.nu, self.lepe, self.offset):
+        for group in (self.tau, self.nu, self.lepe, self.lepe_bias):
             groups.append(rest[: len(group)])
             rest = rest[len(group) :]
-        tau, nu, lepe, offset = groups
+        tau, nu, lepe, lepe_bias = groups
         numbers = (self.windows, self.heads, self.scale, self.eps)
-        return WindowArguments(bias, tau, nu, lepe, offset, *numbers)
+        return WindowArguments(bias, tau, nu, lepe, lepe_bias, *numbers)
 
     def without_tensors(self) -> "WindowArguments":
         """Return the same arguments with None in place of every tensor."""

@@ -122,7 +122,7 @@ def block_forward(
     tau: Sequence[Tensor],
     nu: Sequence[Tensor],
     lepe: Sequence[Tensor],
-    offset: Sequence[Tensor],
+    lepe_bias: Sequence[Tensor],
     windows: Sequence[int],
     heads: int,
     scale: float,
@@ -143,7 +143,7 @@ def block_forward(
     x2 = ops.gelu(x1, z3, t.depthwise_2_bias, t.scale_2, t.mask_2)
     qkv = F.linear(x2, qkv_weight, qkv_bias).unflatten(-1, (3, len(windows) // 2, -1))
     heads_out = torch.ops.lipsformer.cosine_windows(
-        qkv, bias, tau, nu, lepe, offset, windows, heads, scale, eps
+        qkv, bias, tau, nu, lepe, lepe_bias, windows, heads, scale, eps
     )
     branch = F.linear(heads_out, proj)
     if t.gain_1 is None:
@@ -167,7 +167,7 @@ def block_backward(
     tau: Sequence[Tensor],
     nu: Sequence[Tensor],
     lepe: Sequence[Tensor],
-    offset: Sequence[Tensor],
+    lepe_bias: Sequence[Tensor],
     windows: Sequence[int],
     heads: int,
     scale: float,
@@ -179,7 +179,7 @@ def block_backward(
     own parameters.
     """
     t: Any = BlockTensors(*tensors)  # pyright: ignore[reportArgumentType]
-    attention = WindowArguments(bias, tau, nu, lepe, offset, windows, heads, scale, eps)
+    attention = WindowArguments(bias, tau, nu, lepe, lepe_bias, windows, heads, scale, eps)
     x, z1, z2, x1, z3, x2, qkv, heads_out, centered_1, x3, z4, centered_2, flat = kept
     pointwise, qkv_weight, proj, fc1, fc2, _, taps_1, taps_2 = matrices_in(flat, _shapes_of_cast(t))
     grad = grad.to(x.dtype).contiguous()

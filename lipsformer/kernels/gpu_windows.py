@@ -33,7 +33,7 @@ def _forward(
     tau: Sequence[Tensor],
     nu: Sequence[Tensor],
     lepe: Sequence[Tensor],
-    offset: Sequence[Tensor],
+    lepe_bias: Sequence[Tensor],
     windows: Sequence[int],
     heads: int,
     scale: float,
@@ -41,7 +41,7 @@ def _forward(
 ) -> Tensor:
     from lipsformer.kernels.triton import windows as kernel
 
-    arguments = WindowArguments(bias, tau, nu, lepe, offset, windows, heads, scale, eps)
+    arguments = WindowArguments(bias, tau, nu, lepe, lepe_bias, windows, heads, scale, eps)
     return kernel.forward(qkv, arguments)
 
 
@@ -53,7 +53,7 @@ def _backward(
     tau: Sequence[Tensor],
     nu: Sequence[Tensor],
     lepe: Sequence[Tensor],
-    offset: Sequence[Tensor],
+    lepe_bias: Sequence[Tensor],
     windows: Sequence[int],
     heads: int,
     scale: float,
@@ -61,7 +61,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     from lipsformer.kernels.triton import windows as kernel
 
-    arguments = WindowArguments(bias, tau, nu, lepe, offset, windows, heads, scale, eps)
+    arguments = WindowArguments(bias, tau, nu, lepe, lepe_bias, windows, heads, scale, eps)
     sums = _sums(qkv, arguments)
     return kernel.backward(grad, sums, qkv, arguments), sums
 
@@ -79,7 +79,7 @@ def _(grad: Tensor, qkv: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def learned(arguments: WindowArguments) -> list[Tensor]:
     """Return the tensors that learn, in the order of the columns of the sums."""
     bias = [] if arguments.bias is None else [arguments.bias]
-    return [*bias, *arguments.tau, *arguments.lepe, *arguments.offset]
+    return [*bias, *arguments.tau, *arguments.lepe, *arguments.lepe_bias]
 
 
 def _sums(qkv: Tensor, arguments: WindowArguments) -> Tensor:

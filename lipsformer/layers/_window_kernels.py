@@ -103,7 +103,7 @@ def gpu_arguments(arrangement: Arrangement) -> kernels.WindowArguments:
         tau=[attention.tau() for attention in attentions] if learned else [],
         nu=[] if first.value_scale is None else [a.value_scale for a in attentions],
         lepe=[lepe.weight for lepe in lepes],
-        offset=[lepe.bias for lepe in lepes],
+        lepe_bias=[lepe.bias for lepe in lepes],
         windows=[side for window in windows for side in window],
         heads=first.num_heads,
         scale=1.0 if learned else tau,

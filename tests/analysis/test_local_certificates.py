@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lipsformer
 from lipsformer.analysis import local_certificates as local
-from lipsformer.analysis import local_norms
+from lipsformer.analysis import local_layers, local_norms
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius, local_bounds, watch_norms
 from lipsformer.analysis.local_attention import LocalAttention
@@ -398,3 +398,17 @@ def test_a_module_that_is_called_twice_is_bounded_without_its_norms():
     largest, _, bounds = local_bounds(net, bound, norms, torch.full((3,), 0.1))
     assert set(largest) == {"", "0", "5"}
     assert all(b.value <= bound.value * (1 + 1e-9) for b in bounds.values())
+
+
+def test_the_probabilities_of_all_probes_add_up_to_the_stated_one(monkeypatch):
+    failures = []
+
+    def probed(function, x, failure):
+        failures.append(failure)
+        return probed_norm(function, x, failure)
+
+    for module in (local, local_layers):
+        monkeypatch.setattr(module, "probed_norm", probed)
+    local.local_certificates(trained("swin"), torch.randn(2, 3, 20, 20), 1e-6)
+    assert len(failures) > 3
+    assert sum(failures) <= 1e-6 * (1 + 1e-9)

@@ -238,3 +238,14 @@ def test_the_weight_of_a_residual_is_not_rounded_to_float32(model):
         weight = attn.mix.double().item()
         exact = 1.0 - weight + weight * plain / divisor(attn.branch, (4, 4))
         assert lipschitz_bound(attn, known).value >= exact * (1.0 - 2e-9) > 1.0
+
+
+def test_both_programs_of_an_executed_statement_have_their_allowance():
+    """One error is that of the logits of the image, the other that of the logits of the others."""
+    net = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 3))
+    bound = lipschitz_bound(net, Domain(size=(), radius=9.0, norm=9.0, error=0.0))
+    one = difference_errors(bound, 3)
+    for dtype, share in ((torch.float64, 2.0 * FLOAT64_SHARE), (torch.float32, 1 + FLOAT64_SHARE)):
+        allowed = executed_errors(bound, 3, dtype)
+        assert (allowed >= one * share).all()
+        torch.testing.assert_close(allowed, one * share, rtol=1e-12, atol=0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lipsformer._configfile import ConfigError
 from lipsformer.analysis.bounds import Domain, image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius, real_errors
-from lipsformer.analysis.robustness import margins, pgd_attack, robust_mask
+from lipsformer.analysis.robustness import margins, pgd_attack, robust_mask, smallest_margins
 from lipsformer.config import DataConfig
 from scripts._certify import certify, model_bound
 
@@ -148,3 +148,14 @@ def test_certificates_need_onednn(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     with pytest.raises(ConfigError, match="NNPACK"):
         model_bound(accelerator, nn.Conv2d(3, 2, 5), data)
+
+
+def test_the_smallest_margin_on_the_way_counts_and_not_the_last():
+    image = torch.full((1, 7), 0.5)
+
+    def function(x):  # wrong for the image itself, and right for every other one
+        away = (x - image).abs().sum(1, keepdim=True) > 0
+        return torch.cat([away * 2.0 - 1.0, torch.zeros_like(x[:, :1])], 1) + 0.0 * x[:, :1]
+
+    found = smallest_margins(function, image, torch.tensor([0]), 0.1, steps=5)
+    assert found.tolist() == [-1.0]

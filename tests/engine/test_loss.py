@@ -279,3 +279,13 @@ def test_the_margin_loss_needs_one_linear_classifier(tmp_path):
     config = config_of(tmp_path, "loss.type=margin")
     with pytest.raises(ConfigError, match="one linear classifier"):
         make_task(config, nn.Linear(3, 2), Accelerator(cpu=True), teacher=None, num_classes=2)
+
+
+def test_the_margin_loss_of_two_equal_classes_has_finite_gradients():
+    classifier = nn.Linear(11, CLASSES)
+    with torch.no_grad():
+        classifier.weight[1] = classifier.weight[0]
+    features = torch.randn(3, 11)
+    targets = torch.eye(CLASSES)[:3]
+    MarginLoss(classifier, 0.7, 0.3)(classifier(features), targets).backward()
+    assert classifier.weight.grad.isfinite().all()

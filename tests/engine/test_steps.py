@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lipsformer.config import OptimConfig
 from lipsformer.engine.distributed import make_accelerator
-from lipsformer.engine.evaluation import evaluate
+from lipsformer.engine.evaluation import EvalSums, evaluate
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, summarize
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
@@ -247,3 +247,21 @@ def test_a_resumed_run_names_the_last_finite_update() -> None:
     resumed.add(1, 0.1, 4, torch.tensor(math.nan), torch.tensor(1.0))
     with pytest.raises(NonFiniteError, match=r"last finite update 0: lr 0.1, loss 2"):
         resumed.read()
+
+
+def test_a_mean_loss_counts_every_sample_once() -> None:
+    metrics = StepMetrics(max_nonfinite=0)
+    metrics.add(0, 0.1, 7, torch.tensor(7 * 2.0), torch.tensor(1.0))
+    metrics.add(1, 0.1, 3, torch.tensor(3 * 5.0), torch.tensor(3.0))
+    record = summarize(metrics.read())
+    assert (record["loss"], record["grad_norm"]) == (pytest.approx(2.9), 2.0)
+
+
+def test_the_loss_of_an_evaluation_is_summed_in_float64() -> None:
+    sums = EvalSums()
+    label = torch.tensor([0])
+    sums.add(torch.tensor([[-(2.0**24), 0.0]]), label)  # the loss is 2^24, whose next float is + 2
+    for _ in range(64):
+        sums.add(torch.tensor([[0.0, 0.0]]), label)
+    expected = (2.0**24 + 64 * math.log(2)) / 65
+    assert sums.result(Accelerator(cpu=True))["loss"] == pytest.approx(expected, rel=1e-9)

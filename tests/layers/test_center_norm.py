@@ -90,3 +90,15 @@ def test_parameters_of_another_type_than_the_input(dtype, compiled_kernels):
 def test_another_number_of_channels_is_refused(path):
     with pytest.raises(ValueError, match=r"x has 1 channels, and CenterNorm\(4\) 4"):
         CenterNorm(4)(torch.randn(3, 1))
+
+
+@pytest.mark.parametrize("offset", [1e2, 1e4, 1e6])
+def test_the_gradient_of_the_gain_survives_a_large_bias(offset, path):
+    torch.manual_seed(0)
+    norm = CenterNorm(11).train()
+    torch.nn.init.constant_(norm.bias, offset)
+    x, upstream = torch.randn(2, 131, 11).unbind(0)
+    norm(x).backward(upstream)
+    centered = (x - x.mean(-1, keepdim=True)).double() * 11 / 10
+    expected = (centered * upstream.double()).sum(0)
+    torch.testing.assert_close(norm.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)

@@ -315,7 +315,12 @@ def depthwise_radius(weight: Tensor, radius: float, scale: Tensor | None = None)
 
 @bound_rule(nn.Conv2d)
 def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bound:
-    """Bound a convolution of channels-first maps."""
+    """Bound a convolution of channels-first maps.
+
+    Raises:
+        UnknownModuleError: If it is dilated, pads with other values than zeros or cyclically, or
+            its inputs are no map of its channels.
+    """
     if module.dilation != (1, 1) or module.padding_mode not in ("zeros", "circular"):
         raise UnknownModuleError(
             f"no Lipschitz bound is known for {module}: use dilation 1 and padding_mode 'zeros' or "

@@ -217,6 +217,9 @@ def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) ->
     """Bound attention whose windows partition the map, whatever tokens a window joins.
 
     Permuting the tokens of the map is an isometry, so the bound does not depend on their places.
+
+    Raises:
+        UnknownModuleError: If the attention or its table of biases is not what the proofs cover.
     """
     check_attention(module, module.num_heads, module.attention)
     domain = entered(module, domain, module.qkv.weight.shape[1], on_map=True)

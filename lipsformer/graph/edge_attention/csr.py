@@ -61,6 +61,11 @@ class SortedEdges:
     def of(edge_index: "Tensor | SortedEdges", num_sources: int, num_targets: int) -> "SortedEdges":
         """Return `edge_index` itself if it is a `SortedEdges`, and a new object otherwise.
 
+        Args:
+            edge_index: [2, E], sources above targets; or edges that are sorted already.
+            num_sources: Number of rows of the source features.
+            num_targets: Number of rows of the target features.
+
         Raises:
             ValueError: If `edge_index` was sorted for other numbers of nodes.
         """

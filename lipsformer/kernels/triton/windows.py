@@ -333,7 +333,7 @@ def _launch(
     qkv: Tensor, arguments: WindowArguments
 ) -> tuple[list[Tensor | None], tuple[int, ...], dict[str, Any]]:
     """Return the tensors in front of the results, the sizes and the constants of a launch."""
-    groups = [arguments.tau, arguments.nu, arguments.lepe, arguments.offset]
+    groups = [arguments.tau, arguments.nu, arguments.lepe, arguments.lepe_bias]
     pairs = [side for group in groups for side in ([*group, *group] or [None, None])[:2]]
     tensors = [tensor if tensor is None else tensor.contiguous() for tensor in pairs]
     bias = arguments.bias if arguments.bias is None else arguments.bias.contiguous()
