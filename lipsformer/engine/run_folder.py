@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lipsformer._configfile import ConfigError, read_config, read_json
+from lipsformer._renamed import renamed
 from lipsformer.config import Config
 from lipsformer.engine.run_files import (
     CHECKPOINTS,
@@ -277,3 +278,6 @@ def better_kind(figures: dict[str, dict[str, Any]]) -> str:
         figures: The evaluation of each kind, EMA after raw.
     """
     return max(reversed(figures), key=lambda kind: figures[kind]["top1"])
+
+
+__getattr__ = renamed(__name__)

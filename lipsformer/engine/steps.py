@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lipsformer._renamed import renamed
 from lipsformer.engine.metrics import StepMetrics
 from lipsformer.engine.optim import set_lr, skips_on_device
 from lipsformer.engine.parts import BatchTransform, MicroBatch
@@ -164,3 +165,6 @@ def train_epoch(
         if after_step(step):
             break
     return step
+
+
+__getattr__ = renamed(__name__)

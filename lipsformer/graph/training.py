@@ -20,6 +20,7 @@ from lipsformer._ranks import (
     rank_and_count,
     sum_over_ranks,
 )
+from lipsformer._renamed import renamed
 from lipsformer.graph.batches import SPLITS, Batches, on_device, prepare_batches
 from lipsformer.graph.config import GraphTrainConfig
 from lipsformer.graph.diagnostics import gradient_norms, layer_profile
@@ -351,3 +352,6 @@ def _drop_records(log: Path, epoch: int) -> None:
     partial = log.with_suffix(".tmp")
     partial.write_text("".join(f"{line}\n" for line in kept))
     os.replace(partial, log)  # a full disk or a killed process loses nothing
+
+
+__getattr__ = renamed(__name__)

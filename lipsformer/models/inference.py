@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lipsformer._renamed import renamed
 from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention
 from lipsformer.models.folded_layers import FrozenLinear
 from lipsformer.models.folding import FOLDS, fold_obstacle
@@ -106,3 +107,6 @@ def _require_single_use(model: nn.Module) -> None:
                 f"{first} and {name} are one module, which cannot be folded for both places: "
                 "replace one of them by a copy"
             )
+
+
+__getattr__ = renamed(__name__)

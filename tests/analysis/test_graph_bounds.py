@@ -60,7 +60,9 @@ def layers_of(model, edges):
     return lambda x: model(x, edges)
 
 
-@pytest.mark.parametrize(("num_layers", "starts"), [(2, 3), (31, 1), (1024, 0)])
+@pytest.mark.parametrize(
+    ("num_layers", "starts"), [(2, 3), (31, 1), pytest.param(1024, 0, marks=pytest.mark.slow)]
+)
 def test_initial_residuals_keep_the_constant_one_at_every_depth(num_layers, starts):
     torch.manual_seed(0)
     model = GCN2(3, 5, 2, num_layers).double().eval()
