@@ -63,7 +63,8 @@ def build_datasets(
         source = Subset(source, np.flatnonzero(~held_out(source.labels, data.holdout)).tolist())
     if data.train_share < 1:
         kept = _share(source, data.train_share, "train_share")
-        source = Subset(source, np.resize(kept, len(source.labels)).tolist())  # repeats them
+        times = np.arange(len(source.labels)) * len(kept) // len(source.labels)
+        source = Subset(source, kept[times].tolist())  # each as often as any other, or once more
     sizes = {size: train_transform(data, augment, size) for size in augment.img_sizes}
     by_epoch = [sizes[size] for size in sizes_by_epoch(augment.img_sizes, epochs)]
     train = TrainDataset(source, train_transform(data, augment), seed=seed, by_epoch=by_epoch)

@@ -69,15 +69,15 @@ def _find(name: str, load: Callable[[], EncodedPicture]) -> Finding:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(io.BytesIO(picture.content), formats=FORMATS) as image:
+            kind = FAMILY.get(image.format or "", image.format)
             extension = os.path.splitext(picture.name)[1].lower()
             return Finding(
                 name,
-                kind=f"{image.format} {image.mode}",
+                kind=f"{kind} {image.mode}",
                 size=image.size,
                 rotated=image.getexif().get(ORIENTATION, 1) in range(2, 9),
-                animated=getattr(image, "n_frames", 1) > 1,
-                misnamed=Image.registered_extensions().get(extension)
-                != FAMILY.get(image.format or "", image.format),
+                animated=getattr(image, "n_frames", 1) > 1 and kind == image.format,
+                misnamed=Image.registered_extensions().get(extension) != kind,
             )
 
 

@@ -200,19 +200,17 @@ def checksum(path: Path) -> str:
 
 
 def is_complete(shard: Path) -> bool:
-    """Return whether a shard and its offsets are there, and the offsets can be read."""
+    """Return whether a shard is there with all images whose places its `.npz` file lists."""
     try:
-        _read_places(shard.with_suffix(".npz"))
+        places = _read_places(shard.with_suffix(".npz"))
     except DataError:
         return False
-    return shard.exists()
+    end = int((places["offsets"] + places["sizes"]).max(initial=0))
+    return shard.exists() and shard.stat().st_size >= end
 
 
 def damaged_shards(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield each shard's name, and whether it is incomplete or differs from the index.
-
-    A folder without an index has none.
-    """
-    for shard in read_index(path)["shards"] if (path / INDEX).exists() else ():
+    """Yield each shard's name, and whether it is incomplete or differs from the index."""
+    for shard in read_index(path)["shards"]:
         file = path / shard["file"]
         yield shard["file"], not is_complete(file) or checksum(file) != shard["sha256"]

@@ -21,7 +21,7 @@ from data.images import ArrayPicture, EncodedPicture, Picture, read_picture
 MOST_DIGIT_PIXELS = 1024  # on a side; all digits are kept in memory, which is 1.8 GB then
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
-# Pictures of formats that are not read.
+# Of pictures that are not read.
 OTHER_PICTURES = {".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jxl", ".svg"}
 
 
@@ -49,7 +49,7 @@ def held_out(labels: np.ndarray, share: float) -> np.ndarray:
     chosen = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         (members,) = np.nonzero(labels == label)
-        steps = np.floor(np.arange(len(members) + 1) * share + 1e-9)  # 0.29 * 100 is below 29
+        steps = np.floor(np.arange(len(members) + 1) * share)
         chosen[members] = np.diff(steps) > 0
     return chosen
 

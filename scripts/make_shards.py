@@ -28,6 +28,7 @@ from data.shards import (
     checksum,
     damaged_shards,
     is_complete,
+    read_index,
     shard_members,
     shard_name,
     write_index,
@@ -69,24 +70,35 @@ def make(
         "images_per_shard": images_per_shard,
         "seed": seed,
     }
-    found = read_json(path / PLAN) if (path / PLAN).exists() else plan
-    if found != plan or (not (path / PLAN).exists() and path.exists() and any(path.iterdir())):
+    # Plans of earlier versions have no sum of the contents.
+    found = plan | (read_json(path / PLAN) if (path / PLAN).exists() else {})
+    if other := [key for key in plan if found[key] != plan[key]]:
         raise DataError(
-            f"{path} is not empty, and its files are no shards of these images with these "
-            "settings; choose another folder"
+            f"{path} holds shards that differ in {', '.join(other)}; choose another folder"
         )
+    if not (path / PLAN).exists() and path.exists() and any(path.iterdir()):
+        raise DataError(f"{path} is not empty, and its files are no shards; choose another folder")
     path.mkdir(parents=True, exist_ok=True)
     if not (path / PLAN).exists():
         write_atomically(path / PLAN, json.dumps(plan))
     members = shard_members(source, images_per_shard, seed)
-    damaged = {name for name, is_damaged in damaged_shards(path) if is_damaged}
-    checksums = []
+    checksums, known = [], _known_checksums(path)
     for number, indices in enumerate(_progress(members)):
         shard = path / shard_name(number)
-        if shard.name in damaged or not is_complete(shard):
+        found = checksum(shard) if is_complete(shard) else None
+        if found is None or known.get(shard.name, found) != found:
             write_shard(source, indices, shard)
-        checksums.append(checksum(shard))
+            found = checksum(shard)
+        checksums.append(found)
     write_index(source, path, checksums)
+
+
+def _known_checksums(path: Path) -> dict[str, str]:
+    """Return the sums of an earlier run by shard; none if its index is missing or damaged."""
+    try:
+        return {shard["file"]: shard["sha256"] for shard in read_index(path)["shards"]}
+    except DataError:
+        return {}
 
 
 def _fingerprint(source: FolderSource | ParquetSource) -> str:

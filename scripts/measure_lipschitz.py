@@ -96,7 +96,7 @@ def measure(
                 "bound": bound.log10,
                 "paper_bound": bound.paper_log10,
                 "estimate": estimate,
-                "slack": bound.log10 - estimate,
+                "slack": bound.log10 - estimate if bound.log10 > estimate else 0.0,
             }
         )
     return {

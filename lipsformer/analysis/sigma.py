@@ -12,10 +12,11 @@ import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
-from lipsformer.layers._precision import power_of_two, without_autocast
+from lipsformer.layers._precision import finite_or_zero, power_of_two, without_autocast
 from lipsformer.layers.spectral import conv_sigma_bound
 
 # Dimensions of the Krylov space of a measurement, and of the first one, from random vectors.
@@ -59,8 +60,8 @@ def operators(model: nn.Module) -> list[Operator]:
     """Return the linear operators of a model: its linear layers and its 2-d convolutions.
 
     Raises:
-        ValueError: If a weight is parametrized, the norm of a convolution depends on the map
-            because it pads with other values than zeros.
+        ValueError: If a weight is parametrized or not initialized yet, or the norm of a convolution
+            depends on the map because it pads with other values than zeros.
     """
     found = []
     for name, module in model.named_modules():
@@ -68,6 +69,8 @@ def operators(model: nn.Module) -> list[Operator]:
         path = f"{name}.weight" if name else "weight"
         if not _is_linear(module) and not isinstance(module, (nn.Conv2d, DepthwiseConv2d)):
             continue
+        if is_lazy(weight):
+            raise ValueError(f"{path} has no shape yet: run one batch through the model first")
         if parametrize.is_parametrized(module, "weight"):
             raise ValueError(
                 f"{path} is parametrized, so its norm can be neither followed nor changed: call "
@@ -159,9 +162,8 @@ def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, T
             direction = torch.where(found, direction / length.clamp_min(floor), 0.0)
     space = torch.stack(basis, dim=2)
     image = matrices @ space
-    gram = image.mT @ image
-    finite = gram.isfinite().all(-1).all(-1)
-    values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], gram, 0.0))
+    gram, finite = finite_or_zero(image.mT @ image)
+    values, vectors = torch.linalg.eigh(gram)
     sigma = torch.where(finite, values[:, -1].clamp_min(0.0).sqrt(), torch.nan)
     return sigma * size[:, 0, 0], (space @ vectors[:, :, -1:]).squeeze(2)
 

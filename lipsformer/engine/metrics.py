@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lipsformer._ranks import sum_over_ranks
+from lipsformer._renamed import renamed
 
 
 class NonFiniteError(RuntimeError):
@@ -159,3 +160,6 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+__getattr__ = renamed(__name__)

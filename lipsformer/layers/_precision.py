@@ -26,6 +26,19 @@ def without_autocast(
     return in_full_precision
 
 
+def finite_or_zero(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace square matrices that are not finite by 0, for which LAPACK does not raise.
+
+    Args:
+        gram: [..., n, n].
+
+    Returns:
+        The matrices, and which of them were finite, [...].
+    """
+    finite = gram.isfinite().all(-1).all(-1)
+    return torch.where(finite[..., None, None], gram, 0.0), finite
+
+
 def power_of_two(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """Return the power of two below the largest absolute value over dimensions, which are kept.
 

@@ -13,7 +13,7 @@ from lipsformer.layers._precision import without_autocast
 GROUPS = 8  # of channels: 0 to 3 are folded, 2 to 5 move by one token
 MOVES = ((1, 1), (1, -1), (2, 1), (2, -1))  # (axis of [B, H, W, C], step) of the groups 2 to 5
 MAX_STEPS = 100  # of Newton and Schulz; each multiplies a small singular value by 1.5
-CONVERGED = 1e-11  # distance of the Gram matrix from the identity
+CONVERGED = 1e-13  # length of a step, relative to that of the matrix
 
 
 class FoldShift(nn.Module):
@@ -169,9 +169,9 @@ def orthogonalize(weight: Tensor, exact: bool = False) -> Tensor:
 
     Args:
         weight: [out, in, ...], reshaped to [out, in * ...]. Half precision is widened to float32.
-        exact: Make as many steps in float64 as lead to the nearest matrix itself, at most 100,
-            which move singular values from 1e-16 to 1. LAPACK's singular value decomposition would
-            be shorter, but may fail where singular values are equal.
+        exact: Make as many steps in float64 as lead to the nearest matrix itself. A singular value
+            below 1e-13 of the largest one counts as 0, and stays 0. LAPACK's singular value
+            decomposition would be shorter, but may fail where singular values are equal.
 
     Example:
         >>> import torch
@@ -195,10 +195,8 @@ def _nearest(matrix: Tensor) -> Tensor:
     """Return the limit of the iteration, begun with a multiple whose norm is at most 1."""
     squared = (matrix @ matrix.T).abs().sum(1).max()  # at least the square of the norm
     matrix = matrix / squared.sqrt().clamp_min(1.0)
-    one = torch.eye(min(matrix.shape), dtype=matrix.dtype, device=matrix.device)
-    for _ in range(MAX_STEPS):  # all of them, where a singular value is 0 and stays so
-        matrix = _step(matrix)
-        gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
-        if (gram - one).norm() <= CONVERGED:
+    for _ in range(MAX_STEPS):
+        before, matrix = matrix, _step(matrix)
+        if (matrix - before).norm() <= CONVERGED * matrix.norm():
             break
     return matrix

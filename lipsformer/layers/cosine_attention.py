@@ -156,17 +156,18 @@ class ScaledCosineAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores.
 
-        A boolean bias says which keys take part, as in PyTorch's attention.
+        A boolean bias says which keys take part, as in PyTorch's attention. Queries without a key
+        get 0.
         """
-        bias = additive(bias, q)
+        bias, answered = additive(bias, q)
         q = cosine_normalize(q, self.eps, self.tau(), self.training)
         k = cosine_normalize(k, self.eps, 1.0, self.training)
         if self.value_scale is not None:
             v = cosine_normalize(v, self.eps, self.value_scale, self.training)
         dropout = self.attn_drop if self.training else 0.0
-        if self.fused_attn:
-            return fused_attention(q, k, v, bias, dropout, self.training)
-        return plain_attention(q, k, v, bias, dropout)
+        attend = fused_attention if self.fused_attn else plain_attention
+        out = attend(q, k, v, bias, dropout, self.training)
+        return out if answered is None else out.where(answered, 0.0)
 
     def extra_repr(self) -> str:
         """Show the heads and the scales."""
@@ -180,11 +181,16 @@ class ScaledCosineAttention(nn.Module):
 register_notrace_module(ScaledCosineAttention)  # FX cannot trace the choice of a kernel
 
 
-def additive(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return what is added to the scores: a boolean bias becomes 0 and -inf."""
+def additive(bias: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return what is added to the scores, and which queries have a key; None if all have one.
+
+    A boolean bias becomes 0 and -inf, but only 0 for a query without a key, whose softmax would be
+    NaN.
+    """
     if bias is None or bias.dtype != torch.bool:
-        return bias
-    return torch.zeros_like(bias, dtype=q.dtype).masked_fill(~bias, -math.inf)
+        return bias, None
+    answered = bias.any(-1, keepdim=True)
+    return torch.zeros_like(bias, dtype=q.dtype).masked_fill(answered & ~bias, -math.inf), answered
 
 
 def fused_attention(
@@ -202,12 +208,14 @@ def fused_attention(
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         twice = differentiated and not training and q.is_cpu
         if twice or kernels.active_transform() is not None:
-            return plain_attention(q, k, v, bias, dropout)
+            return plain_attention(q, k, v, bias, dropout, training)
     return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout, scale=1.0)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
-    """Compute softmax(q k^T + bias) v one operator after the other."""
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, training: bool = False
+) -> Tensor:
+    """Compute softmax(q k^T + bias) v one operator after the other, in any mode."""
     scores = q @ k.transpose(-2, -1)
     if bias is not None:
         scores = scores + bias

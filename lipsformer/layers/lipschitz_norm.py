@@ -235,14 +235,15 @@ class LipschitzNormAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores.
 
-        A boolean bias says which keys take part, as in PyTorch's attention.
+        A boolean bias says which keys take part in the softmax, as in PyTorch's attention. The
+        factor of the scores is that of all keys. Queries without a key get 0.
         """
-        bias = additive(bias, q)
+        bias, answered = additive(bias, q)
         q = (q * dense_quadratic_scale(q, k, v)).to(q.dtype)
         dropout = self.attn_drop if self.training else 0.0
-        if self.fused_attn:
-            return fused_attention(q, k, v, bias, dropout, self.training)
-        return plain_attention(q, k, v, bias, dropout)
+        attend = fused_attention if self.fused_attn else plain_attention
+        out = attend(q, k, v, bias, dropout, self.training)
+        return out if answered is None else out.where(answered, 0.0)
 
     def extra_repr(self) -> str:
         """Show the heads."""

@@ -30,9 +30,10 @@ class WeightedResidual(nn.Module):
     - ``"gelu"``: ``branch(x, last_gelu=False)`` returns z with f(x) = GELU(z), and the residual
       computes x + alpha * GELU(z) at once.
 
-    In training on a CPU, the samples that drop path drops do not enter the branch, if the class
-    attribute ``treats_samples_alone`` of the branch says that no sample changes the result of
-    another one, and if there are no further arguments, which may belong to the samples.
+    In training on a CPU, the samples that drop path drops do not enter the branch, if its class has
+    ``treats_samples_alone = True``, which says that no sample changes the result of another one.
+    The attribute belongs into the class that has the forward function. With further arguments,
+    which may belong to the samples, all of them enter.
 
     Shape:
         x: [B, ..., C], channels last; the output has the same shape.
@@ -140,8 +141,7 @@ class WeightedResidual(nn.Module):
             their indices, [K], or None for all samples. K may be 0.
         """
         mask = self.draw_mask(x)
-        alone = getattr(self.branch, "treats_samples_alone", False)
-        kept = _kept_samples(x, mask) if alone else None
+        kept = _kept_samples(x, mask) if _treats_samples_alone(self.branch) else None
         return mask if mask is None or kept is None else mask[kept], kept
 
     def draw_mask(self, x: Tensor) -> Tensor | None:
@@ -167,6 +167,17 @@ class WeightedResidual(nn.Module):
 
 
 register_notrace_module(WeightedResidual)  # FX cannot trace drop path
+
+
+def _treats_samples_alone(branch: Any) -> bool:
+    """Return what the class says that has the forward function of a branch.
+
+    A subclass with a function of its own inherits the attribute, but not what it promises.
+    """
+    if torch.compiler.is_compiling():  # which computes all samples
+        return False
+    cls = next(cls for cls in type(branch).__mro__ if "forward" in vars(cls))
+    return vars(cls).get("treats_samples_alone", False)
 
 
 def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:

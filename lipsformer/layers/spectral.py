@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipsformer.layers._checks import check_positive
-from lipsformer.layers._precision import power_of_two, without_autocast
+from lipsformer.layers._precision import finite_or_zero, power_of_two, without_autocast
 from lipsformer.layers.conv import DepthwiseConv2d
 
 
@@ -27,7 +27,7 @@ def largest_singular_value(weight: Tensor) -> Tensor:
         weight: [out, in, ...].
 
     Returns:
-        A scalar tensor in float32 (or float64).
+        A scalar tensor in float32 (or float64); NaN for a weight that is not finite.
 
     Raises:
         ValueError: If ``weight`` has fewer than two dimensions.
@@ -45,7 +45,9 @@ def largest_singular_value(weight: Tensor) -> Tensor:
     size = power_of_two(matrix, (0, 1))
     matrix = matrix / size
     gram = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
-    return torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt() * size[0, 0]
+    gram, finite = finite_or_zero(gram)
+    sigma = torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt() * size[0, 0]
+    return torch.where(finite, sigma, torch.nan)
 
 
 @torch.no_grad()
@@ -137,7 +139,9 @@ def conv_sigma_bound(
             peak = torch.linalg.vector_norm(symbols, dim=(-2, -1))
         else:
             rows = symbols if symbols.shape[-2] <= symbols.shape[-1] else symbols.mT
-            peak = torch.linalg.eigvalsh(rows @ rows.mH)[..., -1].clamp_min(0.0).sqrt()
+            gram, finite = finite_or_zero(rows @ rows.mH)
+            peak = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0).sqrt()
+            peak = torch.where(finite, peak, torch.nan)
         sigmas.append(peak.flatten(1).amax(1))
     return torch.cat(sigmas) * size * grid_excess(weight, stride, oversampling)
 
@@ -245,9 +249,8 @@ def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
     wide = matrix.shape[0] <= matrix.shape[1]
     size = power_of_two(matrix, (0, 1))
     rows = (matrix if wide else matrix.mT) / size
-    gram = rows @ rows.mT
-    # A weight that is not finite stays as it is, which a training then notices.
-    values, vectors = torch.linalg.eigh(torch.where(gram.isfinite().all(), gram, 0.0))
+    gram, _ = finite_or_zero(rows @ rows.mT)
+    values, vectors = torch.linalg.eigh(gram)
     sigmas = values.clamp_min(0.0).sqrt() * size[0]
     clipped = (vectors * (cap / sigmas.clamp_min(cap)) * size) @ (vectors.mT @ rows)
     clipped = (clipped if wide else clipped.mT).reshape(weight.shape).to(weight.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lipsformer import kernels
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 from lipsformer.layers._hooks import has_hooks
+from lipsformer.layers.linear import fuses
 from lipsformer.models.folding import fold_norm_behind, full_gain, require_plain, scale_output
 
 
@@ -34,8 +35,6 @@ class FrozenLinear(nn.Linear):
         torch.Size([2, 5])
     """
 
-    fuses = True  # read by apply_linear
-
     def __init__(self, linear: nn.Linear, act_after: bool = False) -> None:
         """Take over the parameters of a layer.
 
@@ -56,6 +55,7 @@ class FrozenLinear(nn.Linear):
         """Leave out the packed copy, which can be neither copied nor saved."""
         return {**super().__getstate__(), "packed": None}
 
+    @fuses
     def forward(
         self, input: Tensor, act_before: bool = False, output_scale: Tensor | None = None
     ) -> Tensor:

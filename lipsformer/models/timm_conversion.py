@@ -291,8 +291,8 @@ def _check_convertible(model: nn.Module) -> None:
             raise TypeError("attention with a gate or norms of its own is not converted")
         if type(block.mlp) is not Mlp:
             raise TypeError(
-                f"{type(block.mlp).__name__} is not converted: products of two linear maps, as in "
-                "gated MLPs, have no Lipschitz constant, so only timm's Mlp is"
+                f"{type(block.mlp).__name__} is not converted: gated MLPs multiply two linear maps "
+                "and have no Lipschitz constant; use timm's Mlp"
             )
     names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):

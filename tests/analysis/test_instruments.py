@@ -296,7 +296,7 @@ CIRCULAR = nn.Conv2d(4, 6, 2, 2, padding=1, padding_mode="circular")
     [
         (lambda model: SpectralCap(model, 0.0), "sigma"),
         (lambda model: SpectralCap(model, 1.0, mode="hard"), "mode"),
-        (lambda _: SpectralCap(nn.Embedding(3, 5), 1.0), "sigma=1.0 has no effect"),
+        (lambda _: SpectralCap(nn.PReLU(3, 5), 1.0), "sigma=1.0 has no effect"),
         (lambda model: SpectralCap(weight_norm(model), 1.0), "^weight is parametrized"),
         (lambda model: UpdateLimit(nn.Sequential(weight_norm(model)), 1.0), r"^0\.weight is param"),
         (lambda _: SpectralCap(CIRCULAR, 1.0), "padding_mode='circular'"),
@@ -416,8 +416,10 @@ def test_an_update_of_rank_one_is_limited_to_its_share():
     assert svd_sigma(layer.weight - before) == pytest.approx(0.1 * svd_sigma(before), rel=1e-3)
 
 
-def test_weights_that_are_not_finite_are_recorded_and_left_alone():
-    layer = nn.Linear(5, 3)
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(5, 3), nn.Conv2d(5, 3, 3), nn.Conv2d(5, 5, 3, groups=5)]
+)
+def test_weights_that_are_not_finite_are_recorded_and_left_alone(layer):
     nn.init.constant_(layer.weight, math.nan)
     records = []
     monitor = Monitor(layer, lambda step, record: records.append(record), every=1)
@@ -442,8 +444,9 @@ def test_both_classifiers_of_a_distilled_model_are_left_as_they_are():
 
 
 def test_layers_that_a_cap_cannot_follow_are_refused():
-    for layer in (nn.Conv1d(3, 3, 1), nn.ConvTranspose2d(3, 3, 1), nn.MultiheadAttention(4, 2)):
-        with pytest.raises(ValueError, match=r"1 is a .*whose norm cannot be capped"):
+    others = nn.Conv1d(3, 3, 1), nn.ConvTranspose2d(3, 3, 1), nn.MultiheadAttention(4, 2)
+    for layer in (*others, nn.LSTM(3, 3), nn.GRUCell(3, 3), nn.Bilinear(3, 3, 3)):
+        with pytest.raises(ValueError, match=r"1 is of .*, whose norm cannot be capped"):
             SpectralCap(nn.Sequential(nn.Linear(3, 3), layer), 1.0)
 
 

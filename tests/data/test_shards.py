@@ -1,5 +1,6 @@
 """Shards against the folder they were made from, and against tarfile."""
 
+import json
 import resource
 import shutil
 import tarfile
@@ -143,7 +144,7 @@ def test_interrupted_making_goes_on_with_equal_bytes(made, tmp_path, capsys):
         ShardSource(half)
     arguments = [str(folder / "train"), str(half), "--images-per-shard"]
     assert main([*arguments, "4"]) == 2
-    assert "no shards of these images" in capsys.readouterr().err
+    assert "differ in images_per_shard" in capsys.readouterr().err
     assert main([*arguments, "5"]) == 0
     assert {name: (half / name).stat().st_mtime_ns for name in kept} == kept
     for file in (shards / "train").iterdir():
@@ -262,10 +263,10 @@ def test_shards_of_other_images_are_not_continued(tmp_path, capsys):
     (tree / "a").mkdir()
     (tree / "c" / "003.png").rename(tree / "a" / "000.png")
     assert main(command) == 2  # with the same number of images
-    assert "no shards of these images" in capsys.readouterr().err
+    assert "differ in contents" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("harm", ["flip", "offsets"])
+@pytest.mark.parametrize("harm", ["flip", "offsets", "cut"])
 def test_the_same_command_writes_damaged_shards_again(made, tmp_path, harm):
     folder, _ = made
     command = [str(folder / "train"), str(tmp_path / "shards"), "--images-per-shard", "5"]
@@ -274,9 +275,13 @@ def test_the_same_command_writes_damaged_shards_again(made, tmp_path, harm):
     before = {file.name: file.read_bytes() for file in shard.parent.iterdir()}
     if harm == "flip":
         shard.write_bytes(shard.read_bytes()[:-600] + b"\1" * 600)
-    else:
+    elif harm == "offsets":
         shard.with_suffix(".npz").unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:2000])
     assert main(["--verify", str(shard.parent)]) == 1
+    if harm == "cut":  # the sums of the index are lost too
+        (shard.parent / "index.json").write_bytes(b"")
     assert main(command) == 0
     assert main(["--verify", str(shard.parent)]) == 0
     for name, content in before.items():
@@ -290,3 +295,13 @@ def test_a_shard_that_vanishes_is_named(made, tmp_path):
     (tmp_path / "train" / "shard-00000.tar").unlink()
     with pytest.raises(UnreadableImageError, match=r"cannot read image at byte .*No such file"):
         source.load(0)
+
+
+def test_shards_of_an_earlier_version_are_continued(tmp_path):
+    tree = write_tree(tmp_path / "train", {"b": 4, "c": 4})
+    command = [str(tree), str(tmp_path / "shards"), "--images-per-shard", "4"]
+    assert main(command) == 0
+    plan = json.loads((tmp_path / "shards" / "plan.json").read_text())
+    del plan["contents"]
+    (tmp_path / "shards" / "plan.json").write_text(json.dumps(plan))
+    assert main(command) == 0

@@ -421,10 +421,11 @@ def test_wrong_names_and_settings_raise():
         make("gcn", num_layers=0)
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("name", ["lips_gat", "lips_graph_transformer"])
-def test_parameters_alone_do_not_change_the_form_of_the_values(graph, name):
+def test_parameters_alone_do_not_change_the_form_of_the_values(graph, name, assign):
     model, saved = make(name), make(name)
     with pytest.raises(RuntimeError, match=r"attention\.value_scale"):
-        model.load_state_dict(dict(saved.named_parameters()))
-    model.load_state_dict(dict(saved.named_parameters()), strict=False)
+        model.load_state_dict(dict(saved.named_parameters()), assign=assign)
+    model.load_state_dict(dict(saved.named_parameters()), strict=False, assign=assign)
     assert torch.equal(model.eval()(*graph), saved.eval()(*graph))

@@ -637,6 +637,7 @@ def test_a_full_disk_at_the_start_loses_no_record(tmp_path, monkeypatch):
     before = log.read_text()
 
     def full(self, text):
+        self.open("w").close()
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -133,14 +133,21 @@ def test_a_least_weight_outside_the_unit_interval_is_refused(least):
         ContractiveResidual(nn.Identity(), 3, least)
 
 
-def test_the_nearest_orthogonal_matrix_of_tiny_singular_values():
+@pytest.mark.parametrize("least", [1e-3, 1e-9, 1e-12])
+def test_the_nearest_orthogonal_matrix_of_tiny_singular_values(least):
     torch.manual_seed(0)
-    left, _ = torch.linalg.qr(torch.randn(5, 5).double())
-    right, _ = torch.linalg.qr(torch.randn(7, 7).double())
-    values = torch.tensor([3.0, 1.0, 1e-3, 1e-7, 1e-12]).double()
-    found = orthogonalize((left * values) @ right[:5], exact=True)
-    torch.testing.assert_close(found, left @ right[:5], rtol=0, atol=1e-3)
-    assert orthogonalize(torch.diag(torch.tensor([1.0, 0.0])), exact=True).diag().tolist() == [1, 0]
+    left, _ = torch.linalg.qr(torch.randn(3, 3).double())
+    right, _ = torch.linalg.qr(torch.randn(5, 5).double())
+    values = torch.tensor([1.0, 1.0, least]).double()
+    found = orthogonalize((left * values) @ right[:3], exact=True)
+    torch.testing.assert_close(found, left @ right[:3], rtol=0, atol=1e-15 / least + 1e-12)
+
+
+def test_a_singular_value_of_zero_stays_zero():
+    weights = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [1.0, 1.0, 0.0]]).double()
+    for weight, expected in ((weights, [1, 1, 0]), (0 * weights, [0, 0, 0])):
+        found = torch.linalg.svdvals(orthogonalize(weight, exact=True))
+        torch.testing.assert_close(found, torch.tensor(expected).double(), rtol=0, atol=1e-11)
 
 
 def test_the_divisor_of_large_scales_is_that_of_float64():

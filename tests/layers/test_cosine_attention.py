@@ -234,10 +234,17 @@ def test_a_boolean_bias_is_a_mask_in_every_mode(core, path):
     q, k, v = torch.randn(3, 3, 2, 5, 7).unbind(0)
     mask = torch.rand(3, 2, 5, 5) > 0.3
     mask |= torch.eye(5, dtype=torch.bool)
+    mask[1, 0, 3] = False  # a query without a key gets 0
     scores = torch.zeros(3, 2, 5, 5).masked_fill(~mask, -math.inf)
+    scores[1, 0, 3] = 0.0
     expected = core.eval()(q, k, v, scores)
+    expected[1, 0, 3] = 0.0
     for training in (False, True):
         for needs in (False, True):
             core.train(training)
-            found = core(q.clone().requires_grad_(needs), k, v, mask)
+            query = q.clone().requires_grad_(needs)
+            found = core(query, k, v, mask)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            if needs:
+                found.sum().backward()
+                assert query.grad.isfinite().all()

@@ -29,6 +29,7 @@ class GeluEnd(LinearEnd):
     """A branch whose last GELU the residual can apply."""
 
     ends_in = "gelu"
+    treats_samples_alone = True
 
     def forward(self, x, last_gelu=True):
         z = super().forward(x)
@@ -39,6 +40,7 @@ class PlainEnd(LinearEnd):
     """A branch that says nothing about its end."""
 
     ends_in = None
+    treats_samples_alone = True
 
     def forward(self, x):
         return super().forward(x)
@@ -295,3 +297,19 @@ def test_one_gradient_per_sample_can_be_taken_with_drop_path():
     dropped = (found == 0.0).all(1)
     torch.testing.assert_close(found[~dropped], 2.0 * x[~dropped].tanh())
     assert 16 < dropped.sum() < 48
+
+
+class WithBatchNorm(LinearEnd):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x, output_scale=None):
+        return super().forward(self.norm(x), output_scale)
+
+
+def test_a_subclass_does_not_inherit_that_samples_are_alone():
+    torch.manual_seed(0)
+    residual = WeightedResidual(WithBatchNorm(), 3, 0.5, drop_path=0.5).train()
+    residual(torch.randn(23, 3))
+    assert residual.branch.seen == [23]

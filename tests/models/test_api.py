@@ -10,7 +10,8 @@ from timm.layers import resize_rel_pos_bias_table
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers)
-from lipsformer.layers import ScaledCosineAttention
+from lipsformer.layers import Linear, ScaledCosineAttention
+from lipsformer.models.lipsformer import Mlp
 
 NAMES = ["lipsformer_nano", "lipsformer_swin_nano"]
 
@@ -376,3 +377,20 @@ def test_a_batch_of_gradients_is_right_or_refused_in_one_sentence(name):
     for value in (found, jacobian(vectorize=True)):
         if value is not None:
             torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-5)
+
+
+class Plain(Linear):
+    """A subclass that knows neither GELU nor scale."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def test_a_subclass_of_the_linear_layer_with_its_own_forward_is_called_plainly():
+    torch.manual_seed(0)
+    mlp = Mlp(8, 16)
+    plain = copy.deepcopy(mlp)
+    plain.fc2 = Plain(16, 8)
+    plain.fc2.load_state_dict(mlp.fc2.state_dict())
+    x, scale = torch.randn(2, 3, 3, 8), torch.randn(8)
+    torch.testing.assert_close(plain(x, scale), mlp(x, scale))

@@ -119,4 +119,5 @@ def test_the_list_is_written_before_the_report_and_holds_any_name(tmp_path, monk
 
 def test_jpegs_of_phones_with_several_pictures_are_jpegs(tmp_path):
     photo(17, 13).save(tmp_path / "1.jpg", "MPO", save_all=True, append_images=[photo(13, 11)])
-    assert not check_file(str(tmp_path), "1.jpg").misnamed
+    found = check_file(str(tmp_path), "1.jpg")
+    assert (found.kind, found.animated, found.misnamed) == ("JPEG RGB", False, False)

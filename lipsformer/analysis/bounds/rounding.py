@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lipsformer.layers._precision import power_of_two
+from lipsformer.layers._precision import finite_or_zero, power_of_two
 
 UNIT = 2.0**-53  # unit roundoff of float64
 UNIT32 = 2.0**-24  # unit roundoff of float32
@@ -139,8 +139,7 @@ def eigenvalue_bound(gram: Tensor, terms: int) -> Tensor:
         [...], float64; inf if an entry is not finite.
     """
     gram = gram.to(torch.promote_types(gram.dtype, torch.float64))
-    finite = gram.isfinite().all(-1).all(-1)
-    gram = torch.where(finite[..., None, None], gram, 0.0)
+    gram, finite = finite_or_zero(gram)
     n = gram.shape[-1]
     trace = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1)
     proposed = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0)

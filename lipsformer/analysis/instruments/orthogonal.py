@@ -53,7 +53,7 @@ class Orthogonal(InstrumentBase):
         self._move(exact=False)
 
     def before_eval(self) -> Mapping[str, Mapping[str, float]]:
-        """Take the nearest orthogonal matrices, whatever the weights are."""
+        """Take the nearest orthogonal matrices, except for singular values that are 0."""
         self._move(exact=True)
         return {}
 

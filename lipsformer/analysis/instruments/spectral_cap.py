@@ -20,6 +20,12 @@ from lipsformer.analysis.sigma import (
 from lipsformer.layers._checks import check_positive
 from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
 
+# Layers with matrices that `operators` does not follow.
+OTHERS = (
+    *(nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
+    *(nn.Bilinear, nn.Embedding, nn.EmbeddingBag),
+)
+
 
 class SpectralCap(InstrumentBase):
     """Keep the norms of linear layers and 2-d convolutions, and optionally scales, below a limit.
@@ -65,8 +71,8 @@ class SpectralCap(InstrumentBase):
 
         Raises:
             ValueError: If an argument is out of range, there is nothing to cap, a weight cannot be
-                followed, or the model has convolutions of another kind or PyTorch's attention,
-                which would exceed the limit unnoticed.
+                followed, or the model has convolutions of another kind, recurrent or bilinear
+                layers, embeddings or PyTorch's attention, which would exceed the limit unnoticed.
         """
         for name, limit in (("sigma", sigma), ("residual_scale", residual_scale), ("gain", gain)):
             if limit is not None:
@@ -80,7 +86,7 @@ class SpectralCap(InstrumentBase):
         self.operators = [] if sigma is None else _every_operator(model)
         if sigma is not None and not self.operators:
             raise ValueError(
-                f"sigma={sigma} has no effect: the model has no nn.Linear or convolution"
+                f"sigma={sigma} has no effect: the model has no linear layer or 2-d convolution"
             )
         self.tracker = SigmaTracker([op for op in self.operators if op.is_matrix])
         self.trackers = {"weights": self.tracker}
@@ -144,12 +150,9 @@ class SpectralCap(InstrumentBase):
 def _every_operator(model: nn.Module) -> list[Operator]:
     """Return the operators of a model, or raise if one of them cannot be capped."""
     for name, module in model.named_modules():
-        convolution = isinstance(module, nn.modules.conv._ConvNd)
-        if isinstance(module, nn.MultiheadAttention) or (
-            convolution and not isinstance(module, nn.Conv2d)
-        ):
+        if isinstance(module, OTHERS) and not isinstance(module, nn.Conv2d):
             raise ValueError(
-                f"{name or 'the model'} is a {type(module).__name__}, whose norm cannot be capped: "
+                f"{name or 'the model'} is of {type(module).__name__}, whose norm cannot be capped: "
                 "only linear layers and 2-d convolutions can"
             )
     return operators(model)

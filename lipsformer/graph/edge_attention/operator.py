@@ -121,6 +121,8 @@ class _EdgeAttention(torch.autograd.Function):
         out, *residuals = _backend(value).forward(csr, query, key, value, settings)
         ctx.csr, ctx.settings = csr, settings._replace(keep=None)
         ctx.save_for_backward(query, key, value, settings.keep, *residuals)
+        if any(kept is out for kept in residuals):
+            return out
         return torch.ops.aten._unsafe_view(out, out.shape)  # no view, so it may be changed in place
 
     @staticmethod

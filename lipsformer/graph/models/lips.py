@@ -87,7 +87,7 @@ class LipsLayer(nn.Module):
                 state_dict[prefix + earlier[first + "."] + rest] = state_dict.pop(name)
         conv: Any = self.attn.branch.conv
         saved = state_dict.get(prefix + "attn.branch.conv.attention.value_scale")
-        known = saved is not None or from_earlier or bool(local_metadata)
+        known = saved is not None or from_earlier or "version" in local_metadata
         if known and (saved is None) != (conv.attention.value_scale is None):
             conv.attention.init_value_scale = None if saved is None else saved.item()
             conv.attention.value_scale = None if saved is None else saved.to(conv.lin.weight)
