@@ -446,7 +446,7 @@ def test_both_classifiers_of_a_distilled_model_are_left_as_they_are():
 def test_layers_that_a_cap_cannot_follow_are_refused():
     others = nn.Conv1d(3, 3, 1), nn.ConvTranspose2d(3, 3, 1), nn.MultiheadAttention(4, 2)
     for layer in (*others, nn.LSTM(3, 3), nn.GRUCell(3, 3), nn.Bilinear(3, 3, 3)):
-        with pytest.raises(ValueError, match=r"1 is of .*, whose norm cannot be capped"):
+        with pytest.raises(ValueError, match=r"1 is of .*, which cannot be capped"):
             SpectralCap(nn.Sequential(nn.Linear(3, 3), layer), 1.0)
 
 

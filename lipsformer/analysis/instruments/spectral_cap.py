@@ -152,7 +152,7 @@ def _every_operator(model: nn.Module) -> list[Operator]:
     for name, module in model.named_modules():
         if isinstance(module, OTHERS) and not isinstance(module, nn.Conv2d):
             raise ValueError(
-                f"{name or 'the model'} is of {type(module).__name__}, whose norm cannot be capped: "
+                f"{name or 'the model'} is of {type(module).__name__}, which cannot be capped: "
                 "only linear layers and 2-d convolutions can"
             )
     return operators(model)
