@@ -58,6 +58,7 @@ def rewind(folder: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_rare_evaluations_leave_the_training_as_it_is(run, tmp_path: Path) -> None:
     rare = ("train.epochs=3", "run.eval_every_epochs=2", f"run.output_dir={tmp_path / 'rare'}")
     assert run("train.epochs=3")[0] == 0

@@ -457,10 +457,8 @@ def test_triton_kernels_equal_a_loop_in_the_interpreter(which, passed):
     assert done.returncode == 0 and f"{passed} passed" in done.stdout, done.stdout + done.stderr
 
 
-OTHERS = [pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("architecture", [90, *OTHERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_triton_kernels_compile_for_a_gpu_that_is_not_there(architecture, monkeypatch, tmp_path):
     pytest.importorskip("triton", reason="the kernels are Triton's")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -321,6 +321,7 @@ print(attend(32, False), attend(32, True))
 """
 
 
+@pytest.mark.slow
 def test_wide_windows_keep_no_scores_of_all_heads():
     """The scores of 24 heads of one image are 101 MB, those of a head in each of two threads 8."""
     command = [sys.executable, "-c", MEASURE]
