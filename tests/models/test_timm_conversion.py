@@ -173,5 +173,7 @@ def test_models_with_shared_modules_are_refused_unchanged(kind, place):
 def test_gated_mlps_are_refused():
     small = {"img_size": 32, "embed_dim": 16, "depth": 2, "num_heads": 2}
     model = timm.create_model("vit_tiny_patch16_224", mlp_layer=SwiGLU, **small)
-    with pytest.raises(TypeError, match="SwiGLU is not converted: gated MLPs multiply two linear maps"):
+    with pytest.raises(
+        TypeError, match="SwiGLU is not converted: gated MLPs multiply two linear maps"
+    ):
         lipsformer.convert(model)
