@@ -165,8 +165,10 @@ class ScaledCosineAttention(nn.Module):
         if self.value_scale is not None:
             v = cosine_normalize(v, self.eps, self.value_scale, self.training)
         dropout = self.attn_drop if self.training else 0.0
-        attend = fused_attention if self.fused_attn else plain_attention
-        out = attend(q, k, v, bias, dropout, self.training)
+        if self.fused_attn:
+            out = fused_attention(q, k, v, bias, dropout, self.training)
+        else:
+            out = plain_attention(q, k, v, bias, dropout)
         return out if answered is None else out.where(answered, 0.0)
 
     def extra_repr(self) -> str:
@@ -208,14 +210,12 @@ def fused_attention(
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         twice = differentiated and not training and q.is_cpu
         if twice or kernels.active_transform() is not None:
-            return plain_attention(q, k, v, bias, dropout, training)
+            return plain_attention(q, k, v, bias, dropout)
     return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=dropout, scale=1.0)
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, training: bool = False
-) -> Tensor:
-    """Compute softmax(q k^T + bias) v one operator after the other, in any mode."""
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
+    """Compute softmax(q k^T + bias) v one operator after the other."""
     scores = q @ k.transpose(-2, -1)
     if bias is not None:
         scores = scores + bias

@@ -241,8 +241,10 @@ class LipschitzNormAttention(nn.Module):
         bias, answered = additive(bias, q)
         q = (q * dense_quadratic_scale(q, k, v)).to(q.dtype)
         dropout = self.attn_drop if self.training else 0.0
-        attend = fused_attention if self.fused_attn else plain_attention
-        out = attend(q, k, v, bias, dropout, self.training)
+        if self.fused_attn:
+            out = fused_attention(q, k, v, bias, dropout, self.training)
+        else:
+            out = plain_attention(q, k, v, bias, dropout)
         return out if answered is None else out.where(answered, 0.0)
 
     def extra_repr(self) -> str:

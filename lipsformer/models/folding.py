@@ -46,6 +46,25 @@ def require_plain(*modules: nn.Module) -> None:
             raise TypeError(f"{type(module).__name__} {obstacle}")
 
 
+def require_single_use(model: nn.Module, obstacle: str) -> None:
+    """Raise if a module with parameters has two names, since both uses would change together.
+
+    Args:
+        model: The model.
+        obstacle: What cannot be done with such a module, for the message.
+
+    Raises:
+        TypeError: If there is one.
+    """
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first = names.setdefault(module, name)
+        if first != name and any(True for _ in module.parameters()):
+            raise TypeError(
+                f"{first} and {name} are one module, which {obstacle}: put a copy in one place"
+            )
+
+
 def fold_obstacle(module: nn.Module) -> str | None:
     """Return why a module may compute something else than its class says, or None."""
     package = type(module).__module__.partition(".")[0]

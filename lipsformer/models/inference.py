@@ -9,7 +9,7 @@ from torch import nn
 from lipsformer._renamed import renamed
 from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention
 from lipsformer.models.folded_layers import FrozenLinear
-from lipsformer.models.folding import FOLDS, fold_obstacle
+from lipsformer.models.folding import FOLDS, fold_obstacle, require_single_use
 from lipsformer.models.recorded import RecordedForward
 
 
@@ -75,7 +75,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         raise NothingToFoldError(
             f"{type(model).__name__} has nothing to fold: pass a LipsFormer or a model of convert()"
         )
-    _require_single_use(folded)
+    require_single_use(folded, "cannot be folded for both places")
     for name, module in list(folded.named_modules()):
         fold = FOLDS.get(type(module))
         if fold is None:
@@ -95,18 +95,6 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
                 setattr(parent, name, FrozenLinear(cast(nn.Linear, child)))
     folded.forward = RecordedForward(folded).forward
     return folded.requires_grad_(False).eval()
-
-
-def _require_single_use(model: nn.Module) -> None:
-    """Raise if a module with parameters has two names, since its uses would be folded into one."""
-    names: dict[nn.Module, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        first = names.setdefault(module, name)
-        if first != name and any(True for _ in module.parameters()):
-            raise TypeError(
-                f"{first} and {name} are one module, which cannot be folded for both places: "
-                "replace one of them by a copy"
-            )
 
 
 __getattr__ = renamed(__name__)

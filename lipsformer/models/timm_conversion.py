@@ -28,7 +28,13 @@ from lipsformer.layers import (
 )
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models.folded_layers import FrozenLinear
-from lipsformer.models.folding import fold_norm_before, register_fold, require_plain, scale_output
+from lipsformer.models.folding import (
+    fold_norm_before,
+    register_fold,
+    require_plain,
+    require_single_use,
+    scale_output,
+)
 from lipsformer.models.lipsformer_swin import fold_patch_merging
 
 # The registered name of all converted models, whose argument `original` names timm's model.
@@ -294,13 +300,7 @@ def _check_convertible(model: nn.Module) -> None:
                 f"{type(block.mlp).__name__} is not converted: gated MLPs multiply two linear maps "
                 "and have no Lipschitz constant; use timm's Mlp"
             )
-    names: dict[int, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        first = names.setdefault(id(module), name)
-        if first != name and any(True for _ in module.parameters()):
-            raise TypeError(
-                f"{first} and {name} are one module, which is not converted: replace one by a copy"
-            )
+    require_single_use(model, "is not converted")
     if getattr(model, "attn_pool", None) is not None:
         raise TypeError("attention pooling is not converted: use global_pool='avg' or 'token'")
     for name, module in model.named_modules():

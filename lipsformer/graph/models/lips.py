@@ -88,6 +88,7 @@ class LipsLayer(nn.Module):
         conv: Any = self.attn.branch.conv
         saved = state_dict.get(prefix + "attn.branch.conv.attention.value_scale")
         known = saved is not None or from_earlier or "version" in local_metadata
+        known &= prefix + "attn.branch.conv.lin.weight" in state_dict
         if known and (saved is None) != (conv.attention.value_scale is None):
             conv.attention.init_value_scale = None if saved is None else saved.item()
             conv.attention.value_scale = None if saved is None else saved.to(conv.lin.weight)
