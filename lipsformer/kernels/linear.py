@@ -1,15 +1,14 @@
 """Linear layers on the library with the fastest products.
 
 For float32 that is MKL, PyTorch's choice, on Intel's processors. On others MKL uses no more than
-AVX2; with AVX-512 oneDNN uses the full vector width, and without it our own product
-(csrc/product.cpp) is the fastest. oneDNN also computes bfloat16.
+AVX2; our own product (product.py) is the fastest where it was measured, and oneDNN uses the full
+width of AVX-512 elsewhere. oneDNN also computes bfloat16.
 
 The backward pass also needs the derivative of GELU, sums of rows and scaled weights
 (csrc/linear.cpp). bfloat16 is read and written between the products; the parameters and their
 gradients are float32.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,16 +22,19 @@ from lipsformer.kernels.dispatch import (
     refuse_second_derivatives,
     usable,
 )
-from lipsformer.kernels.product import AVX2_ONLY, own_linear, own_transposed_product
+from lipsformer.kernels.product import (
+    AVX512,
+    INTEL,
+    OWN,
+    own_linear,
+    own_transposed_product,
+)
 
 _LARGEST_REUSED = 32 << 20  # bytes; the C library returns any larger tensor to the system
 _BLOCK = 8 << 20  # bytes that stay in the cache between two operators
-_CPU = Path("/proc/cpuinfo")
-_INTEL = _CPU.exists() and "GenuineIntel" in _CPU.read_text()
-_MKL = torch.backends.mkl.is_available() and (
-    _INTEL or torch.backends.cpu.get_cpu_capability() != "AVX512"
-)
-_OWN = AVX2_ONLY and not _INTEL
+# Tokens for each input channel up to which our product computes a weight's gradient the fastest.
+_MOST_TOKENS = 64 if AVX512 else 1
+_MKL = torch.backends.mkl.is_available() and (INTEL or not AVX512)
 
 
 def fused_linear(
@@ -230,7 +232,7 @@ def _as_map(x: Tensor) -> Tensor:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, by PyTorch's operator if the product is to be differentiated or counted."""
-    if _OWN and usable("product.csrc", x, weight):
+    if OWN and usable("product.csrc", x, weight):
         return own_linear(x, weight, bias)
     by_mkl = _MKL and x.dtype == torch.float32
     if by_mkl or torch.is_grad_enabled() or is_observed():
@@ -241,11 +243,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return the sum over the tokens of grad x^T ([C_out, C_in])."""
     channels_out, channels_in = grad.shape[-1], x.shape[-1]
-    # Our own product is slower if there are many tokens, the convolution takes up to ten times as
-    # long if there are few.
-    few = x.numel() < channels_in**2
-    if few and _OWN and usable("product.csrc", grad, x):
+    if OWN and x.numel() < _MOST_TOKENS * channels_in**2 and usable("product.csrc", grad, x):
         return own_transposed_product(grad.contiguous(), x.contiguous())
+    few = x.numel() < channels_in**2  # then the convolution takes up to ten times as long
     if _MKL or few or x.dtype == torch.bfloat16:
         return grad.reshape(-1, channels_out).T @ x.reshape(-1, channels_in)
     weight = grad.new_empty(channels_out, channels_in, 1, 1)

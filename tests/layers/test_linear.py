@@ -5,12 +5,13 @@ from lipsformer.kernels import linear
 from lipsformer.layers import Linear
 
 
-@pytest.fixture(params=["MKL", "oneDNN"], autouse=True)
+@pytest.fixture(params=["our own", "MKL", "oneDNN"], autouse=True)
 def products(request, monkeypatch):
     """The library of the products in float32, which otherwise depends on the processor."""
     if request.param == "MKL" and not torch.backends.mkl.is_available():
         pytest.skip("this PyTorch was built without MKL")
     monkeypatch.setattr(linear, "_MKL", request.param == "MKL")
+    monkeypatch.setattr(linear, "OWN", request.param == "our own")
 
 
 @pytest.mark.parametrize("bias", [True, False])

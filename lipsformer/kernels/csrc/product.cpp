@@ -1,16 +1,18 @@
-// y = a b + bias, and GELU of it if asked, in float32 for processors with AVX2 but no AVX-512.
+// y = a b + bias, and GELU of it if asked, in float32.
 //
-// A tile of 6 x 16 sums stays in registers. The 16 columns of b that it needs lie side by side, as a
-// panel. Of a block of rows of a, a part of the inputs is copied and multiplied by all panels before
-// the next part. So the copy stays in the second cache, and a panel's part in the first.
+// A tile of 6 x 16 sums stays in registers, with AVX-512 one of 14 x 16, which divides windows of 49
+// tokens well. The 16 columns of b that it needs lie side by side, as a panel. Of a block of rows of
+// a, a part of the inputs is copied and multiplied by all panels before the next part. So the copy
+// stays in the second cache, and a panel's part in the first. While the first tile of a panel is
+// computed, the next panel's part is fetched into the second cache.
 #include <memory>
 
 #include "rows.h"
 
 namespace {
 
-constexpr int64_t ROWS = 6, COLUMNS = 16, VECS = COLUMNS / LANES;
-constexpr int64_t BLOCK_ROWS = 96, DEPTH = 384;
+constexpr int64_t ROWS = LANES == 16 ? 14 : 6, COLUMNS = 16, VECS = COLUMNS / LANES;
+constexpr int64_t BLOCK_ROWS = LANES == 16 ? 98 : 96, DEPTH = 384;
 constexpr int64_t STRIDE = DEPTH + 16;  // of the copied rows: no power of 2, where lines collide
 
 // How b lies in memory.
@@ -23,7 +25,7 @@ enum Layout : int64_t {
 // f(r, v) for the R rows and the vectors of a tile.
 template <int64_t R, class F>
 inline void each_vector(F f) {
-#pragma GCC unroll 6
+#pragma GCC unroll 14
     for (int64_t r = 0; r < R; ++r)
         for (int64_t v = 0; v < VECS; ++v) f(r, v);
 }
@@ -93,9 +95,11 @@ struct Product {
                 for (int64_t p = panel; p < last_panel; ++p) {
                     if (layout != PANELS) pack(p, begin, end, packed);
                     const float *w = layout == PANELS ? b + (p * inputs + begin) * COLUMNS : packed;
+                    const bool more = layout == PANELS && p + 1 < last_panel;
+                    const float *next = more ? w + inputs * COLUMNS : w;
                     int64_t i = 0;
-                    for (; i + ROWS <= n; i += ROWS)
-                        tile<ROWS>(copy + i * STRIDE, w, row + i, p, begin, end);
+                    for (; i + ROWS <= n; i += ROWS, next = w)
+                        tile<ROWS>(copy + i * STRIDE, w, next, row + i, p, begin, end);
                     rest<ROWS - 1>(n - i, copy + i * STRIDE, w, row + i, p, begin, end);
                 }
             }
@@ -107,19 +111,21 @@ struct Product {
     void rest(int64_t n, const float *copy, const float *w, int64_t row, int64_t panel,
               int64_t begin, int64_t end) const {
         if (n == R)
-            tile<R>(copy, w, row, panel, begin, end);
+            tile<R>(copy, w, w, row, panel, begin, end);
         else if constexpr (R > 1)
             rest<R - 1>(n, copy, w, row, panel, begin, end);
     }
 
-    // R rows, one panel, and the inputs from begin to end - 1.
+    // R rows, one panel, and the inputs from begin to end - 1. The panel at next is fetched.
     template <int64_t R>
-    __attribute__((noinline)) void tile(const float *copy, const float *w, int64_t row,
-                                        int64_t panel, int64_t begin, int64_t end) const {
+    __attribute__((noinline)) void tile(const float *copy, const float *w, const float *next,
+                                        int64_t row, int64_t panel, int64_t begin,
+                                        int64_t end) const {
         // finish takes them by reference, and clang forgets there that a vec may lie anywhere.
         alignas(LANES * sizeof(float)) vec sums[R][VECS] = {};
 #pragma GCC unroll 8
-        for (int64_t k = 0; k < end - begin; ++k, w += COLUMNS) {
+        for (int64_t k = 0; k < end - begin; ++k, w += COLUMNS, next += COLUMNS) {
+            __builtin_prefetch(next, 0, 2);
             vec weights[VECS];
             for (int64_t v = 0; v < VECS; ++v) weights[v] = load(w + v * LANES);
             each_vector<R>([&](int64_t r, int64_t v) {
