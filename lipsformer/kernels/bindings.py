@@ -38,7 +38,7 @@ def _signatures() -> dict[str, tuple[Any, ...]]:
     # x, source_weight, target_weight, grad, grad_source, grad_target, grad_square, grad_x,
     # grad_source_weight, grad_target_weight, nodes, heads, channels
     signatures["node_terms_gradients_float32"] = (*[F32] * 10, *[INT] * 3)
-    # a, b, bias, y, rows, inputs, outputs, a_transposed, layout, act_after
+    # a, b, bias, y, rows, inputs, outputs, a_transposed, layout, act
     signatures["product_float32"] = (*[F32] * 4, *[INT] * 6)
     for dtype in (torch.float32, torch.bfloat16):
         name, value = name_of(dtype), _TensorOf(dtype)

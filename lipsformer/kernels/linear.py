@@ -185,6 +185,8 @@ def _scale_rows_backward(
 
 
 def _gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if OWN and usable("product.csrc", x, weight):
+        return own_linear(x, weight, bias, act_before=True)
     blocks = _blocks(x)
     if len(blocks) == 1:
         return _product(F.gelu(x), weight, bias)

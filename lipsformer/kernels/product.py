@@ -39,6 +39,14 @@ class _Layout(IntEnum):
     PANELS = 2  # [C_out / 16, C_in, 16], with zeros after the last output
 
 
+class _Act(IntEnum):
+    """What GELU is applied to."""
+
+    NOTHING = 0
+    OUTPUT = 1
+    INPUT = 2
+
+
 class PackedWeight(NamedTuple):
     """A copy of a weight.
 
@@ -81,23 +89,27 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, act_afte
     if data.is_mkldnn:
         act, approximate = ("gelu", "none") if act_after else ("none", "")
         return torch.ops.mkldnn._linear_pointwise(x, data, bias, act, [], approximate)
-    return _linear(x, data, outputs, _Layout.PANELS, bias, act_after)
+    act = _Act.OUTPUT if act_after else _Act.NOTHING
+    return _linear(x, data, outputs, _Layout.PANELS, bias, act)
 
 
-def own_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b.
+def own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act_before: bool = False) -> Tensor:
+    """Return x W^T + b, or GELU(x) W^T + b.
 
     Args:
         x: [..., C_in].
         weight: W, [C_out, C_in], also a transposed view.
         bias: b, [C_out], or None.
+        act_before: Apply GELU to ``x`` first.
     """
     fits = bias is None or bias.shape == weight.shape[:1]
     if x.shape[-1] != weight.shape[1] or not fits:
+        x = F.gelu(x) if act_before else x
         return F.linear(x, weight, bias)  # raises its own error, or broadcasts the bias
+    act = _Act.INPUT if act_before else _Act.NOTHING
     if not weight.is_contiguous() and weight.T.is_contiguous():
-        return _linear(x, weight, weight.shape[0], _Layout.PLAIN, bias)
-    return _linear(x, weight.contiguous(), weight.shape[0], _Layout.TRANSPOSED, bias)
+        return _linear(x, weight, weight.shape[0], _Layout.PLAIN, bias, act)
+    return _linear(x, weight.contiguous(), weight.shape[0], _Layout.TRANSPOSED, bias, act)
 
 
 def _linear(
@@ -106,13 +118,13 @@ def _linear(
     outputs: int,
     layout: _Layout,
     bias: Tensor | None,
-    act_after: bool = False,
+    act: _Act,
 ) -> Tensor:
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     *places, inputs = x.shape
     y = x.new_empty(*places, outputs)
     sizes = math.prod(places), inputs, outputs
-    run("product_float32", x, weight, bias, y, *sizes, False, layout, act_after)
+    run("product_float32", x, weight, bias, y, *sizes, False, layout, act)
     return y
 
 
@@ -120,5 +132,5 @@ def own_transposed_product(a: Tensor, b: Tensor) -> Tensor:
     """Return a^T b ([M, N]) for contiguous maps [..., M] and [..., N] of the same tokens."""
     y = a.new_empty(a.shape[-1], b.shape[-1])
     sizes = a.shape[-1], a.numel() // a.shape[-1], b.shape[-1]
-    run("product_float32", a, b, None, y, *sizes, True, _Layout.PLAIN, False)
+    run("product_float32", a, b, None, y, *sizes, True, _Layout.PLAIN, _Act.NOTHING)
     return y

@@ -59,6 +59,18 @@ def test_gelu_behind_a_packed_layer_equals_float64(rows, inputs, outputs):
     torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=atol)
 
 
+@pytest.mark.parametrize("layout", ["transposed", "plain"])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
+def test_gelu_before_a_layer_equals_float64(rows, inputs, outputs, layout):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    activated = x.double() * (1 + torch.erf(x.double() / 2**0.5)) / 2
+    expected, atol = exact_linear(activated, weight, bias)
+    weight = weight if layout == "transposed" else weight.T.contiguous().T
+    y = own_linear(x, weight, bias, act_before=True)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=2 * atol)
+
+
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
 def test_the_product_of_two_maps_equals_float64(rows, inputs, outputs):
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-// y = a b + bias, and GELU of it if asked, in float32.
+// y = a b + bias in float32, and GELU of a or of y if asked.
 //
 // A tile of 6 x 16 sums stays in registers, with AVX-512 one of 14 x 16, which divides windows of 49
 // tokens well. The 16 columns of b that it needs lie side by side, as a panel. Of a block of rows of
@@ -21,6 +21,9 @@ enum Layout : int64_t {
     TRANSPOSED,  // [outputs, inputs]
     PANELS,      // [panels, inputs, COLUMNS], zeros behind the last output
 };
+
+// What GELU is applied to.
+enum Act : int64_t { NOTHING, OUTPUT, INPUT };
 
 // f(r, v) for the R rows and the vectors of a tile.
 template <int64_t R, class F>
@@ -50,7 +53,7 @@ struct Product {
     int64_t rows, inputs, outputs;
     bool a_transposed;
     Layout layout;
-    bool act;
+    Act act;
 
     int64_t panels() const { return (outputs + COLUMNS - 1) / COLUMNS; }
 
@@ -75,12 +78,19 @@ struct Product {
         }
     }
 
-    // n rows of a, the inputs from begin to end - 1.
+    // n rows of a, or of GELU(a), the inputs from begin to end - 1.
     void copy_rows(int64_t row, int64_t n, int64_t begin, int64_t end, float *copy) const {
         if (a_transposed)
             return transpose(a + begin * rows + row, rows, end - begin, n, copy, STRIDE);
-        for (int64_t i = 0; i < n; ++i)
-            std::copy_n(a + (row + i) * inputs + begin, end - begin, copy + i * STRIDE);
+        for (int64_t i = 0; i < n; ++i, copy += STRIDE) {
+            const float *from = a + (row + i) * inputs + begin;
+            if (act == INPUT)
+                each(end - begin, [=](int64_t k, auto lanes) {
+                    lanes.store(copy + k, gelu(lanes.load(from + k)));
+                });
+            else
+                std::copy_n(from, end - begin, copy);
+        }
     }
 
     // The product of the rows and the panels from the first to the last but one.
@@ -158,7 +168,7 @@ struct Product {
         each_vector<R>([&](int64_t r, int64_t v) {
             store(to + r * stride + v * LANES, sums[r][v]);
         });
-        for (int64_t r = 0; r < R && last && act; ++r)
+        for (int64_t r = 0; r < R && last && act == OUTPUT; ++r)
             each(COLUMNS, [&](int64_t i, auto lanes) {
                 lanes.store(to + r * stride + i, gelu(lanes.load(to + r * stride + i)));
             });
@@ -183,7 +193,7 @@ extern "C" void product_float32(const float *a, const float *b, const float *bia
                                 int64_t rows, int64_t inputs, int64_t outputs, int64_t a_transposed,
                                 int64_t layout, int64_t act, int64_t threads) {
     Product product{a, b, bias, y, rows, inputs, outputs, a_transposed != 0, Layout(layout),
-                    act != 0};
+                    Act(act)};
     if (rows * inputs * outputs < COLUMNS * ALONE) threads = 1;
     std::unique_ptr<float[]> packed;
     // Of a transposed b each panel is packed where it is needed if that is once or twice.
