@@ -3,10 +3,9 @@
     python -m benchmarks.bars
 
 A ratio is that of a LipsFormer to timm's Swin of its size in the same run. The worst one of all
-records counts, whatever the processor, those of earlier code too. The table names its record, and
-rounds ratios to their worse side, so that a goal that was just missed does not look met.
-Folded models were measured again on the EPYC when they began to record their calls, and of their
-records there only those count (`infer_*.json`).
+processors counts. If something was measured on several days on a processor, its last day counts,
+with all of its records. The table names the record, and rounds ratios to their worse side, so that
+a goal that was just missed does not look met.
 """
 
 import json
@@ -21,7 +20,7 @@ from benchmarks.records import markdown
 RESULTS = Path(__file__).parent / "results"
 TINY = ("lipsformer_swin_tiny", "lipsformer_tiny")
 NANO = ("lipsformer_swin_nano",)
-PROCESSORS = ("xeon", "milan", "epyc", "turin")
+PROCESSORS = ("xeon", "milan", "genoa", "turin")
 _WINDOWS = "_windows_of_5"  # Swin's and ours, which need no padding at 160 px
 
 
@@ -32,6 +31,7 @@ class Ratio(NamedTuple):
     model: str
     speed: float
     memory: float | None
+    date: str
     record: str
 
 
@@ -58,20 +58,29 @@ MEMORY_GOALS = {"training, bf16, 224 px, batch 8": 1.0}  # largest ratio of the 
 
 
 def ratios() -> Iterator[Ratio]:
-    """Yield every ratio of the records."""
+    """Yield the ratios of every measurement on its last day on each processor."""
     for processor in PROCESSORS:
-        again = sorted(RESULTS.glob(f"infer_*_{processor}.json"))
-        for path in [*sorted(RESULTS.glob(f"models_*_{processor}*.json")), *again]:
-            for ratio in _ratios_of_models(json.loads(path.read_text()), path.name):
-                if path in again or not again or not ratio.what.startswith("folded"):
-                    yield ratio
-        for path in sorted(RESULTS.glob(f"deployment_{processor}.json")):
-            for model, precision, batch, ratio, _ in fastest_ratios(json.loads(path.read_text())):
-                what = f"fastest over fastest, {precision}, batch {batch}"
-                yield Ratio(what, model, ratio, None, path.name)
+        found = list(_ratios_of_processor(processor))
+        days: dict[tuple[str, str], str] = {}
+        for ratio in found:
+            key = ratio.what, ratio.model
+            days[key] = max(days.get(key, ""), ratio.date)
+        yield from (ratio for ratio in found if ratio.date == days[ratio.what, ratio.model])
+
+
+def _ratios_of_processor(processor: str) -> Iterator[Ratio]:
+    for kind in ("models", "infer"):
+        for path in sorted(RESULTS.glob(f"{kind}_*_{processor}*.json")):
+            yield from _ratios_of_models(json.loads(path.read_text()), path.name)
+    for path in sorted(RESULTS.glob(f"deployment_{processor}.json")):
+        record = json.loads(path.read_text())
+        for model, precision, batch, ratio, _ in fastest_ratios(record):
+            what = f"fastest over fastest, {precision}, batch {batch}"
+            yield Ratio(what, model, ratio, None, record["machine"]["date"], path.name)
 
 
 def _ratios_of_models(record: dict[str, Any], name: str) -> Iterator[Ratio]:
+    date = record["machine"]["date"]
     precision = record["options"]["precision"]
     for setting in record["settings"]:
         shape = f"{precision}, {setting['img_size']} px, batch {setting['batch_size']}"
@@ -83,7 +92,7 @@ def _ratios_of_models(record: dict[str, Any], name: str) -> Iterator[Ratio]:
             ):
                 if mode in own.get(task, {}):
                     speed, memory = own[task][mode]["speed_ratio"], own[task][mode]["memory_ratio"]
-                    yield Ratio(f"{kind}, {shape}", model, speed, memory, name)
+                    yield Ratio(f"{kind}, {shape}", model, speed, memory, date, name)
 
 
 def speed_row(goal: float, own: Sequence[Ratio]) -> tuple[str, ...]:

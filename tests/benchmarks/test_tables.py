@@ -29,24 +29,21 @@ PAGES = {
     "data_share_cifar10_before.json": ("data.md", data_share.table),
     "data_share_demo.json": ("data.md", data_share.table),
     "data_share_imagenette.json": ("data.md", data_share.table),
-    "deployment_epyc.json": ("deployment.md", deployment.table),
+    "deployment_genoa.json": ("deployment.md", deployment.table),
     "deployment_xeon.json": ("deployment.md", deployment.table),
     "deployment_turin.json": ("deployment.md", deployment.table),
     "deployment_milan.json": ("deployment.md", deployment.table),
     "deployment_compiled_xeon.json": ("deployment.md", deployment.table),
     "int8_digits.json": ("deployment.md", deployment.table),
     "int8_cifar10.json": ("deployment.md", deployment.table),
-    "infer_batch_epyc.json": ("measurements.md", models.table),
     "first_call_xeon.json": ("measurements.md", first_call.table),
     "models_avx2_xeon.json": ("measurements.md", models.table),
     "models_bf16_xeon.json": ("measurements.md", models.table),
-    "models_batch1_epyc.json": ("measurements.md", models.table),
-    "models_batch1_epyc_again.json": ("measurements.md", models.table),
-    "models_batch32_epyc.json": ("measurements.md", models.table),
-    "models_batch_epyc.json": ("measurements.md", models.table),
-    "models_bf16_epyc.json": ("measurements.md", models.table),
-    "models_nano_epyc.json": ("measurements.md", models.table),
-    "models_size_epyc.json": ("measurements.md", models.table),
+    "models_batch32_genoa.json": ("measurements.md", models.table),
+    "models_batch_genoa.json": ("measurements.md", models.table),
+    "models_bf16_genoa.json": ("measurements.md", models.table),
+    "models_nano_genoa.json": ("measurements.md", models.table),
+    "models_size_genoa.json": ("measurements.md", models.table),
     "models_batch_milan.json": ("measurements.md", models.table),
     "models_nano_milan.json": ("measurements.md", models.table),
     "infer_batch_milan.json": ("measurements.md", models.table),
@@ -62,7 +59,7 @@ PAGES = {
     "models_block_xeon.json": ("measurements.md", models.table),
     "models_size_xeon.json": ("measurements.md", models.table),
     "models_nano_xeon.json": ("measurements.md", models.table),
-    "models_windows5_epyc.json": ("measurements.md", models.table),
+    "models_windows5_genoa.json": ("measurements.md", models.table),
     "models_windows5_xeon.json": ("measurements.md", models.table),
     "roofline_swin_tiny_xeon.json": ("measurements.md", roofline.table),
     "roofline_tiny_xeon.json": ("measurements.md", roofline.table),
@@ -175,8 +172,8 @@ def test_the_studies_lack_what_the_sweep_lists_as_not_run(study, monkeypatch):
 
 
 def test_a_goal_that_was_just_missed_does_not_look_met():
-    slow = bars.Ratio("training", "a", 1.1499, 0.7, "slow.json")
-    large = bars.Ratio("training", "a", 1.17, 0.8501, "large.json")
+    slow = bars.Ratio("training", "a", 1.1499, 0.7, "2026-11-24", "slow.json")
+    large = bars.Ratio("training", "a", 1.17, 0.8501, "2026-11-24", "large.json")
     speed = ("training", "`a`", "1.15", "1.149", "**missed**", "`slow.json`")
     memory = ("memory of training", "`a`", "at most 0.85", "0.851", "**missed**", "`large.json`")
     assert bars.speed_row(1.15, [large, slow]) == speed
