@@ -159,17 +159,13 @@ class ScaledCosineAttention(nn.Module):
         A boolean bias says which keys take part, as in PyTorch's attention. Queries without a key
         get 0.
         """
-        bias, answered = additive(bias, q)
         q = cosine_normalize(q, self.eps, self.tau(), self.training)
         k = cosine_normalize(k, self.eps, 1.0, self.training)
         if self.value_scale is not None:
             v = cosine_normalize(v, self.eps, self.value_scale, self.training)
-        dropout = self.attn_drop if self.training else 0.0
-        if self.fused_attn:
-            out = fused_attention(q, k, v, bias, dropout, self.training)
-        else:
-            out = plain_attention(q, k, v, bias, dropout)
-        return out if answered is None else out.where(answered, 0.0)
+        return attend(
+            q, k, v, bias, dropout=self.attn_drop, fused=self.fused_attn, training=self.training
+        )
 
     def extra_repr(self) -> str:
         """Show the heads and the scales."""
@@ -183,7 +179,37 @@ class ScaledCosineAttention(nn.Module):
 register_notrace_module(ScaledCosineAttention)  # FX cannot trace the choice of a kernel
 
 
-def additive(bias: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *,
+    dropout: float,
+    fused: bool,
+    training: bool,
+) -> Tensor:
+    """Compute softmax(q k^T + bias) v, where a query without a key gets 0.
+
+    Args:
+        q: Queries, [B, H, N, d], already normalized or scaled.
+        k: Keys, [B, H, N, d].
+        v: Values, [B, H, N, d].
+        bias: Added to the scores, or True for the keys that take part; None for no bias.
+        dropout: Dropout probability of the attention weights in training.
+        fused: Use PyTorch's fused attention, or our kernel for training on the CPU.
+        training: Whether the module is in training mode.
+    """
+    bias, has_key = additive_bias(bias, q)
+    dropout = dropout if training else 0.0
+    if fused:
+        out = fused_attention(q, k, v, bias, dropout, training)
+    else:
+        out = plain_attention(q, k, v, bias, dropout)
+    return out if has_key is None else out.where(has_key, 0.0)
+
+
+def additive_bias(bias: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return what is added to the scores, and which queries have a key; None if all have one.
 
     A boolean bias becomes 0 and -inf, but only 0 for a query without a key, whose softmax would be
@@ -191,8 +217,8 @@ def additive(bias: Tensor | None, q: Tensor) -> tuple[Tensor | None, Tensor | No
     """
     if bias is None or bias.dtype != torch.bool:
         return bias, None
-    answered = bias.any(-1, keepdim=True)
-    return torch.zeros_like(bias, dtype=q.dtype).masked_fill(answered & ~bias, -math.inf), answered
+    has_key = bias.any(-1, keepdim=True)
+    return torch.zeros_like(bias, dtype=q.dtype).masked_fill(has_key & ~bias, -math.inf), has_key
 
 
 def fused_attention(

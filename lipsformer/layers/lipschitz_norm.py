@@ -16,7 +16,7 @@ from timm.layers import register_notrace_module, use_fused_attn
 from torch import Tensor, nn
 
 from lipsformer.layers._checks import check_dropout
-from lipsformer.layers.cosine_attention import additive, fused_attention, plain_attention
+from lipsformer.layers.cosine_attention import attend
 
 __all__ = [
     "LipschitzNormAttention",
@@ -238,14 +238,10 @@ class LipschitzNormAttention(nn.Module):
         A boolean bias says which keys take part in the softmax, as in PyTorch's attention. The
         factor of the scores is that of all keys. Queries without a key get 0.
         """
-        bias, answered = additive(bias, q)
         q = (q * dense_quadratic_scale(q, k, v)).to(q.dtype)
-        dropout = self.attn_drop if self.training else 0.0
-        if self.fused_attn:
-            out = fused_attention(q, k, v, bias, dropout, self.training)
-        else:
-            out = plain_attention(q, k, v, bias, dropout)
-        return out if answered is None else out.where(answered, 0.0)
+        return attend(
+            q, k, v, bias, dropout=self.attn_drop, fused=self.fused_attn, training=self.training
+        )
 
     def extra_repr(self) -> str:
         """Show the heads."""
