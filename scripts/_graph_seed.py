@@ -34,7 +34,7 @@ from lipsformer.jsonl import read_jsonl
 _MEANS = ("test_acc", "last_test_acc", "val_acc", "highest_train_acc")
 
 
-class Batches(NamedTuple):
+class GraphRunData(NamedTuple):
     """What a graph run trains and is evaluated on.
 
     Attributes:
@@ -50,7 +50,7 @@ class Batches(NamedTuple):
     num_classes: int
 
 
-def load_batches(config: GraphConfig) -> Batches:
+def load_batches(config: GraphConfig) -> GraphRunData:
     """Read or draw the graphs of a config, and divide them among the steps and processes.
 
     Raises:
@@ -65,20 +65,20 @@ def load_batches(config: GraphConfig) -> Batches:
         require(shared, "data.loader", own.loader, allowed)
     if own.name == "trees":
         trees = TreeNeighborsMatch(own.tree_depth, own.num_trees, own.tree_seed)
-        batches = TreeBatches(trees, trees.num_train, own.batch_size, shuffle=True)
+        train = TreeBatches(trees, trees.num_train, own.batch_size, shuffle=True)
         evaluation = TreeBatches(trees, len(trees), own.batch_size)
-        return Batches(batches, evaluation, trees[0].num_features, trees.num_leaves)
+        return GraphRunData(train, evaluation, trees[0].num_features, trees.num_leaves)
     if num_ranks > 1:  # one process downloads, and its errors are those of all
         on_first_rank(lambda: _read(own) and None)
     data = _read(own)
-    batches: Iterable[Data] = [data]
+    train: Iterable[Data] = [data]
     if own.loader == "neighbor":
         if not (find_spec("pyg_lib") or find_spec("torch_sparse")):
             raise DataError(
                 "data.loader=neighbor needs pyg-lib (https://github.com/pyg-team/pyg-lib); install "
                 "it, or use data.loader=cluster or data.loader=partition"
             )
-        batches = NeighborLoader(
+        train = NeighborLoader(
             data,
             list(own.num_neighbors),
             input_nodes=data.train_mask,
@@ -88,7 +88,7 @@ def load_batches(config: GraphConfig) -> Batches:
         )
     elif own.loader != "full":
         hops = config.model.num_layers + 1 if own.halo_hops is None else own.halo_hops
-        batches = ClusterBatches(
+        train = ClusterBatches(
             data,
             own.num_parts,
             parts_per_step=own.parts_per_step,
@@ -98,7 +98,7 @@ def load_batches(config: GraphConfig) -> Batches:
             num_ranks=num_ranks,
             draw_seed=lambda: on_first_rank(lambda: int(torch.randint(2**62, ()))),
         )
-    return Batches(batches, [data], data.num_features, int(data.y.max()) + 1)
+    return GraphRunData(train, [data], data.num_features, int(data.y.max()) + 1)
 
 
 def _read(config: GraphDataConfig) -> Data:
@@ -164,7 +164,7 @@ def require_device(name: str) -> None:
     require(name in known, "run.device", name, f"this machine has {', '.join(known)}")
 
 
-def require_model(config: GraphConfig, batches: Batches) -> None:
+def require_model(config: GraphConfig, data: GraphRunData) -> None:
     """Raise a `ConfigError` if the model of a config cannot be built.
 
     The model is built on the meta device, where tensors have no memory.
@@ -172,7 +172,7 @@ def require_model(config: GraphConfig, batches: Batches) -> None:
     model = config.model
     try:
         with torch.device("meta"):
-            build_model(config, batches)
+            build_model(config, data)
     except Exception as error:  # wrong arguments raise whatever the class and torch raise
         kwargs = f" with model.kwargs={model.kwargs}" if model.kwargs else ""
         raise ConfigError(
@@ -180,14 +180,14 @@ def require_model(config: GraphConfig, batches: Batches) -> None:
         ) from error
 
 
-def build_model(config: GraphConfig, batches: Batches) -> GraphNet:
-    """Build the model of a config for its batches."""
+def build_model(config: GraphConfig, data: GraphRunData) -> GraphNet:
+    """Build the model of a config for its data."""
     model = config.model
     return create_model(
         model.name,
-        batches.num_features,
+        data.num_features,
         model.hidden_channels,
-        batches.num_classes,
+        data.num_classes,
         model.num_layers,
         **model.kwargs,
     )
@@ -195,20 +195,20 @@ def build_model(config: GraphConfig, batches: Batches) -> GraphNet:
 
 def train_seed(
     config: GraphConfig,
-    batches: Batches,
+    data: GraphRunData,
     seed: int,
     folder: Path | None = None,
     *,
     device: str | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Train one seed of a config on its batches and return its outcome and its environment.
+    """Train one seed of a config on its data and return its outcome and its environment.
 
     The outcome is that of `fit`, and the environment that of `environment` at the start.
 
     Args:
         config: The config of the run.
-        batches: What `load_batches` returns for it.
+        data: What `load_batches` returns for it.
         seed: The seed.
         folder: See `fit`.
         device: Device of this process; None for the config's.
@@ -241,9 +241,9 @@ def train_seed(
                     writer.add_scalar(name, value, record["epoch"])
 
         outcome = fit(
-            lambda: build_model(config, batches),
-            batches.train,
-            batches.evaluation,
+            lambda: build_model(config, data),
+            data.train,
+            data.evaluation,
             config.train,
             seed,
             device=device or config.run.device,

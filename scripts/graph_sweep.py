@@ -35,7 +35,7 @@ from lipsformer.graph.config import GraphConfig, GraphDataConfig, GraphSweepConf
 from lipsformer.graph.plots import plot_sweep
 from lipsformer.jsonl import append_jsonl
 from scripts._graph_seed import (
-    Batches,
+    GraphRunData,
     load_batches,
     locked,
     read_results,
@@ -208,7 +208,7 @@ def _check(points: Iterable[Point]) -> None:
 
     Every graph is read here once, so that no two processes download or prepare it.
     """
-    loaded: dict[GraphDataConfig, Batches] = {}
+    loaded: dict[GraphDataConfig, GraphRunData] = {}
     for point in points:
         config = point.config
         with _named(point.cell):

@@ -52,14 +52,14 @@ def run(config: GraphConfig, device: str, progress: bool) -> dict[str, Any]:
     log = folder / "results.jsonl"
     done = {result["seed"]: result for result in on_first_rank(lambda: _finished(config))}
     missing = [seed for seed in config.train.seeds if seed not in done]
-    batches = None
+    data = None
     if missing:
-        batches = load_batches(config)
-        require_model(config, batches)
+        data = load_batches(config)
+        require_model(config, data)
     on_first_rank(lambda: (folder / "config.yaml").write_text(dump_config(config)))
     for seed in missing:
-        assert batches is not None
-        done[seed] = train_seed(config, batches, seed, folder, device=device, progress=progress)
+        assert data is not None
+        done[seed] = train_seed(config, data, seed, folder, device=device, progress=progress)
         if rank_and_count()[0] > 0:
             continue
         append_jsonl(log, done[seed])

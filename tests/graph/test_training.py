@@ -412,12 +412,12 @@ def test_partition_training_covers_every_node_once(graph, tmp_path, monkeypatch)
     path = write_config(tmp_path, graph, monkeypatch)
     overrides = ["data.loader=partition", "data.num_parts=3"]
     config = read_config(GraphConfig, path, overrides)
-    batches = _graph_seed.load_batches(config)
-    parts = list(batches.train)
+    data = _graph_seed.load_batches(config)
+    parts = list(data.train)
     assert len(parts) == 3
     rows = torch.cat([part.x for part in parts])
     torch.testing.assert_close(rows.sort(dim=0).values, graph.x.sort(dim=0).values)
-    assert math.isfinite(_graph_seed.train_seed(config, batches, 0)["last_loss"])
+    assert math.isfinite(_graph_seed.train_seed(config, data, 0)["last_loss"])
 
 
 def test_trees_are_trained_on_their_training_share_only(tmp_path):
