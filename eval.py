@@ -17,7 +17,6 @@ its default) or float64 (`fp64`), with all of its rounding. Exit code 2 for a mi
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from data import DataError
 from data.evalsets import STANDARD, corruption_summary
 from lipsformer._commands import documented_parser, quiet_pipe
 from lipsformer._configfile import ConfigError, read_config
+from lipsformer._ranks import launched_first
 from lipsformer.config import Config
 from lipsformer.engine import exits
 from lipsformer.engine.build import timm_config
@@ -47,15 +47,11 @@ EXIT_CODES = {
 }
 
 
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one record for each data set."""
     if options.batch_size is not None and options.batch_size < 1:
         raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
-    if _is_first():
+    if launched_first():
         check_json_target(options.json)
     if options.class_map is not None and options.set:
         raise ConfigError("--class-map has no effect with --set, whose classes are ImageNet's")
@@ -164,7 +160,7 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
 
 def _evaluate(options: argparse.Namespace) -> int:
     records = evaluate_checkpoint(options)
-    if _is_first():
+    if launched_first():
         say(options.json, table(records))
         write_json(options.json, records)
     return 0

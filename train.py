@@ -17,7 +17,6 @@ written, unless training met an image that cannot be read.
 import argparse
 import errno
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 from data import DataError
 from lipsformer._commands import documented_parser, quiet_pipe
 from lipsformer._configfile import ConfigError, describe, dump_config, read_config
-from lipsformer._ranks import on_first_rank
+from lipsformer._ranks import launched_first_here, on_first_rank
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
 from lipsformer.engine import distributed, exits
@@ -126,7 +125,7 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     """Run the command line; return the exit code."""
     options = (parser or make_parser()).parse_intermixed_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
-    first = os.environ.get("LOCAL_RANK", "0") == "0"  # only this process of a machine prints
+    first = launched_first_here()  # only this process of a machine prints
     logging.getLogger("lipsformer").setLevel(logging.INFO if first else logging.CRITICAL)
 
     def work() -> int:

@@ -3,15 +3,39 @@
 Everything here also works in a single process without a process group.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["gather_from_ranks", "on_first_rank", "rank_and_count", "sum_over_ranks"]
+__all__ = [
+    "gather_from_ranks",
+    "launched_first",
+    "launched_first_here",
+    "on_first_rank",
+    "rank_and_count",
+    "sum_over_ranks",
+]
 
 Result = TypeVar("Result")
+
+
+def launched_first() -> bool:
+    """Return whether this process is the first one of all.
+
+    This is what the launcher says, before the ranks have met. It is true without a launcher.
+    """
+    return os.environ.get("RANK", "0") == "0"
+
+
+def launched_first_here() -> bool:
+    """Return whether this process is the first one on its machine.
+
+    This is what the launcher says, before the ranks have met. It is true without a launcher.
+    """
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def rank_and_count() -> tuple[int, int]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lipsformer._configfile import read_json
+from lipsformer._ranks import launched_first_here
 from lipsformer.engine.checkpoint import write_atomically
 from lipsformer.engine.run_files import EXIT
 
@@ -148,7 +149,7 @@ def _is_first_here(message: str) -> bool:
     """
     path = _exit_of_torchrun()
     if path is None:
-        return os.environ.get("LOCAL_RANK", "0") == "0"
+        return launched_first_here()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         path.with_name(f"printed-{attempt}-{_digest(message)}").touch(exist_ok=False)
