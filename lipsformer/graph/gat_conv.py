@@ -25,7 +25,7 @@ from lipsformer.graph.edge_attention.csr import (
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
 from lipsformer.graph.norm import check_score_norm
-from lipsformer.layers._checks import check_dropout, check_heads, check_positive
+from lipsformer.layers._checks import check_count, check_dropout, check_positive
 from lipsformer.layers.lipschitz_norm import (
     linear_scale,
     released_linear_scale,
@@ -108,7 +108,7 @@ class LipschitzGATConv(GATConv):
             ValueError: If `score_norm` is unknown, if `heads`, the dropout probability, `att_norm`
                 or `min_att_norm` is out of range, or if a setting of LipschitzNorm has no effect.
         """
-        check_heads(heads)
+        check_count("heads", heads)
         check_score_norm(score_norm, released_code)
         check_positive("att_norm", att_norm)
         settings = {"att_norm": (att_norm, 4.0), "min_att_norm": (min_att_norm, None)}

@@ -84,8 +84,13 @@ class NodeNorm(nn.Module):
         Args:
             name: 'none' or one of `NODE_NORMS`; 'layernorm' runs per node.
             channels: Number of channels C.
+
+        Raises:
+            ValueError: If `name` is none of these.
         """
         super().__init__()
+        if name not in ("none", *NODE_NORMS):
+            raise ValueError(f"name={name!r} is not known; choose none or {', '.join(NODE_NORMS)}")
         self.norm: nn.Module = {
             "none": lambda: nn.Identity(),
             "pairnorm": lambda: PairNorm(),

@@ -20,7 +20,7 @@ from lipsformer.graph.edge_attention.operator import (
     with_squared_norm,
 )
 from lipsformer.graph.norm import check_score_norm
-from lipsformer.layers._checks import check_dropout, check_heads
+from lipsformer.layers._checks import check_count, check_dropout
 from lipsformer.layers.lipschitz_norm import quadratic_scale, segment_max, squared_norm
 
 __all__ = ["LipschitzTransformerConv"]
@@ -80,7 +80,7 @@ class LipschitzTransformerConv(TransformerConv):
         Raises:
             ValueError: If `score_norm` is unknown, or if `heads` or the dropout is out of range.
         """
-        check_heads(heads)
+        check_count("heads", heads)
         check_score_norm(score_norm, released_code)
         super().__init__(in_channels, out_channels, heads, *args, **kwargs)
         check_dropout("dropout", self.dropout)

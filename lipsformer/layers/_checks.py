@@ -15,7 +15,7 @@ def check_dropout(name: str, probability: float) -> None:
         raise ValueError(f"{name}={probability} must be in [0, 1]")
 
 
-def check_heads(heads: int) -> None:
-    """Raise a `ValueError` unless attention has at least one head."""
-    if heads < 1:
-        raise ValueError(f"heads={heads} must be at least 1")
+def check_count(name: str, count: int) -> None:
+    """Raise a `ValueError` that names the setting unless its value is at least 1."""
+    if count < 1:
+        raise ValueError(f"{name}={count} must be at least 1")

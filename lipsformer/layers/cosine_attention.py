@@ -11,7 +11,7 @@ from timm.layers import register_notrace_function, register_notrace_module, use_
 from torch import Tensor, nn
 
 from lipsformer import kernels
-from lipsformer.layers._checks import check_dropout, check_positive
+from lipsformer.layers._checks import check_count, check_dropout, check_positive
 
 MAX_LOGIT_SCALE = 100.0  # the ceiling of a learned logit scale, as in SwinV2
 
@@ -102,7 +102,7 @@ class ScaledCosineAttention(nn.Module):
         """Create the logit scale.
 
         Args:
-            num_heads: Number of heads H.
+            num_heads: Number of heads H, at least 1.
             logit_scale: tau, in (0, 100]. It multiplies the cosines.
             learn_logit_scale: Learn tau per head, as its logarithm, clamped to at most 100.
             value_scale: nu > 0 for normalized values; None leaves the values as they are.
@@ -117,6 +117,7 @@ class ScaledCosineAttention(nn.Module):
             ValueError: If a number is out of range.
         """
         super().__init__()
+        check_count("num_heads", num_heads)
         if not 0.0 < logit_scale <= MAX_LOGIT_SCALE:
             raise ValueError(f"logit_scale must lie in (0, {MAX_LOGIT_SCALE:g}], got {logit_scale}")
         if value_scale is not None:

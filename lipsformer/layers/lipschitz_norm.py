@@ -15,7 +15,7 @@ import torch
 from timm.layers import register_notrace_module, use_fused_attn
 from torch import Tensor, nn
 
-from lipsformer.layers._checks import check_dropout
+from lipsformer.layers._checks import check_count, check_dropout
 from lipsformer.layers.cosine_attention import attend
 
 __all__ = [
@@ -220,13 +220,14 @@ class LipschitzNormAttention(nn.Module):
         """Create the layer, which has no parameters.
 
         Args:
-            num_heads: Number of heads H.
+            num_heads: Number of heads H, at least 1.
             attn_drop: Dropout probability of the attention weights in training.
 
         Raises:
-            ValueError: If ``attn_drop`` is not in [0, 1].
+            ValueError: If ``num_heads`` is below 1, or ``attn_drop`` is not in [0, 1].
         """
         super().__init__()
+        check_count("num_heads", num_heads)
         check_dropout("attn_drop", attn_drop)
         self.num_heads = num_heads
         self.attn_drop = attn_drop

@@ -79,7 +79,8 @@ class StripeAttention(nn.Module):
         Args:
             dim: Number of channels C.
             num_heads: Number of heads, a divisor of C.
-            split_size: Largest width of a stripe in tokens; None attends over the whole map.
+            split_size: Largest width of a stripe in tokens, at least 1; None attends over the whole
+                map.
             attention: One attention per direction (two, or one without a split size).
             official_compat: Divide each direction's output by the root of its number of heads.
             proj_drop: Dropout probability after the output projection.
@@ -87,17 +88,13 @@ class StripeAttention(nn.Module):
             dtype: Data type of the parameters.
 
         Raises:
-            ValueError: If the number of heads does not divide C, or is odd with a split size.
+            ValueError: If the number of heads does not divide C, or is odd with a split size, or if
+                the split size is below 1.
         """
         super().__init__()
         self.dim = dim
         self.split_size = split_size
-        self.num_branches = 1 if split_size is None else 2
-        if num_heads < 1 or num_heads % self.num_branches != 0 or dim % num_heads != 0:
-            raise ValueError(
-                f"num_heads={num_heads} must be a positive multiple of {self.num_branches} that "
-                f"divides dim={dim}"
-            )
+        self.num_branches = count_branches(dim, num_heads, split_size)
         self.heads_per_branch = num_heads // self.num_branches
         # the released code divides the attention's output by the root of the heads
         self.attn_factor = 1.0 / math.sqrt(self.heads_per_branch) if official_compat else 1.0
@@ -144,6 +141,28 @@ class StripeAttention(nn.Module):
 
 # FX cannot trace stripes that depend on the size of the map
 register_notrace_module(StripeAttention)
+
+
+def count_branches(dim: int, num_heads: int, split_size: int | None) -> int:
+    """Return the number of directions of stripes: 2, or 1 for attention over the whole map.
+
+    Args:
+        dim: Number of channels.
+        num_heads: Number of heads, which the directions share evenly.
+        split_size: Largest width of a stripe in tokens; None for the whole map.
+
+    Raises:
+        ValueError: If the numbers do not fit together.
+    """
+    if split_size is not None and split_size < 1:
+        raise ValueError(f"split_size={split_size} must be at least 1, or None for the whole map")
+    num_branches = 1 if split_size is None else 2
+    if num_heads < 1 or num_heads % num_branches != 0 or dim % num_heads != 0:
+        raise ValueError(
+            f"num_heads={num_heads} must be a positive multiple of {num_branches} that "
+            f"divides dim={dim}"
+        )
+    return num_branches
 
 
 class ConvMerging(nn.Module):
@@ -214,7 +233,8 @@ class LipsFormerCSwin(LipsFormer):
             embed_dim: Channels of the first stage, doubled at each further one.
             depths: Number of blocks of each stage.
             num_heads: Number of heads of each stage, even where there are stripes.
-            split_sizes: Largest stripe width of each stage in tokens; None for the whole map.
+            split_sizes: Largest stripe width of each stage in tokens, at least 1; None for the
+                whole map.
             residual_scale: Initial weight of the residual branches; None for 1 / (number of
                 blocks), or 0.2 with ``official_compat``.
             official_compat: Numerics of the released code: besides what ``LipsFormer``
@@ -222,8 +242,9 @@ class LipsFormerCSwin(LipsFormer):
             **kwargs: Arguments of ``LipsFormer``.
 
         Raises:
-            ValueError: If there is not one number of heads and one split size for each stage, or a
-                number of heads does not fit the channels and the split size of its stage.
+            ValueError: If there is not one number of heads and one split size for each stage, a
+                number of heads does not fit the channels and the split size of its stage, or a
+                split size is below 1.
         """
         if not len(num_heads) == len(split_sizes) == len(depths):
             raise ValueError(f"{num_heads=}, {split_sizes=} and {depths=} must be of one length")
@@ -242,7 +263,7 @@ class LipsFormerCSwin(LipsFormer):
     def make_attn(self, stage: int, block: int, dim: int) -> StripeAttention:
         """Build the stripe attention of one block of a stage, on maps of ``dim`` channels."""
         num_heads, split_size = self.num_heads[stage], self.split_sizes[stage]
-        num_branches = 1 if split_size is None else 2
+        num_branches = count_branches(dim, num_heads, split_size)
         cores = nn.ModuleList(
             self.make_core(num_heads // num_branches) for _ in range(num_branches)
         )

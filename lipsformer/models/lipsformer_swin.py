@@ -81,7 +81,7 @@ class WindowAttention(nn.Module):
         Args:
             dim: Number of channels C.
             num_heads: Number of heads, a divisor of C.
-            window_size: Largest side, or (height, width), of a window in tokens.
+            window_size: Largest side, or (height, width), of a window in tokens, each at least 1.
             attention: Called with q, k, v of shape [windows, heads, N, d] and a bias, such as
                 ``ScaledCosineAttention``.
             proj_drop: Dropout probability after the output projection.
@@ -89,7 +89,7 @@ class WindowAttention(nn.Module):
             dtype: Data type of the parameters.
 
         Raises:
-            ValueError: If the number of heads does not divide C.
+            ValueError: If the number of heads does not divide C, or a side of a window is below 1.
         """
         super().__init__()
         if num_heads < 1 or dim % num_heads != 0:
@@ -97,6 +97,8 @@ class WindowAttention(nn.Module):
         self.dim = dim
         self.num_heads = num_heads
         self.window_size = cast(tuple[int, int], to_2tuple(window_size))
+        if min(self.window_size) < 1:
+            raise ValueError(f"window_size={window_size} must be at least 1 in each direction")
         self.qkv = Linear(dim, 3 * dim, device=device, dtype=dtype)
         self.attention = attention
         self.proj = Linear(dim, dim, device=device, dtype=dtype)
@@ -233,12 +235,12 @@ class LipsFormerSwin(LipsFormer):
             embed_dim: Channels of the first stage, doubled at each further one.
             depths: Number of blocks of each stage.
             num_heads: Number of heads of each stage.
-            window_size: Largest side, or (height, width), of a window in tokens.
+            window_size: Largest side, or (height, width), of a window in tokens, each at least 1.
             **kwargs: Arguments of ``LipsFormer``.
 
         Raises:
-            ValueError: If there is not one number of heads for each stage, or a number of heads
-                does not divide the channels of its stage.
+            ValueError: If there is not one number of heads for each stage, a number of heads does
+                not divide the channels of its stage, or a side of a window is below 1.
         """
         if len(num_heads) != len(depths):
             raise ValueError(f"{num_heads=} and {depths=} must be of one length")

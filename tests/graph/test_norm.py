@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -69,3 +71,5 @@ def test_parse_norm(norm, expected):
 def test_unknown_norms_raise(norm):
     with pytest.raises(ValueError, match="is not known; choose none, lipschitznorm, pairnorm"):
         parse_norm(norm)
+    with pytest.raises(ValueError, match=f"name='{re.escape(norm)}' is not known; choose none or"):
+        NodeNorm(norm, 3)

@@ -163,6 +163,7 @@ def test_zero_tokens_are_finite_under_autocast(dtype):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"num_heads": 0}, "num_heads=0 must be at least 1"),
         ({"logit_scale": 0.0}, r"logit_scale must lie in \(0, 100\], got 0.0"),
         ({"logit_scale": 101.0}, r"logit_scale must lie in \(0, 100\], got 101.0"),
         ({"value_scale": -1.0}, "value_scale=-1.0 must be > 0 and finite"),
@@ -175,7 +176,7 @@ def test_zero_tokens_are_finite_under_autocast(dtype):
 )
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        ScaledCosineAttention(H, **arguments)
+        ScaledCosineAttention(**{"num_heads": H, **arguments})
 
 
 def test_scores_are_bounded_by_tau():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lipsformer.analysis.bounds.attention import lipschitz_norm_theorem
 from lipsformer.layers.lipschitz_norm import (
+    LipschitzNormAttention,
     dense_max,
     dense_quadratic_scale,
     linear_scale,
@@ -223,3 +224,15 @@ def test_plain_scores_exceed_the_bound_at_inputs_where_normalized_ones_do_not():
     assert worst_constant(partial(attend_linear, query=query), x, steps=1) < lipschitz_norm_theorem(
         1, 2
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 0}, "num_heads=0 must be at least 1"),
+        ({"num_heads": 2, "attn_drop": 1.5}, r"attn_drop=1.5 must be in \[0, 1\]"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LipschitzNormAttention(**arguments)

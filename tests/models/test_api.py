@@ -194,6 +194,11 @@ def test_impossible_arguments_are_named(name, kwargs, message):
         ),
         (
             "lipsformer_nano",
+            {"num_heads": (0, 4, 8, 16)},
+            "=0 .* multiple of 2 that divides dim=32",
+        ),
+        (
+            "lipsformer_nano",
             {"num_heads": (1, 4, 8, 16)},
             "=1 .* multiple of 2 that divides dim=32",
         ),
@@ -206,7 +211,7 @@ def test_impossible_arguments_are_named(name, kwargs, message):
         ("lipsformer_nano", {"split_sizes": (1, 2)}, r"split_sizes=\(1, 2\) .* of one length"),
         ("lipsformer_nano", {"depths": (1,), "split_sizes": (1, 2)}, "must be of one length"),
         ("lipsformer_swin_nano", {"num_heads": (5, 4, 8, 16)}, "=5 .* positive divisor of dim=32"),
-        ("lipsformer_swin_nano", {"num_heads": (0, 4, 8, 16)}, "=0 .* positive divisor of dim=32"),
+        ("lipsformer_swin_nano", {"num_heads": (0, 4, 8, 16)}, "num_heads=0 must be at least 1"),
         ("lipsformer_swin_nano", {"num_heads": (2, 4, 8)}, "num_heads=.* must be of one length"),
         ("lipsformer_swin_nano", {"depths": (1,), "num_heads": (2, 4)}, "must be of one length"),
     ],

@@ -1,5 +1,7 @@
 """Window and stripe attention, and whole models, against loops in float64 at many sizes."""
 
+import re
+
 import pytest
 import torch
 
@@ -56,6 +58,13 @@ def test_window_attention_equals_loops(size, window, value_scale):
     torch.testing.assert_close(module(x), expected)
 
 
+@pytest.mark.parametrize("window", [0, (0, 7), (7, -1)])
+def test_windows_without_tokens_are_refused(window):
+    message = re.escape(f"window_size={window} must be at least 1 in each direction")
+    with pytest.raises(ValueError, match=message):
+        window_attention(3, window, 15)
+
+
 @pytest.mark.parametrize("value_scale", [1.3, None])
 @pytest.mark.parametrize("split", [1, 2, 7, None])
 @pytest.mark.parametrize("size", MAPS)
@@ -65,6 +74,13 @@ def test_stripe_attention_equals_loops(size, split, value_scale):
     x = torch.randn(2, *size, 30, dtype=torch.float64)
     expected = reference.stripe_attention(x, parameters(module), 6, split, 7.0, value_scale)
     torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("split", [0, -1])
+def test_stripes_without_tokens_are_refused(split):
+    message = f"split_size={split} must be at least 1, or None for the whole map"
+    with pytest.raises(ValueError, match=message):
+        stripe_attention(6, split, 30)
 
 
 @pytest.mark.parametrize("head", [0, 1, 2])
