@@ -29,6 +29,7 @@ ADVICE = (
     "; `lipsformer make-shards --verify` tells whether the shard is damaged, and "
     "`lipsformer make-shards --skip-list` makes shards without the image"
 )
+ANEW = "remove the folder, and write the shards again with `lipsformer make-shards`"
 PLACES = ("offsets", "sizes", "labels")  # the arrays of a shard's .npz file
 
 
@@ -60,16 +61,21 @@ class ShardSource:
             file = path / shard["file"]
             found = file.stat().st_size if file.exists() else "missing"
             if found != shard["bytes"]:
-                raise DataError(f"{file}: expected {shard['bytes']} bytes, found {found}")
+                raise DataError(
+                    f"{file}: expected {shard['bytes']} bytes, found {found}: write the shards "
+                    "again with `lipsformer make-shards`"
+                )
         places = [_read_places(Path(shard).with_suffix(".npz")) for shard in self.shards]
         self.shard = np.repeat(np.arange(len(places)), [len(place["labels"]) for place in places])
         self.offsets, self.sizes, self.labels = (
             np.concatenate([place[name] for place in places]) for name in PLACES
         )
         if len(self.labels) != index["images"]:
-            raise DataError(f"{path}: {len(self.labels)} images, {index['images']} in {INDEX}")
+            raise DataError(
+                f"{path}: {len(self.labels)} images, {index['images']} in {INDEX}: {ANEW}"
+            )
         if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
-            raise DataError(f"{path}: labels outside of the {len(self.classes)} classes")
+            raise DataError(f"{path}: labels outside of the {len(self.classes)} classes: {ANEW}")
 
     def load(self, index: int) -> Picture:
         """Read one image.
@@ -119,9 +125,14 @@ def _read_places(file: Path) -> dict[str, np.ndarray]:
         raise DataError(f"{file} is missing; `lipsformer make-shards` writes it") from None
     except Exception as error:  # NumPy and zipfile raise whatever a damaged file makes them raise
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise DataError(f"{file} is damaged: {reason}") from None
+        raise DataError(
+            f"{file} is damaged: {reason}; `lipsformer make-shards` writes it again"
+        ) from None
     if len({places[name].shape for name in PLACES}) != 1:
-        raise DataError(f"{file} is damaged: {', '.join(PLACES)} differ in length")
+        raise DataError(
+            f"{file} is damaged: {', '.join(PLACES)} differ in length; `lipsformer make-shards` "
+            "writes it again"
+        )
     return places
 
 

@@ -48,7 +48,10 @@ def difference_bounds(bound: Bound, num_logits: int) -> Tensor:
         return torch.full((num_logits, num_logits), largest, dtype=torch.float64)
     log10, weight = bound.last[:2]
     if len(weight) != num_logits:
-        raise ValueError(f"the bound is of {len(weight)} logits, and the inputs have {num_logits}")
+        raise ValueError(
+            f"num_logits={num_logits}, but the bounded network has {len(weight)} logits: pass "
+            f"{len(weight)}, or tell certified_radius by `outputs` which of them its logits are"
+        )
     if log10 == -math.inf:  # all logits are constant
         return torch.zeros(num_logits, num_logits, dtype=torch.float64)
     before = power_of_ten(bound.log10 - log10 + 2.0**-50 * (abs(bound.log10) + abs(log10)))

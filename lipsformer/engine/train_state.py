@@ -149,8 +149,8 @@ class TrainState:
         state = read_state(folder)
         if state.get("teacher") != self.teacher:
             raise ConfigError(
-                f"{folder} was made with another teacher than loss.teacher now names: "
-                "its weights are not the same"
+                f"{folder} was made with another teacher than loss.teacher now names (the "
+                "weights differ): restore the earlier teacher, or name another run.output_dir"
             )
         _fill(self.module.state_dict(), folder / MODEL)
         moments = load_file(folder / OPTIMIZER)

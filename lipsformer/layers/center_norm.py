@@ -72,7 +72,10 @@ class CenterNorm(nn.Module):
             ValueError: If x has another number of channels.
         """
         if x.shape[-1] != self.dim:
-            raise ValueError(f"x has {x.shape[-1]} channels, and CenterNorm({self.dim}) {self.dim}")
+            raise ValueError(
+                f"x has {x.shape[-1]} channels, but CenterNorm({self.dim}) takes {self.dim}, in "
+                "the last dimension"
+            )
         factor = self.dim / (self.dim - 1)
         if kernels.usable("center_norm", x, self.weight, training=self.training):
             return kernels.centered_affine(x, self.weight, self.bias, factor)

@@ -138,7 +138,10 @@ class LipsFormerContractive(TimmInterface):
         height, width = cast(tuple[int, int], to_2tuple(img_size))
         reduction = patch_size * 2 ** (len(dims) - 1)
         if height % reduction != 0 or width % reduction != 0:
-            raise ValueError(f"img_size={img_size} is not a multiple of {reduction}")
+            raise ValueError(
+                f"img_size={img_size} is not a multiple of {reduction}, which is patch_size * "
+                "2 ** (number of stages - 1)"
+            )
         if any(dim % 8 != 0 for dim in dims):
             raise ValueError(f"dims={dims} must be multiples of 8")
         if not len(dims) == len(depths) == len(window_size):

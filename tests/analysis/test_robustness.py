@@ -69,6 +69,13 @@ def test_certificates_of_linear_classifiers_never_pass_the_exact_distance():
         assert not torch.stack(robust_mask(layer, images, wrong, eps, radius)).any()
 
 
+def test_another_number_of_logits_is_refused():
+    layer = nn.Linear(11, 5).double()
+    message = "num_logits=3, but the bounded network has 5 logits: pass 5, or .* `outputs`"
+    with pytest.raises(ValueError, match=message):
+        certified_radius(torch.randn(2, 3), lipschitz_bound(layer, Domain(size=())))
+
+
 def test_a_radius_is_not_rounded_up():
     """The constant of a network without a last linear layer was rounded to float32, and down."""
     identity = lipschitz_bound(nn.Identity(), Domain(size=()))

@@ -185,13 +185,19 @@ def test_damage_is_found(made, tmp_path, capsys):
     cut = int(np.flatnonzero(source.shard == 2)[-1])
     with pytest.raises(UnreadableImageError, match=r"at byte \d+ of .*shard-00002.tar: .*trunc"):
         source.load(cut)
-    with pytest.raises(DataError, match=r"shard-00002.tar: expected \d+ bytes, found 1000"):
+    message = r"shard-00002.tar: expected \d+ bytes, found 1000: write the shards again"
+    with pytest.raises(DataError, match=message):
         ShardSource(copy)
 
 
 def cut_index(split):
     text = (split / "index.json").read_text()
     (split / "index.json").write_text(text[: len(text) // 2])
+
+
+def edit_index(split, **changes):
+    index = json.loads((split / "index.json").read_text())
+    (split / "index.json").write_text(json.dumps(index | changes))
 
 
 def leave_the_folder(split):
@@ -205,10 +211,12 @@ def leave_the_folder(split):
         (cut_index, r"index.json is damaged: write it again"),
         (lambda split: (split / "index.json").write_text("{}"), r"index.json is damaged"),
         (lambda split: (split / "index.json").write_text("[1]"), r"index.json is damaged"),
+        (lambda split: edit_index(split, images=7), r"24 images, 7 in index.json: remove the"),
+        (lambda split: edit_index(split, classes=["a"]), r"outside of the 1 classes: remove the"),
         (leave_the_folder, r"'../other/shard-00001.tar' is not the bare name of a file"),
         (lambda split: (split / "shard-00001.npz").unlink(), r"shard-00001.npz is missing"),
-        (lambda split: (split / "shard-00001.npz").write_bytes(b"PK"), r"00001.npz is damaged"),
-        (lambda split: (split / "shard-00001.npz").write_bytes(b""), r"00001.npz is damaged"),
+        (lambda split: (split / "shard-00001.npz").write_bytes(b"PK"), r"1.npz is damaged: .*; `"),
+        (lambda split: (split / "shard-00001.npz").write_bytes(b""), r"1.npz is damaged: .*; `"),
     ],
 )
 def test_a_damaged_split_is_one_clear_error(made, tmp_path, harm, message):

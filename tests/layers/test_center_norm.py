@@ -88,7 +88,7 @@ def test_parameters_of_another_type_than_the_input(dtype, compiled_kernels):
 
 
 def test_another_number_of_channels_is_refused(path):
-    with pytest.raises(ValueError, match=r"x has 1 channels, and CenterNorm\(4\) 4"):
+    with pytest.raises(ValueError, match=r"x has 1 channels, but CenterNorm\(4\) takes 4, in the"):
         CenterNorm(4)(torch.randn(3, 1))
 
 

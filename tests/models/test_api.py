@@ -224,6 +224,10 @@ def test_numbers_of_heads_that_do_not_fit_are_named(name, kwargs, message):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
+        (
+            {"img_size": 30},
+            r"img_size=30 is not a multiple of 8, which is patch_size \* 2 \*\* \(number of stages",
+        ),
         ({"weight_init": "unit_norm"}, "weight_init must be '' or 'skip', got 'unit_norm'"),
         ({"eps": 0.0}, "eps=0.0 must be > 0 and finite"),
         ({"eps": -1.0, "attn_share": 0.0}, "eps=-1.0 must be > 0 and finite"),
