@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from data.errors import DataError
+from data.errors import DataError, first_line
 from data.images import FORMATS, NO_IMAGE, EncodedPicture, read_picture
 from data.parquet import ParquetSource
 
@@ -65,7 +65,7 @@ def _find(name: str, load: Callable[[], EncodedPicture]) -> Finding:
     except DataError as error:
         if isinstance(error.__cause__, UnidentifiedImageError):
             return Finding(name, error=NO_IMAGE)
-        return Finding(name, error=str(error.__cause__ or error).split("\n")[0] or repr(error))
+        return Finding(name, error=first_line(error.__cause__ or error))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(io.BytesIO(picture.content), formats=FORMATS) as image:

@@ -1,4 +1,4 @@
-"""Errors in the data. Every message is one line for the user."""
+"""Errors in the data, and what they quote of other errors. Every message is one line."""
 
 
 class DataError(ValueError):
@@ -7,3 +7,16 @@ class DataError(ValueError):
 
 class UnreadableImageError(DataError):
     """One image cannot be read; the message names its file and the reason."""
+
+
+def first_line(error: BaseException) -> str:
+    r"""Return the first line of an error's text, or the error's class if it has no text.
+
+    Example:
+        >>> from data.errors import first_line
+        >>> first_line(ValueError("there is no such size\n(a long explanation)"))
+        'there is no such size'
+        >>> first_line(KeyboardInterrupt())
+        'KeyboardInterrupt'
+    """
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -19,7 +19,7 @@ from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.datasets import Actor, Planetoid, WebKB, WikipediaNetwork
 from torch_geometric.utils import index_to_mask, to_undirected
 
-from data.errors import DataError
+from data.errors import DataError, first_line
 from data.generated_graphs import generated_arxiv
 from data.root import data_root
 
@@ -124,7 +124,7 @@ def _read(name: str, root: Path, download: bool) -> Any:
     except ImportError as error:
         raise DataError(f"{name} cannot be read: {error}; pip install '.[graph]'") from error
     except Exception as error:  # of PyG or OGB, of the network, or of a damaged file
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         if download:
             raise DataError(
                 f"data.download=true: {name} cannot be fetched into {root}: {reason}; copy the "

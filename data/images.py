@@ -24,7 +24,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from data.errors import UnreadableImageError
+from data.errors import UnreadableImageError, first_line
 
 ADVICE = (
     "; repair it, or remove it or name it in data.skip_list for a new run "
@@ -248,7 +248,5 @@ def _readable(decode, name: str, advice: str) -> Image.Image:
 
 
 def _unreadable(name: str, error: Exception, advice: str) -> UnreadableImageError:
-    reason = str(error).split("\n")[0] or type(error).__name__
-    if isinstance(error, UnidentifiedImageError):
-        reason = NO_IMAGE
+    reason = NO_IMAGE if isinstance(error, UnidentifiedImageError) else first_line(error)
     return UnreadableImageError(f"cannot read image {name}: {reason}{advice}")

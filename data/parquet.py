@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import DataError
+from data.errors import DataError, first_line
 from data.images import ADVICE, EncodedPicture
 
 MAX_GROUP_BYTES = 2**30  # the largest row group that is read into memory
@@ -166,5 +166,4 @@ def _opened(file: str) -> Iterator[Any]:
         with parquet.ParquetFile(file, memory_map=True) as opened:
             yield opened
     except (ArrowException, OSError) as error:
-        reason = str(error).split("\n")[0]
-        raise DataError(f"cannot read parquet file {file}: {reason}") from error
+        raise DataError(f"cannot read parquet file {file}: {first_line(error)}") from error

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from data.errors import DataError, UnreadableImageError
+from data.errors import DataError, UnreadableImageError, first_line
 from data.images import EncodedPicture, Picture
 from data.parquet import ParquetSource
 from data.rng import permutation
@@ -124,9 +124,8 @@ def _read_places(file: Path) -> dict[str, np.ndarray]:
     except FileNotFoundError:
         raise DataError(f"{file} is missing; `lipsformer make-shards` writes it") from None
     except Exception as error:  # NumPy and zipfile raise whatever a damaged file makes them raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(
-            f"{file} is damaged: {reason}; `lipsformer make-shards` writes it again"
+            f"{file} is damaged: {first_line(error)}; `lipsformer make-shards` writes it again"
         ) from None
     if len({places[name].shape for name in PLACES}) != 1:
         raise DataError(

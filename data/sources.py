@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 from timm.data.transforms import str_to_pil_interp
 
-from data.errors import DataError
+from data.errors import DataError, first_line
 from data.images import ArrayPicture, EncodedPicture, Picture, read_picture
 
 MOST_DIGIT_PIXELS = 1024  # on a side; all digits are kept in memory, which is 1.8 GB then
@@ -321,10 +321,9 @@ def torchvision_set(source: str, split: str, *, root: Path, download: bool) -> A
         loaded = kind(str(root), train=train, download=download)
     except Exception as error:  # of torchvision, of the network, or of a damaged archive
         if download:
-            reason = str(error).partition("\n")[0] or type(error).__name__
             raise DataError(
-                f"data.download=true: {kind.__name__} cannot be fetched into {root}: {reason}; "
-                "copy torchvision's files there"
+                f"data.download=true: {kind.__name__} cannot be fetched into {root}: "
+                f"{first_line(error)}; copy torchvision's files there"
             ) from error
         raise DataError(
             f"{kind.__name__} is not in {root} or is incomplete; set data.download=true to fetch "
