@@ -185,6 +185,19 @@ def orthogonalize(weight: Tensor, exact: bool = False) -> Tensor:
     return matrix.reshape(weight.shape).to(weight.dtype)
 
 
+def orthogonal_parts(name: str, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the matrices of a weight that are orthogonal one by one, as views of it.
+
+    The projections to queries, keys and values are three matrices, because `ContractiveResidual`
+    needs a norm of at most 1 of each.
+
+    Args:
+        name: Name of the parameter, such as "attn.qkv.weight".
+        weight: [out, in, ...].
+    """
+    return weight.chunk(3 if name.endswith("qkv.weight") else 1)
+
+
 def _step(matrix: Tensor) -> Tensor:
     if matrix.shape[0] <= matrix.shape[1]:
         return 1.5 * matrix - 0.5 * (matrix @ matrix.T) @ matrix

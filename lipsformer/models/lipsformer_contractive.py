@@ -23,6 +23,7 @@ from lipsformer.layers import (
     ScaledCosineAttention,
 )
 from lipsformer.layers._checks import check_positive
+from lipsformer.layers.contractive import orthogonal_parts
 from lipsformer.models._timm import TimmInterface, model_cfg
 from lipsformer.models.embed import PatchEmbed
 from lipsformer.models.lipsformer import LipsFormerStage
@@ -216,7 +217,7 @@ class LipsFormerContractive(TimmInterface):
                     module.reset_parameters()  # pyright: ignore[reportCallIssue]
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)) and not module.weight.is_meta:
-                for part in module.weight.chunk(3 if name.endswith("qkv") else 1):
+                for part in orthogonal_parts(f"{name}.weight", module.weight):
                     values = torch.empty(part.shape, device=part.device)
                     part.copy_(nn.init.orthogonal_(values))
                 if module.bias is not None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from lipsformer.analysis.instruments.base import InstrumentBase
 from lipsformer.analysis.sigma import assign, full_tensor, operators
-from lipsformer.layers import orthogonalize
+from lipsformer.layers.contractive import orthogonal_parts, orthogonalize
 
 
 class Orthogonal(InstrumentBase):
@@ -59,5 +59,5 @@ class Orthogonal(InstrumentBase):
 
     def _move(self, *, exact: bool) -> None:
         for op in self.operators:
-            parts = full_tensor(op.weight).chunk(3 if op.name.endswith("qkv.weight") else 1)
+            parts = orthogonal_parts(op.name, full_tensor(op.weight))
             assign(op.weight, torch.cat([orthogonalize(part, exact) for part in parts]))
