@@ -61,7 +61,7 @@ class TrainDataset(ImageDataset):
         source: Images with labels.
         transform: Random transform of a picture.
         seed: Seed of the augmentation.
-        by_epoch: Transforms of the epochs in their order, where they differ from `transform`.
+        by_epoch: One transform for each epoch, used instead of `transform`; empty for none.
 
     Example:
         >>> from data.sources import digits

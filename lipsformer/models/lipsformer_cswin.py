@@ -40,12 +40,13 @@ __all__ = ["LipsFormerCSwin"]
 
 
 class StripeAttention(nn.Module):
-    """Scaled cosine attention in vertical and horizontal stripes, with LePE.
+    """Attention in vertical and horizontal stripes, with LePE.
 
-    Half of the heads attend within vertical stripes, half within horizontal ones; without a split
-    size all heads attend over the whole map. LePE adds a depthwise 3x3 convolution of the values,
-    zero padded at the edge of the stripe. Stripes have equal widths of at most the split size.
-    Padded tokens are zeros after the projection.
+    ``attention`` selects its kind: scaled cosine attention or LipschitzNorm. Half of the heads
+    attend within vertical stripes, half within horizontal ones; without a split size all heads
+    attend over the whole map. LePE adds a depthwise 3x3 convolution of the values, zero padded at
+    the edge of the stripe. Stripes have equal widths of at most the split size. Padded tokens are
+    zeros after the projection.
 
     Shape:
         x: [B, H, W, C]; the output has the same shape.
@@ -81,7 +82,8 @@ class StripeAttention(nn.Module):
             num_heads: Number of heads, a divisor of C.
             split_size: Largest width of a stripe in tokens, at least 1; None attends over the whole
                 map.
-            attention: One attention per direction (two, or one without a split size).
+            attention: One attention per direction (two, or one without a split size), such as
+                ``ScaledCosineAttention``.
             official_compat: Divide each direction's output by the root of its number of heads.
             proj_drop: Dropout probability after the output projection.
             device: Device of the parameters.

@@ -44,12 +44,12 @@ __all__ = ["LipsFormerSwin"]
 
 
 class WindowAttention(nn.Module):
-    """Scaled cosine attention inside windows, with a relative position bias.
+    """Attention inside windows, with a relative position bias.
 
-    The map is cut into equal windows of at most ``window_size`` with the least padding. The bias
-    depends only on the offset of two tokens, so one table serves every map. The projected tokens
-    are padded with zeros and not masked: the score of a padded key is the bias alone, and its value
-    is zero.
+    ``attention`` selects its kind: scaled cosine attention or LipschitzNorm. The map is cut into
+    equal windows of at most ``window_size`` with the least padding. The bias depends only on the
+    offset of two tokens, so one table serves every map. The projected tokens are padded with zeros
+    and not masked: the score of a padded key is the bias alone, and its value is zero.
 
     Shape:
         x: [B, H, W, C]; the output has the same shape.

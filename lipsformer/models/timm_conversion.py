@@ -48,9 +48,12 @@ def _attend_in_one_row(qkv: Tensor, attention: nn.Module, bias: Tensor | None = 
 
 
 class CosineAttention(nn.Module):
-    """Scaled cosine self-attention with the parameters and the call of timm's ``Attention``.
+    """Self-attention with the parameters and the call of timm's ``Attention``.
 
-    Shape: [B, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention``.
+    ``attn`` selects scaled cosine attention or LipschitzNorm.
+
+    Shape: [B, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention`` and
+    ``LipschitzNormAttention``.
 
     Example:
         >>> import torch
@@ -65,7 +68,8 @@ class CosineAttention(nn.Module):
 
         Args:
             original: Attention without query, key or output normalization and without gate.
-            attn: "cosine" or "lipschitznorm".
+            attn: "cosine" for ``ScaledCosineAttention``, "lipschitznorm" for
+                ``LipschitzNormAttention``.
             **options: Arguments of ``ScaledCosineAttention``.
         """
         super().__init__()
@@ -105,9 +109,12 @@ register_notrace_module(CosineAttention)  # FX cannot trace the choice of a kern
 
 
 class CosineWindowAttention(WindowAttention):
-    """Scaled cosine attention in timm's Swin windows, shifted ones included.
+    """Attention in timm's Swin windows, shifted ones included.
 
-    Shape: [B * num_windows, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention``.
+    ``attn`` selects scaled cosine attention or LipschitzNorm.
+
+    Shape: [B * num_windows, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention``
+    and ``LipschitzNormAttention``.
 
     Example:
         >>> import torch
@@ -123,7 +130,8 @@ class CosineWindowAttention(WindowAttention):
 
         Args:
             original: timm's window attention.
-            attn: "cosine" or "lipschitznorm".
+            attn: "cosine" for ``ScaledCosineAttention``, "lipschitznorm" for
+                ``LipschitzNormAttention``.
             **options: Arguments of ``ScaledCosineAttention``.
         """
         weight = original.qkv.weight

@@ -66,13 +66,16 @@ class SpectralCap(InstrumentBase):
             sigma: Largest allowed norm of a linear operator, > 0; None for no limit.
             mode: "project" or "soft".
             strength: Fraction of the excess that `soft` removes per step, in (0, 1].
-            residual_scale: Largest allowed |alpha| of the residual branches; None for no limit.
-            gain: Largest allowed |gamma| of CenterNorm; None for no limit.
+            residual_scale: Largest allowed |alpha| of the residual branches; None for no limit. It
+                has no effect on a model without weighted residuals or layer scales.
+            gain: Largest allowed |gamma| of CenterNorm; None for no limit. It has no effect on a
+                model without CenterNorm.
 
         Raises:
-            ValueError: If an argument is out of range, there is nothing to cap, a weight cannot be
-                followed, or the model has convolutions of another kind, recurrent or bilinear
-                layers, embeddings or PyTorch's attention, which would exceed the limit unnoticed.
+            ValueError: If an argument is out of range, or if `sigma` is given and the model has no
+                linear layer or 2-d convolution, has a weight that cannot be followed, or has
+                convolutions of another kind, recurrent or bilinear layers, embeddings or PyTorch's
+                attention, which would exceed the limit unnoticed.
         """
         for name, limit in (("sigma", sigma), ("residual_scale", residual_scale), ("gain", gain)):
             if limit is not None:
