@@ -40,6 +40,7 @@ MODULES = {
 NAMES = {
     "lipsformer.analysis.bounds.largest": "max_abs",
     "lipsformer.analysis.bounds.rule": "bound_rule",
+    "lipsformer.analysis.sigma.krylov_sigma": "krylov_sigma_estimate",
     "lipsformer.config.config_identity": "lipsformer.engine.resume.config_identity",
     "lipsformer.config.load_config": "lipsformer._configfile.read_config(Config, ...)",
     "lipsformer.engine.checkpoint.find_fault": "lipsformer.engine.run_files.find_fault",

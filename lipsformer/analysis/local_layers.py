@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer.analysis.bounds import UnknownModuleError, unchanged
-from lipsformer.analysis.bounds.layers import GELU_BOUND, depthwise_channel_sigma
+from lipsformer.analysis.bounds.layers import GELU_BOUND, depthwise_sigma_bounds
 from lipsformer.analysis.local_attention import LocalAttention
 from lipsformer.analysis.local_norms import largest_norm, norm_above, probed_norm
 from lipsformer.layers import (
@@ -123,7 +123,7 @@ def conv_layer(residual: Any, x: Tensor) -> Layer:
     unchanged(branch, ConvBranch)
     unchanged(branch.depthwise, DepthwiseConv2d)
     kernel, size = branch.depthwise.weight, (x.shape[1], x.shape[2])
-    sigma = depthwise_channel_sigma(kernel, size)
+    sigma = depthwise_sigma_bounds(kernel, size)
     reach = kernel.flatten(1).norm(dim=1)  # an output moves by at most this times the radius
     first = gelu_slope(hidden := branch.depthwise(x))
     if branch.pointwise is None:
@@ -198,7 +198,7 @@ def attention_layer(
         parts.append(local)
         values = torch.zeros_like(local.tau)
         if lepe is not None:
-            sigma = depthwise_channel_sigma(lepe, window).unflatten(0, (core.num_heads, -1))
+            sigma = depthwise_sigma_bounds(lepe, window).unflatten(0, (core.num_heads, -1))
             values = sigma.amax(1) * local.sigma[2]
         everywhere.append(local.widest() + values)
     outer = norm_matrix(norm, dim, x.dtype)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from lipsformer._renamed import renamed
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 from lipsformer.layers._precision import finite_or_zero, power_of_two, without_autocast
 from lipsformer.layers.spectral import conv_sigma_bound
@@ -128,7 +129,7 @@ def assign(weight: Tensor, values: Tensor) -> None:
 
 
 @without_autocast
-def krylov_sigma(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def krylov_sigma_estimate(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Estimate largest singular values by the Rayleigh-Ritz method in a Krylov space of W^T W.
 
     The space contains every iterate of the same number of steps of power iteration. The estimate is
@@ -215,7 +216,9 @@ class SigmaTracker:
         }
 
     def measure(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the largest singular value of each operator, as scalar tensors by name.
+        """Return estimates from below for matrices and upper bounds for convolutions, by name.
+
+        Both are of the largest singular value of an operator, and are scalar tensors.
 
         Args:
             weights: Full weights by operator name, or tensors of the same shapes such as updates.
@@ -233,10 +236,13 @@ class SigmaTracker:
                 # The noise finds a direction orthogonal to the old one that has become the largest.
                 start = self.vectors[shape] + 0.3 * start / start.norm(dim=1, keepdim=True)
             steps = STEPS if shape in self.vectors else FIRST_STEPS
-            found, vectors = krylov_sigma(matrices, start, steps)
+            found, vectors = krylov_sigma_estimate(matrices, start, steps)
             # A zero matrix, such as a skipped update, has no singular direction.
             self.vectors[shape] = torch.where(found.unsqueeze(1) > 0.0, vectors, start)
             sigmas.update(zip((op.name for op in group), found, strict=True))
         for op in self.convolutions:
             sigmas[op.name] = conv_sigma_bound(weights[op.name], op.stride, op.groups).amax()
         return sigmas
+
+
+__getattr__ = renamed(__name__)

@@ -17,7 +17,7 @@ from lipsformer.analysis.bounds import (
     lipschitz_bound,
 )
 from lipsformer.analysis.bounds.attention import scaled_cosine_theorem
-from lipsformer.analysis.bounds.layers import GELU_BOUND, center_norm_sigma
+from lipsformer.analysis.bounds.layers import GELU_BOUND, center_norm_sigma_bound
 from lipsformer.analysis.certificates import certified_radius
 from lipsformer.analysis.estimate import adversarial_lipschitz, capture_inputs
 from lipsformer.layers import (
@@ -66,7 +66,7 @@ def stripe_attention(value_scale=0.7, eps=1e-2, split_size: int | None = 2) -> S
 
 @pytest.mark.parametrize("dim", [2, 3, 7, 31])
 @pytest.mark.parametrize("gain", ["ones", "random", "tied", "one", "zero"])
-def test_center_norm_sigma_is_exact(dim, gain):
+def test_center_norm_sigma_bound_is_exact(dim, gain):
     weight = {
         "ones": torch.ones(dim),
         "random": torch.randn(dim),
@@ -76,8 +76,8 @@ def test_center_norm_sigma_is_exact(dim, gain):
     }[gain].double()
     centring = torch.eye(dim, dtype=torch.float64) - 1.0 / dim
     exact = torch.linalg.svdvals(weight[:, None] * centring * dim / (dim - 1))[0].item()
-    assert center_norm_sigma(weight) == pytest.approx(exact, rel=1e-12, abs=1e-300)
-    assert exact <= center_norm_sigma(weight) * ROUNDING
+    assert center_norm_sigma_bound(weight) == pytest.approx(exact, rel=1e-12, abs=1e-300)
+    assert exact <= center_norm_sigma_bound(weight) * ROUNDING
 
 
 def test_gelu_bound_is_the_supremum_of_the_derivative():

@@ -21,7 +21,7 @@ from lipsformer.analysis.instruments import (
     SpectralCap,
     UpdateLimit,
 )
-from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma, operators
+from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma_estimate, operators
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.layers import DepthwiseConv2d
 from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
@@ -57,9 +57,9 @@ def backward(model: nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 257), (257, 3), (131, 389), (389, 131), (127, 127)])
-def test_krylov_sigma_agrees_with_svdvals_from_below(shape):
+def test_krylov_sigma_estimate_agrees_with_svdvals_from_below(shape):
     matrices = torch.randn(2, *shape)
-    sigma, vectors = krylov_sigma(matrices, torch.randn(2, shape[1]), 64)
+    sigma, vectors = krylov_sigma_estimate(matrices, torch.randn(2, shape[1]), 64)
     exact = torch.linalg.svdvals(matrices.double())[:, 0]
     assert (sigma <= exact * (1 + 1e-5)).all()
     torch.testing.assert_close(sigma.double(), exact, rtol=1e-3, atol=0)

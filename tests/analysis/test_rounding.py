@@ -13,9 +13,9 @@ from lipsformer.analysis.bounds.attention import EXP_ERROR, core_rounding
 from lipsformer.analysis.bounds.layers import (
     GELU_BOUND,
     GELU_ERROR,
-    center_norm_sigma,
+    center_norm_sigma_bound,
     conv_bound,
-    depthwise_channel_sigma,
+    depthwise_sigma_bounds,
 )
 from lipsformer.analysis.bounds.rounding import abs_sigma_bound, eigenvalue_bound, sigma_bound
 from lipsformer.kernels.pointwise import add_gelu
@@ -104,7 +104,7 @@ def test_center_norm_is_above_the_ball(gains):
     rows = arb_mat(centering)
     values = acb_mat(rows * rows.transpose()).eig(multiple=True)
     exact = max((value.real for value in values), key=float).sqrt()
-    bound = center_norm_sigma(torch.tensor(gains, dtype=torch.float64))
+    bound = center_norm_sigma_bound(torch.tensor(gains, dtype=torch.float64))
     # Equal eigenvalues have no isolating balls, so this compares with 200 bits without enclosures.
     assert exact * (1 - arb("1e-40")) <= arb(bound) <= exact * (1 + arb("1e-11"))
 
@@ -113,7 +113,7 @@ def test_convolutions_are_above_the_balls():
     torch.manual_seed(0)
     kernel = torch.randn(3, 1, 3, 3).double()
     grid = conv_bound(kernel, groups=3, oversampling=4)
-    dense = depthwise_channel_sigma(kernel, (2, 3))
+    dense = depthwise_sigma_bounds(kernel, (2, 3))
     for channel in range(3):
         taps = kernel[channel, 0].tolist()
         peak = arb(0)

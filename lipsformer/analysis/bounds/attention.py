@@ -29,7 +29,12 @@ from lipsformer.analysis.bounds.core import (
     UnknownModuleError,
     unchanged,
 )
-from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_rounding, linear_sigma
+from lipsformer.analysis.bounds.layers import (
+    PASSIVE,
+    bias_norm,
+    linear_rounding,
+    linear_sigma_bound,
+)
 from lipsformer.analysis.bounds.rounding import (
     MAX_NORM32,
     OUTWARD,
@@ -152,7 +157,7 @@ def max_abs_score(attention: Any) -> Tensor:
 
 def projection_rounding(qkv: nn.Linear, domain: Domain) -> float:
     """Bound the error that float32 adds to the projections of a token, as a root mean square."""
-    sigma = linear_sigma(qkv.weight)
+    sigma = linear_sigma_bound(qkv.weight)
     if sigma * domain.norm + math.sqrt(domain.tokens) * bias_norm(qkv.bias) > MAX_NORM32:
         return math.inf  # float32 might overflow
     return linear_rounding(qkv.weight, qkv.bias, None, domain.rms, sigma)
@@ -434,8 +439,8 @@ def projected_bound(
         scale: Factor per channel that multiplies the output of the projection; None for none.
         factor: Constant >= 0 that multiplies the input of the projection.
     """
-    sigma = linear_sigma(proj.weight, scale)
-    paper_sigma = linear_sigma(proj.weight) * max_abs(scale)
+    sigma = linear_sigma_bound(proj.weight, scale)
+    paper_sigma = linear_sigma_bound(proj.weight) * max_abs(scale)
     value, paper = factor * attended.value, factor * math.sqrt(attended.paper_squared)
     longest = outward(factor * math.sqrt(attended.radius_squared))
     # Errors are carried through the attention first, then through the projection.

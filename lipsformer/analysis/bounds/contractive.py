@@ -24,7 +24,7 @@ from lipsformer.analysis.bounds.core import (
     lipschitz_bound,
     unchanged,
 )
-from lipsformer.analysis.bounds.layers import bias_norm, linear_sigma
+from lipsformer.analysis.bounds.layers import bias_norm, linear_sigma_bound
 from lipsformer.analysis.bounds.rounding import gamma, outward
 from lipsformer.layers import ContractiveResidual, FoldShift, JoinTokens, ScaledCosineAttention
 from lipsformer.layers.contractive import GROUPS
@@ -118,7 +118,7 @@ def _at_zero(attention: Any) -> float:
     core, nu = attention.attention, attention.attention.value_scale.double().abs().item()
     bias = 0.0 if attention.qkv.bias is None else bias_norm(attention.qkv.bias.chunk(3)[2])
     value = min(nu * core.eps**-0.5 * bias, nu * math.sqrt(core.num_heads))
-    return linear_sigma(attention.proj.weight) * value + bias_norm(attention.proj.bias)
+    return linear_sigma_bound(attention.proj.weight) * value + bias_norm(attention.proj.bias)
 
 
 def divisor(attention: Any, window: tuple[int, int]) -> float:

@@ -38,7 +38,7 @@ from lipsformer.analysis.bounds.core import (
     children_in_order,
     unchanged,
 )
-from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma
+from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma_bound
 from lipsformer.analysis.bounds.lipsformer import keeps_input, same_shape
 from lipsformer.analysis.bounds.rounding import log10_one_plus, outward, sigma_bound
 from lipsformer.graph.cosine_conv import ScaledCosineConv
@@ -193,7 +193,7 @@ def _gcn(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     usual = module.normalize and module.add_self_loops and not module.improved
     if not usual or module.cached:
         raise _refuse(module, "use the default normalization, without cached edges")
-    sigma = linear_sigma(_weight(module.lin, without_bias=True), scale)
+    sigma = linear_sigma_bound(_weight(module.lin, without_bias=True), scale)
     radius = row_sum * sigma * domain.radius
     channels = len(module.lin.weight)
     radius += bias_norm(_spread(module.bias, channels), scale)
@@ -230,7 +230,7 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if module.res is not None:
         shortcut = _weight(module.res, without_bias=True)
         _check_sum(module, channels, shortcut)
-        sigma = linear_sigma(shortcut)
+        sigma = linear_sigma_bound(shortcut)
         value, radius = value + sigma, radius + sigma * domain.radius
     radius += bias_norm(_spread(module.bias, channels))
     return _attention(value, domain, radius, scale, channels)
@@ -281,7 +281,7 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if module.root_weight:
         shortcut = _weight(module.lin_skip)
         _check_sum(module, channels, shortcut)
-        sigma = linear_sigma(shortcut)
+        sigma = linear_sigma_bound(shortcut)
         total += sigma
         radius += sigma * domain.radius + bias_norm(module.lin_skip.bias)
     return _attention(total, domain, radius, scale, channels)
@@ -363,7 +363,7 @@ def _gcn2(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     value, radius = 1.0, encoder.output.radius
     for layer in module.layers:
         weight, alpha = _initial_residual(layer, encoder.output.channels)
-        sigma = linear_sigma(weight)
+        sigma = linear_sigma_bound(weight)
         value = outward(sigma * ((1.0 - alpha) * norm * value + alpha))
         radius = outward(sigma * ((1.0 - alpha) * row_sum * radius + alpha * encoder.output.radius))
     layers = simple_bound(value, encoder.output, radius=radius)

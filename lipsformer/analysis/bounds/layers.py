@@ -64,7 +64,7 @@ MAX_DENSE_TOKENS = 64
 PASSIVE = (nn.Identity, nn.Dropout, DropPath, PatchDropout)
 
 
-def center_norm_sigma(weight: Tensor) -> float:
+def center_norm_sigma_bound(weight: Tensor) -> float:
     r"""Bound the 2-norm of CenterNorm, :math:`\sigma_{max}(diag(g) d/(d-1) (I - 11^T/d))`.
 
     Without the factor d/(d-1), the square of the norm is the largest root of
@@ -95,7 +95,7 @@ def center_norm_sigma(weight: Tensor) -> float:
     return outward(dim / (dim - 1) * math.sqrt(high) * unit)
 
 
-def linear_sigma(weight: Tensor, scale: Tensor | None = None) -> float:
+def linear_sigma_bound(weight: Tensor, scale: Tensor | None = None) -> float:
     """Bound the largest singular value of diag(scale) W, up to rounding.
 
     Args:
@@ -200,7 +200,7 @@ def gelu_bound(domain: Domain, largest: float = 1.0) -> Bound:
 def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
     out, channels = module.weight.shape
     domain = entered(module, domain, channels)
-    sigma, bias = linear_sigma(module.weight, scale), bias_norm(module.bias, scale)
+    sigma, bias = linear_sigma_bound(module.weight, scale), bias_norm(module.bias, scale)
     radius = sigma * domain.radius + bias
     rounding = linear_rounding(module.weight, module.bias, scale, domain.rms, sigma)
     bound = simple_bound(sigma, domain, radius=radius, shift=bias, rounding=rounding, channels=out)
@@ -219,7 +219,7 @@ def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         raise UnknownModuleError(f"CenterNorm has dim={module.dim} and gains of shape {shape}")
     domain = entered(module, domain, module.dim)
     gain, dim = product(module.weight, scale), module.dim
-    sigma, bias = center_norm_sigma(gain), bias_norm(module.bias, scale)
+    sigma, bias = center_norm_sigma_bound(gain), bias_norm(module.bias, scale)
     # The mean of d channels errs by gamma(d + 1) |x| d^(-1/2), the other steps by a few roundings.
     rounding = gamma(dim + 8) * (max_abs(gain) * dim / (dim - 1) * domain.rms + bias)
     radius = sigma * domain.radius + bias
@@ -230,7 +230,7 @@ def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 def _depthwise(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     check_depthwise(module)
     domain = entered(module, domain, module.dim, on_map=True)
-    sigma = depthwise_channel_sigma(module.weight, (domain.size[0], domain.size[1]))
+    sigma = depthwise_sigma_bounds(module.weight, (domain.size[0], domain.size[1]))
     largest = module.weight.detach().double().abs().sum((1, 2, 3))  # |w|_1 bounds the norm of |w| *
     if scale is not None:
         sigma, largest = (norm * scale.detach().double().abs() for norm in (sigma, largest))
@@ -257,7 +257,7 @@ def check_depthwise(module: Any) -> None:
         )
 
 
-def depthwise_channel_sigma(weight: Tensor, size: tuple[int, int]) -> Tensor:
+def depthwise_sigma_bounds(weight: Tensor, size: tuple[int, int]) -> Tensor:
     """Bound the norm of the convolution of each channel, exactly up to rounding on small maps.
 
     Args:
@@ -335,7 +335,7 @@ def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bou
     stride = (module.stride[0], module.stride[1])
     sigma = conv_bound(weight, stride, module.groups).max().item()
     groups = [group.flatten(1) for group in weight.chunk(module.groups)]
-    patch, bias = max(linear_sigma(group) for group in groups), bias_norm(module.bias, scale)
+    patch, bias = max(linear_sigma_bound(group) for group in groups), bias_norm(module.bias, scale)
     # A pixel is a part of at most so many patches.
     copies = math.prod(
         math.ceil(k / s) for k, s in zip(module.weight.shape[2:], stride, strict=True)

@@ -41,8 +41,8 @@ from lipsformer.analysis.bounds.layers import (
     bias_norm,
     check_depthwise,
     conv2d_bound,
-    depthwise_channel_sigma,
     depthwise_radius,
+    depthwise_sigma_bounds,
     gelu_bound,
 )
 from lipsformer.analysis.bounds.rounding import (
@@ -265,7 +265,7 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
         own = slice(branch * module.heads_per_branch, (branch + 1) * module.heads_per_branch)
         size = module.stripe(branch, *domain.size)
         # LePE convolves every channel separately, and so every head separately.
-        local = depthwise_channel_sigma(lepe.weight, size).unflatten(
+        local = depthwise_sigma_bounds(lepe.weight, size).unflatten(
             0, (module.heads_per_branch, -1)
         )
         attended = attention_bound(
