@@ -51,14 +51,14 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         start: The checkpoint that the caller will load. Its weights replace the initial ones, so
             `model.checkpoint` is read only without it.
     """
-    samples, steps = micro_batches(config.train, accelerator.num_processes)
+    step_share = micro_batches(config.train, accelerator.num_processes)
     with accelerator.main_process_first():  # it may have to download
         train_set, val_set = build_datasets(
             config.data, config.augment, seed=config.train.seed, epochs=config.train.epochs
         )
     classes = train_set.classes
     sizes = check_images(config, train_set, val_set)
-    check_model(config, classes, sizes, samples)
+    check_model(config, classes, sizes, step_share.samples)
     teacher = load_teacher(config, classes, sizes)
     share = {
         "rank": accelerator.process_index,
@@ -68,7 +68,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     train_batches = TrainBatches(
         train_set,
         global_batch_size=config.train.global_batch_size,
-        batch_size_per_device=samples,
+        batch_size_per_device=step_share.samples,
         seed=config.train.seed,
         drop_last=config.train.drop_last,
         pin_memory=accelerator.device.type == "cuda",
@@ -87,7 +87,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     domain = bound_domain(config, model)
     state = _train_state(config, accelerator, model, teacher, len(classes), train_batches)
     if accelerator.device.type == "cuda" and _compiles(config, accelerator):
-        try_kernels(state.module, accelerator, sizes, samples)
+        try_kernels(state.module, accelerator, sizes, step_share.samples)
     probe = None
     if config.lipschitz.monitor_every is not None:
         images, _ = collate([val_set[i * len(val_set) // PROBES] for i in range(PROBES)])
@@ -115,7 +115,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         num_eval_images=len(val_set),
         classes=classes,
         timm_config=description,
-        micro_batch=(samples, steps),
+        step_share=step_share,
         monitored=monitored,
     )
 

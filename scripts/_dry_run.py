@@ -53,13 +53,14 @@ def _model(config: Config, parts: Parts) -> str:
 def _schedule(config: Config, parts: Parts) -> str:
     updates, schedule = parts.train_batches.updates_per_epoch, parts.state.schedule
     last = config.train.epochs * updates - 1
-    samples, steps = parts.micro_batch
+    share = parts.step_share
     processes = parts.state.accelerator.num_processes
     lines = [
         f"{parts.num_train_images:,} training images, {parts.num_eval_images:,} validation images, "
         f"{len(parts.classes)} classes",
         f"{config.train.epochs} epochs x {updates} updates; global batch "
-        f"{config.train.global_batch_size} = {processes} processes x {samples} x {steps}",
+        f"{config.train.global_batch_size} = {processes} processes x {share.samples} x "
+        f"{share.micro_batches}",
     ]
     lines += [f"lr at update {round(s * last):8}  {schedule(round(s * last)):.3e}" for s in SHARES]
     return "\n".join(lines)
@@ -71,7 +72,7 @@ def _memory(config: Config, parts: Parts) -> str:
     found = training_bytes(
         state.module,
         torch.randn(2, 3, size, size, device=device),
-        micro_batch=parts.micro_batch[0],
+        micro_batch=parts.step_share.samples,
         ema=state.ema is not None,
         autocast=state.accelerator.autocast,
     )

@@ -29,7 +29,7 @@ from data.build import sizes_by_epoch
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
-from lipsformer.engine.distributed import micro_batches
+from lipsformer.engine.distributed import StepShare, micro_batches
 from lipsformer.engine.optim import make_optimizer
 
 # Images for training and validation, and classes, for machines without the data.
@@ -55,7 +55,7 @@ def predict(config: Config, world_size: int, shard: int = 1) -> dict[str, Any]:
         raise ConfigError(
             f"--shard {shard} must be a divisor of --world-size {world_size}, and both positive"
         )
-    samples, steps = micro_batches(config.train, world_size)
+    step_share = micro_batches(config.train, world_size)
     train_set, val_set, classes, found = _data(config)
     batches = TrainBatches(
         train_set,
@@ -69,7 +69,7 @@ def predict(config: Config, world_size: int, shard: int = 1) -> dict[str, Any]:
         pin_memory=False,
         repeats=config.augment.repeats,
     )
-    step = _fake_step(config, classes, samples, steps)
+    step = _fake_step(config, classes, step_share)
     return {
         "model": config.model.name,
         "parameters": sum(parameter.numel() for parameter in step.model.parameters()),
@@ -78,13 +78,13 @@ def predict(config: Config, world_size: int, shard: int = 1) -> dict[str, Any]:
         "shard": shard,
         "engine": "DDP" if shard == 1 else "FSDP2" if shard == world_size else "HSDP",
         "global_batch": config.train.global_batch_size,
-        "micro_batch": samples,
-        "micro_batches": steps,
+        "micro_batch": step_share.samples,  # the samples of a micro-batch only
+        "micro_batches": step_share.micro_batches,
         "steps_per_epoch": batches.updates_per_epoch,
         "steps": batches.updates_per_epoch * config.train.epochs,
-        "memory": _memory(config, step, shard, steps),
-        "collectives": _collectives(config, step, world_size, shard, steps),
-        "samplers": _check_samplers(batches, val_set, world_size, samples)
+        "memory": _memory(config, step, shard, step_share.micro_batches),
+        "collectives": _collectives(config, step, world_size, shard, step_share.micro_batches),
+        "samplers": _check_samplers(batches, val_set, world_size, step_share.samples)
         | {"data": "found" if found else f"not found; {config.data.name} as published"},
     }
 
@@ -169,7 +169,7 @@ class _Step:
     peak: int
 
 
-def _fake_step(config: Config, classes: list[str], samples: int, steps: int) -> _Step:
+def _fake_step(config: Config, classes: list[str], step_share: StepShare) -> _Step:
     step = _Step()
     sizes = sizes_by_epoch(config.augment.img_sizes, config.train.epochs)
     size, step.arrived = max(sizes or [config.data.img_size]), []
@@ -187,12 +187,12 @@ def _fake_step(config: Config, classes: list[str], samples: int, steps: int) -> 
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(step.arrived.append)
         step.weights, live.peak = live.now, 0
-        for _ in range(min(steps, 2)):  # more than two have the same peak as two
+        for _ in range(min(step_share.micro_batches, 2)):  # more than two have the same peak as two
             step.arrived.clear()
-            images = torch.zeros(samples, 3, size, size, dtype=torch.uint8).float()
+            images = torch.zeros(step_share.samples, 3, size, size, dtype=torch.uint8).float()
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
                 logits = model(images).float()
-            targets = torch.zeros(samples, len(classes))
+            targets = torch.zeros(step_share.samples, len(classes))
             F.cross_entropy(logits, targets, reduction="sum").backward()
             del images, logits, targets
         limit = float("inf") if config.optim.clip_grad is None else config.optim.clip_grad
@@ -205,7 +205,7 @@ def _fake_step(config: Config, classes: list[str], samples: int, steps: int) -> 
     return step
 
 
-def _memory(config: Config, step: _Step, shard: int, steps: int) -> dict[str, int]:
+def _memory(config: Config, step: _Step, shard: int, num_micro_batches: int) -> dict[str, int]:
     """Return bytes of one rank by purpose; their sum is `peak`.
 
     With shards it is an estimate, which was not compared with a run.
@@ -222,7 +222,7 @@ def _memory(config: Config, step: _Step, shard: int, steps: int) -> dict[str, in
     else:
         for name in ("weights", "moments", "average of the weights"):
             found[name] = -(-found[name] // shard)
-        if steps == 1:  # FSDP2 shards gradients after the last micro-batch only
+        if num_micro_batches == 1:  # FSDP2 shards gradients after the last micro-batch only
             found["gradients, activations and temporary"] -= learned - -(-learned // shard)
         # The unit that computes, the next one on its way, and the gradients of one.
         largest = max(sum(p.numel() for p in unit) for _, unit, _ in _units(step.model))
@@ -236,7 +236,7 @@ def _bytes_in_transit(config: Config) -> int:
 
 
 def _collectives(
-    config: Config, step: _Step, world_size: int, shard: int, steps: int
+    config: Config, step: _Step, world_size: int, shard: int, num_micro_batches: int
 ) -> list[dict[str, Any]]:
     """Return what one rank sends in one optimizer step: operation, content, bytes, how often."""
     rows: list[tuple[str, str, int, int]] = []
@@ -247,7 +247,7 @@ def _collectives(
         for name, unit, resharded in _units(step.model):
             part = sum(-(-p.shape[0] // shard) * p[0].numel() if p.ndim else 1 for p in unit)
             size = shard * part * width
-            rows.append(("all_gather", name, size, (1 + resharded) * steps))
+            rows.append(("all_gather", name, size, (1 + resharded) * num_micro_batches))
             rows.append(("reduce_scatter", name, size, 1))
             if shard < world_size:
                 rows.append(("all_reduce", f"{name}, over replicas", part * width, 1))

@@ -7,7 +7,7 @@ import sys
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -159,8 +159,25 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
     return accelerator
 
 
-def micro_batches(train: TrainConfig, world_size: int) -> tuple[int, int]:
-    """Return the samples of a micro-batch and the micro-batches per step, both of one device.
+class StepShare(NamedTuple):
+    """The share of one device in an optimizer step.
+
+    Attributes:
+        samples: Number of samples of a micro-batch.
+        micro_batches: Number of micro-batches.
+
+    Example:
+        >>> share = StepShare(samples=24, micro_batches=2)
+        >>> share.samples * share.micro_batches
+        48
+    """
+
+    samples: int
+    micro_batches: int
+
+
+def micro_batches(train: TrainConfig, world_size: int) -> StepShare:
+    """Return the share of each device in an optimizer step.
 
     Raises:
         ConfigError: Unless global batch = processes x samples x micro-batches.
@@ -180,7 +197,7 @@ def micro_batches(train: TrainConfig, world_size: int) -> tuple[int, int]:
             f"of {world_size} processes gets of train.global_batch_size="
             f"{train.global_batch_size}; {', '.join(map(str, fitting))} would fit"
         )
-    return samples, share // samples
+    return StepShare(samples, share // samples)
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lipsformer.engine.distributed import StepShare
 from lipsformer.engine.train_state import TrainState
 
 MicroBatch = tuple[Tensor, Tensor]
@@ -68,13 +69,13 @@ class Parts:
         num_train_images, num_eval_images: Lengths of the training and the validation set.
         classes: Names of the classes in the order of the labels.
         timm_config: timm's description of the model, as JSON.
-        micro_batch: (samples of a micro-batch, micro-batches per step and device).
+        step_share: The share of each device in an optimizer step.
         monitored: Records of the monitor that are not written yet, with the number of completed
             steps.
 
     Example:
-        >>> Parts.__dataclass_fields__["micro_batch"].type
-        tuple[int, int]
+        >>> Parts.__dataclass_fields__["step_share"].type.__name__
+        'StepShare'
     """
 
     state: TrainState
@@ -86,5 +87,5 @@ class Parts:
     num_eval_images: int
     classes: Sequence[str]
     timm_config: str
-    micro_batch: tuple[int, int]
+    step_share: StepShare
     monitored: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)

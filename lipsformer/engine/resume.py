@@ -190,9 +190,10 @@ def require_same_world(
     Args:
         start: The checkpoint.
         state: Its state.
-        now: Number of processes, samples of a micro-batch, micro-batches per step and process.
+        now: Number of processes, and the two numbers of the step share.
         allowed: Only log the difference.
     """
+    # The key "micro_batch" holds the two numbers of the step share.
     before = (state["world_size"], *state["micro_batch"])
     if before == now:
         return

@@ -312,7 +312,8 @@ class Trainer:
             "run_id": self.run_id,
             "metrics_bytes": self.tracking.size(),
             "world_size": self.accelerator.num_processes,
-            "micro_batch": list(self.parts.micro_batch),
+            # This key holds the whole step share: samples of a micro-batch, and micro-batches.
+            "micro_batch": list(self.parts.step_share),
             **self._data(),
             "kernels": kernels.verdicts(),
         }
@@ -351,7 +352,8 @@ class Trainer:
         """Restore a checkpoint; return the length that metrics.jsonl had at its step."""
         state = read_state(start)
         require_same_data(start, state, updates_per_epoch=self.steps_per_epoch, **self._data())
-        world = (self.accelerator.num_processes, *self.parts.micro_batch)
+        share = self.parts.step_share
+        world = (self.accelerator.num_processes, share.samples, share.micro_batches)
         require_same_world(start, state, world, self.config.run.allow_world_size_change)
         self.state.load_checkpoint(start)
         self.step = state["update"]
@@ -411,10 +413,11 @@ class Trainer:
         return claim.metrics_bytes, claim.best
 
     def _batch_text(self) -> str:
-        samples, steps = self.parts.micro_batch
+        share = self.parts.step_share
         return (
             f"global batch {self.config.train.global_batch_size} = "
-            f"{self.accelerator.num_processes} processes x {samples} x {steps} micro-batches; "
+            f"{self.accelerator.num_processes} processes x {share.samples} x "
+            f"{share.micro_batches} micro-batches; "
             f"lr {self.config.optim.lr:g} as stated, no scaling rule, cosine to "
             f"{self.config.schedule.min_lr:g}, warmup {self.config.schedule.warmup_epochs:g} epochs"
         )
@@ -430,7 +433,8 @@ class Trainer:
             "samples": self.parts.train_batches.indices(epoch, position),
             "checkpoint": None if newest is None else newest.name,
             "world_size": self.accelerator.num_processes,
-            "micro_batch": self.parts.micro_batch[0],
+            # Unlike in a checkpoint, this key holds the samples of a micro-batch only.
+            "micro_batch": self.parts.step_share.samples,
         }
         write_atomically(self.folder.path / REPLAY, json.dumps(record, indent=1))
         logger.error("lipsformer replay %s  finds where it began", self.folder.path)
