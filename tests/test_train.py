@@ -181,7 +181,7 @@ def test_weights_of_a_converted_model_load_where_its_name_has_a_tag(tmp_path: Pa
 @pytest.mark.parametrize(
     ("setting", "held"),
     [
-        ("num_heads=[4,4,8,16]", "heads_per_branch=1 and not 2"),
+        ("num_heads=[4,4,8,16]", "heads_per_partition=1 and not 2"),
         ("logit_scale=7.0", "init_logit_scale=12.0 and not 7.0"),
     ],
 )

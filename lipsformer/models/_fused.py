@@ -65,7 +65,7 @@ def _gpu_proven(block: Any, x: Tensor, forward: Callable[[Any, Tensor], Tensor])
     """Return whether the GPU's kernels are right and faster for blocks of this class."""
     attn = block.attn.branch
     side = getattr(attn, "window_size", None) or getattr(attn, "split_size", None)
-    heads = getattr(attn, "num_heads", None) or attn.heads_per_branch
+    heads = getattr(attn, "num_heads", None) or attn.heads_per_partition
     hidden = block.mlp.branch.fc1.weight.shape[0]
     drops = any(residual.drop_path > 0.0 for residual in residuals(block))
     name = (

@@ -42,11 +42,11 @@ __all__ = ["LipsFormerCSwin"]
 class StripeAttention(nn.Module):
     """Attention in vertical and horizontal stripes, with LePE.
 
-    ``attention`` selects its kind: scaled cosine attention or LipschitzNorm. Half of the heads
-    attend within vertical stripes, half within horizontal ones; without a split size all heads
-    attend over the whole map. LePE adds a depthwise 3x3 convolution of the values, zero padded at
-    the edge of the stripe. Stripes have equal widths of at most the split size. Padded tokens are
-    zeros after the projection.
+    ``attention`` selects its kind: scaled cosine attention or LipschitzNorm. The heads form two
+    partitions: half of them attend within vertical stripes, half within horizontal ones. Without a
+    split size there is one partition, and all heads attend over the whole map. LePE adds a
+    depthwise 3x3 convolution of the values, zero padded at the edge of the stripe. Stripes have
+    equal widths of at most the split size. Padded tokens are zeros after the projection.
 
     Shape:
         x: [B, H, W, C]; the output has the same shape.
@@ -82,9 +82,9 @@ class StripeAttention(nn.Module):
             num_heads: Number of heads, a divisor of C.
             split_size: Largest width of a stripe in tokens, at least 1; None attends over the whole
                 map.
-            attention: One attention per direction (two, or one without a split size), such as
+            attention: One attention per partition (two, or one without a split size), such as
                 ``ScaledCosineAttention``.
-            official_compat: Divide each direction's output by the root of its number of heads.
+            official_compat: Divide each partition's output by the root of its number of heads.
             proj_drop: Dropout probability after the output projection.
             device: Device of the parameters.
             dtype: Data type of the parameters.
@@ -96,24 +96,24 @@ class StripeAttention(nn.Module):
         super().__init__()
         self.dim = dim
         self.split_size = split_size
-        self.num_branches = count_branches(dim, num_heads, split_size)
-        self.heads_per_branch = num_heads // self.num_branches
+        self.num_partitions = count_partitions(dim, num_heads, split_size)
+        self.heads_per_partition = num_heads // self.num_partitions
         # the released code divides the attention's output by the root of the heads
-        self.attn_factor = 1.0 / math.sqrt(self.heads_per_branch) if official_compat else 1.0
+        self.attn_factor = 1.0 / math.sqrt(self.heads_per_partition) if official_compat else 1.0
         self.qkv = Linear(dim, 3 * dim, device=device, dtype=dtype)
         self.attention = attention
         self.lepe = nn.ModuleList(
-            DepthwiseConv2d(dim // self.num_branches, 3, device=device, dtype=dtype)
-            for _ in range(self.num_branches)
+            DepthwiseConv2d(dim // self.num_partitions, 3, device=device, dtype=dtype)
+            for _ in range(self.num_partitions)
         )
         self.proj = Linear(dim, dim, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def stripe(self, branch: int, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) of the stripes of a direction on a map of the given size."""
+    def stripe(self, partition: int, height: int, width: int) -> tuple[int, int]:
+        """Return the (height, width) of the stripes of a partition on a map of the given size."""
         if self.split_size is None:
             return height, width
-        if branch == 0:
+        if partition == 0:
             return height, fit_window(width, self.split_size)
         return fit_window(height, self.split_size), width
 
@@ -132,12 +132,13 @@ class StripeAttention(nn.Module):
     def attend(self, qkv: Tensor) -> Tensor:
         """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
         arrangement = self.arrangement(qkv.shape[1], qkv.shape[2])
-        qkv = qkv.unflatten(-1, (3, self.num_branches, self.dim // self.num_branches))
+        qkv = qkv.unflatten(-1, (3, self.num_partitions, self.dim // self.num_partitions))
         return attend_in_windows(qkv, *arrangement)
 
     def arrangement(self, height: int, width: int) -> Arrangement:
-        """Return the stripes, attentions and LePE of the directions on a map."""
-        stripes = [self.stripe(branch, height, width) for branch in range(self.num_branches)]
+        """Return the stripes, attentions and LePE of the partitions on a map."""
+        partitions = range(self.num_partitions)
+        stripes = [self.stripe(partition, height, width) for partition in partitions]
         return Arrangement(stripes, list(self.attention), lepes=list(self.lepe))
 
 
@@ -145,12 +146,12 @@ class StripeAttention(nn.Module):
 register_notrace_module(StripeAttention)
 
 
-def count_branches(dim: int, num_heads: int, split_size: int | None) -> int:
-    """Return the number of directions of stripes: 2, or 1 for attention over the whole map.
+def count_partitions(dim: int, num_heads: int, split_size: int | None) -> int:
+    """Return the number of partitions of the heads: 2, or 1 for attention over the whole map.
 
     Args:
         dim: Number of channels.
-        num_heads: Number of heads, which the directions share evenly.
+        num_heads: Number of heads, which the partitions share evenly.
         split_size: Largest width of a stripe in tokens; None for the whole map.
 
     Raises:
@@ -158,13 +159,13 @@ def count_branches(dim: int, num_heads: int, split_size: int | None) -> int:
     """
     if split_size is not None and split_size < 1:
         raise ValueError(f"split_size={split_size} must be at least 1, or None for the whole map")
-    num_branches = 1 if split_size is None else 2
-    if num_heads < 1 or num_heads % num_branches != 0 or dim % num_heads != 0:
+    num_partitions = 1 if split_size is None else 2
+    if num_heads < 1 or num_heads % num_partitions != 0 or dim % num_heads != 0:
         raise ValueError(
-            f"num_heads={num_heads} must be a positive multiple of {num_branches} that "
+            f"num_heads={num_heads} must be a positive multiple of {num_partitions} that "
             f"divides dim={dim}"
         )
-    return num_branches
+    return num_partitions
 
 
 class ConvMerging(nn.Module):
@@ -265,9 +266,9 @@ class LipsFormerCSwin(LipsFormer):
     def make_attn(self, stage: int, block: int, dim: int) -> StripeAttention:
         """Build the stripe attention of one block of a stage, on maps of ``dim`` channels."""
         num_heads, split_size = self.num_heads[stage], self.split_sizes[stage]
-        num_branches = count_branches(dim, num_heads, split_size)
+        num_partitions = count_partitions(dim, num_heads, split_size)
         cores = nn.ModuleList(
-            self.make_core(num_heads // num_branches) for _ in range(num_branches)
+            self.make_core(num_heads // num_partitions) for _ in range(num_partitions)
         )
         return StripeAttention(
             dim, num_heads, split_size, cores, self.official_compat, **self.proj_options

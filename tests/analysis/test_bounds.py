@@ -56,10 +56,10 @@ def window_attention(value_scale=1.3, eps=1e-2, logit_scale=7.0) -> WindowAttent
 
 
 def stripe_attention(value_scale=0.7, eps=1e-2, split_size: int | None = 2) -> StripeAttention:
-    branches = 1 if split_size is None else 2
+    partitions = 1 if split_size is None else 2
     attention = nn.ModuleList(
-        ScaledCosineAttention(4 // branches, logit_scale=5.0, value_scale=value_scale, eps=eps)
-        for _ in range(branches)
+        ScaledCosineAttention(4 // partitions, logit_scale=5.0, value_scale=value_scale, eps=eps)
+        for _ in range(partitions)
     )
     return randomize(StripeAttention(8, 4, split_size, attention, official_compat=True))
 

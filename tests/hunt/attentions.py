@@ -72,10 +72,10 @@ def _register(form: str) -> None:
     def stripes(
         size: Any, heads: int, head_dim: int, split: int | None, cosine: Any, compat: bool
     ) -> Subject:
-        branches = 1 if split is None else 2
-        attentions = nn.ModuleList(attention(heads, form, cosine) for _ in range(branches))
-        dim = branches * heads * head_dim
-        module = StripeAttention(dim, branches * heads, split, attentions, compat)
+        partitions = 1 if split is None else 2
+        attentions = nn.ModuleList(attention(heads, form, cosine) for _ in range(partitions))
+        dim = partitions * heads * head_dim
+        module = StripeAttention(dim, partitions * heads, split, attentions, compat)
         return tokens(module, size, dim, False)
 
 

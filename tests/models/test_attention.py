@@ -39,9 +39,9 @@ def window_attention(num_heads, window, dim, value_scale=1.3):
 
 
 def stripe_attention(num_heads, split, dim, value_scale=1.3):
-    branches = 1 if split is None else 2
+    partitions = 1 if split is None else 2
     attention = torch.nn.ModuleList(
-        cosine_attention(num_heads // branches, value_scale) for _ in range(branches)
+        cosine_attention(num_heads // partitions, value_scale) for _ in range(partitions)
     )
     module = StripeAttention(dim, num_heads, split, attention, official_compat=value_scale is None)
     return randomize(module.double())

@@ -243,7 +243,7 @@ def attention_bound(
 
     .. math:: (\sum_i c_i |W_i dx|)^2 \le S\, dx^T (\sum_i \tfrac{c_i}{|W_i|} W_i^T W_i)\, dx.
 
-    The right side is at most :math:`S^2 |dx|^2`, and the matrices of heads and branches add up.
+    The right side is at most :math:`S^2 |dx|^2`, and the matrices of heads and partitions add up.
 
     Args:
         attention: `LipschitzNormAttention` or `ScaledCosineAttention`. If the latter attends to raw

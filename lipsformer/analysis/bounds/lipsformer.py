@@ -245,29 +245,26 @@ def _pads(size: tuple[int, ...], window: tuple[int, ...]) -> bool:
     return any(side % extent != 0 for side, extent in zip(size, window, strict=True))
 
 
-def _stripe_layout(_: Any, module: Any, branch: int, x: Tensor) -> Layout:
+def _stripe_layout(_: Any, module: Any, partition: int, x: Tensor) -> Layout:
     size = (x.shape[1], x.shape[2])
-    return Layout(module.stripe(branch, *size), size)
+    return Layout(module.stripe(partition, *size), size)
 
 
 @bound_rule(StripeAttention, layout=_stripe_layout)
 def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    check_attention(module, module.heads_per_branch, *module.attention)
+    num_heads = module.heads_per_partition
+    check_attention(module, num_heads, *module.attention)
     domain = entered(module, domain, module.qkv.weight.shape[1], on_map=True)
-    heads = split_qkv(
-        module.qkv.weight, module.qkv.bias, module.num_branches * module.heads_per_branch
-    )
+    heads = split_qkv(module.qkv.weight, module.qkv.bias, module.num_partitions * num_heads)
     qkv_rounding = projection_rounding(module.qkv, domain)
     gram, paper_squared, radius_squared, rounding_squared, terms = 0.0, 0.0, 0.0, 0.0, 0
-    for branch, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
+    for partition, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
         unchanged(lepe, DepthwiseConv2d)
         check_depthwise(lepe)
-        own = slice(branch * module.heads_per_branch, (branch + 1) * module.heads_per_branch)
-        size = module.stripe(branch, *domain.size)
+        own = slice(partition * num_heads, (partition + 1) * num_heads)
+        size = module.stripe(partition, *domain.size)
         # LePE convolves every channel separately, and so every head separately.
-        local = depthwise_sigma_bounds(lepe.weight, size).unflatten(
-            0, (module.heads_per_branch, -1)
-        )
+        local = depthwise_sigma_bounds(lepe.weight, size).unflatten(0, (num_heads, -1))
         attended = attention_bound(
             attention,
             HeadWeights(*(part[own] for part in heads)),
