@@ -68,9 +68,8 @@ def _train(config: Config) -> int:
     accelerator = distributed.start(config)
     start = find_start(config)
     folder, settings = Path(config.run.output_dir), dump_config(config)
-    origin = start and start.name
-    begin = {"config": settings, "checkpoint": origin}
-    on_first_rank(lambda: exits.refuse_to_repeat(folder, **begin))
+    name = start and start.name
+    on_first_rank(lambda: exits.refuse_to_repeat(folder, config=settings, checkpoint=name))
     trainer = Trainer(config, assemble(config, accelerator, start), start)
     stop_signal, code, reason = 0, None, ""
     try:
@@ -84,8 +83,8 @@ def _train(config: Config) -> int:
         # Any rank may be the only one that met the error. An error without a code is one of the
         # program: it keeps its traceback and writes nothing.
         if code is not None and (reason or accelerator.is_main_process):
-            latest = trainer.checkpoints.latest()
-            exits.write_exit(folder, code, reason, config=settings, checkpoint=latest)
+            last = trainer.checkpoints.last_name()
+            exits.write_exit(folder, code, reason, config=settings, checkpoint=last)
     accelerator.state.destroy_process_group()
     if config.run.report and not stop_signal and accelerator.is_main_process:
         try_report(folder)

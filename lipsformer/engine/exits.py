@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -82,33 +81,45 @@ def code_of(error: Exception, codes: Mapping[type[Exception], int]) -> int:
     return next(code for kind, code in codes.items() if isinstance(error, kind))
 
 
-def write_exit(folder: Path, code: int, reason: str, **start: Any) -> None:
+def write_exit(
+    folder: Path,
+    code: int,
+    reason: str,
+    *,
+    config: str | None = None,
+    checkpoint: str | None = None,
+) -> None:
     """Write how a run ended, for launchers, which do not pass on the codes of their processes.
 
     Args:
         folder: Folder of the run.
         code: The exit code.
         reason: What the error says; empty without one.
-        start: The config, and the checkpoint from which the next start would continue. That start
-            compares both with its own in `refuse_to_repeat`.
+        config: The config, with which the next start compares its own in `refuse_to_repeat`; None
+            if it is not known.
+        checkpoint: Name of the checkpoint from which the next start would continue, which it
+            compares as well; None for a start from the beginning.
     """
-    record = {"code": code, "reason": reason, **start}
+    record = {"code": code, "reason": reason, "config": config, "checkpoint": checkpoint}
     with contextlib.suppress(OSError):  # a full disk, or another rank that writes the same
         write_atomically(folder / EXIT, json.dumps(record, indent=1))
 
 
-def refuse_to_repeat(folder: Path, **start: Any) -> None:
+def refuse_to_repeat(
+    folder: Path, *, config: str | None = None, checkpoint: str | None = None
+) -> None:
     """Raise a `RepeatedError` if the same start has ended with a code of `FINAL`.
 
     Args:
         folder: Folder of the run.
-        start: The config and the checkpoint of this start, under the names that `write_exit` got.
+        config: The config of this start.
+        checkpoint: Name of the checkpoint of this start; None for one from the beginning.
     """
     path = folder / EXIT
     if not path.exists():
         return
     record = read_json(path)
-    same = all(record.get(name) == value for name, value in start.items())
+    same = (record.get("config"), record.get("checkpoint")) == (config, checkpoint)
     if record.get("code") in FINAL and same:
         raise RepeatedError(
             f"this run ended with exit code {record['code']}, and the same start would end so "

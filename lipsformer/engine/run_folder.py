@@ -114,13 +114,20 @@ class Checkpoints:
         """Return the folder of the checkpoint after `step` steps."""
         return self.path / f"{PREFIX}{step:09d}"
 
-    def latest(self) -> str | None:
-        """Return the name with the largest number; unlike `newest`, without looking for damage."""
+    def last_name(self) -> str | None:
+        """Return the name with the largest number, or None if there is none.
+
+        Nothing is verified: the files of this checkpoint may be damaged or missing.
+        """
         numbered = self.numbered()
         return numbered[max(numbered)].name if numbered else None
 
     def newest(self) -> Path | None:
-        """Return the newest intact checkpoint; a warning names each damaged one that is newer."""
+        """Return the newest checkpoint whose files were verified, or None if there is none.
+
+        Its manifest, and the presence, sizes and SHA-256 sums of the files, are checked. A warning
+        names each damaged checkpoint that is newer.
+        """
         for _, path in sorted(self.numbered().items(), reverse=True):
             fault = find_fault(path)
             if fault is None:

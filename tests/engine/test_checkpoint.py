@@ -153,7 +153,7 @@ def test_a_kill_between_the_two_renames_of_a_second_save_costs_nothing(
     for _ in range(2):
         newest = folder.newest()
         assert newest is not None
-        assert folder.latest() == newest.name
+        assert folder.last_name() == newest.name
         assert torch.equal(load_file(newest / MODEL)["w"], torch.full((1000,), 5.0))
         with small_files(), pytest.raises(CheckpointError, match=f"last good one is {newest}"):
             save(folder, 5, size=10_000)
