@@ -34,7 +34,7 @@ from lipsformer.engine.build import timm_config
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run_files import CheckpointError
-from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, Weights, find_weights
 from scripts._certify import CERTIFIED, DEFAULT, Certification, parse_distance
 from scripts._evaluate import check_model, data_of, evaluate_set, model_of, sets_of, table
 from scripts._json_output import add_json_option, check_json_target, say, write_json
@@ -49,26 +49,7 @@ EXIT_CODES = {
 
 def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one record for each data set."""
-    if options.batch_size is not None and options.batch_size < 1:
-        raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
-    if launched_first():
-        check_json_target(options.json)
-    if options.class_map is not None and options.set:
-        raise ConfigError("--class-map has no effect with --set, whose classes are ImageNet's")
-    distances = [parse_distance(text) for text in options.certify or ()]
-    if distances and options.precision not in (None, *CERTIFIED):
-        raise ConfigError(
-            f"--certify bounds the rounding of {' and '.join(CERTIFIED)}, not of "
-            f"{options.precision}: use one of them as --precision"
-        )
-    attack_every = options.attack_every
-    if attack_every is not None and not distances:
-        raise ConfigError(
-            f"--attack-every={attack_every} has no effect without --certify: leave it out, or add "
-            "--certify"
-        )
-    if attack_every is not None and attack_every < 1:
-        raise ConfigError(f"--attack-every={attack_every} must be >= 1")
+    distances = _check_options(options)
     weights = find_weights(options.checkpoint, options.weights)
     overrides = [f"data.{override}" for override in options.data]
     config = (
@@ -97,17 +78,60 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
     proof = None
     if distances:
-        proof = Certification(accelerator, model, data, weights.file, distances, attack_every or 1)
+        attack_every = options.attack_every or 1
+        proof = Certification(accelerator, model, data, weights.file, distances, attack_every)
     figures = {s.name: evaluate_set(accelerator, model, s, data, batch_size, proof) for s in sets}
     if proof is not None:
         proof.write(json.loads(timm_config(model, classes)))
-    rows = [{"set": name, **result} for name, result in figures.items()]
+    return _records(options.checkpoint, weights, figures)
+
+
+def _check_options(options: argparse.Namespace) -> list[float]:
+    """Check what can be checked without the weights; return the distances of `--certify`.
+
+    Raises:
+        ConfigError: If an option has an impossible value, or has no effect beside the others.
+    """
+    if options.batch_size is not None and options.batch_size < 1:
+        raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
+    if launched_first():
+        check_json_target(options.json)
+    if options.class_map is not None and options.set:
+        raise ConfigError("--class-map has no effect with --set, whose classes are ImageNet's")
+    distances = [parse_distance(text) for text in options.certify or ()]
+    if distances and options.precision not in (None, *CERTIFIED):
+        raise ConfigError(
+            f"--certify bounds the rounding of {' and '.join(CERTIFIED)}, not of "
+            f"{options.precision}: use one of them as --precision"
+        )
+    attack_every = options.attack_every
+    if attack_every is not None and not distances:
+        raise ConfigError(
+            f"--attack-every={attack_every} has no effect without --certify: leave it out, or add "
+            "--certify"
+        )
+    if attack_every is not None and attack_every < 1:
+        raise ConfigError(f"--attack-every={attack_every} must be >= 1")
+    return distances
+
+
+def _records(
+    checkpoint: str, weights: Weights, figures: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return one record for each data set, and those that summarize ImageNet-C.
+
+    Args:
+        checkpoint: The argument of `--checkpoint`.
+        weights: The weights that were evaluated.
+        figures: The figures of each data set by its name.
+    """
     shared = {
-        "checkpoint": options.checkpoint,
+        "checkpoint": checkpoint,
         "weights": str(weights.file),
         "kind": weights.kind,
         "update": weights.step,
     }
+    rows = [{"set": name, **result} for name, result in figures.items()]
     return [{**shared, **row} for row in rows + corruption_summary(figures)]
 
 
