@@ -1,4 +1,4 @@
-"""What a message says about an error that it passes on."""
+"""Shorten another library's error to one line for a message."""
 
 
 def first_line(error: BaseException) -> str:

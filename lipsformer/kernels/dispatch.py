@@ -97,7 +97,10 @@ _said: set[tuple[str, str | None]] = set()
 
 
 class _Inside(threading.local):
-    """Whether this thread computes an operator that has asked for all its parts."""
+    """Whether this thread is inside a fused block.
+
+    The block has already checked that every part may use its kernel.
+    """
 
     block = False
 
@@ -109,8 +112,9 @@ _inside = _Inside()
 def inside_block() -> Iterator[None]:
     """Within it, the kernels of a block's parts are usable wherever the type of the input fits.
 
-    The block itself has asked for all of its parts, so no module may be called here. A question
-    takes about 5 microseconds, as long as the kernel of a small map.
+    The block has already checked that every part may use its kernel, and `usable` does not check it
+    again. So no module may be called here. Outside of a block, a call of `usable` takes about 5
+    microseconds, as long as the kernel of a small map.
     """
     _inside.block = True
     try:
@@ -196,7 +200,7 @@ def is_observed() -> bool:
 def refuse_second_derivatives(*grads: Tensor) -> None:
     """Raise a `RuntimeError` in a backward pass whose result is to be differentiated again.
 
-    So it does for a batch of gradients. `once_differentiable` is not enough: it stays silent if the
+    Also raise for a batch of gradients. `once_differentiable` is not enough: it stays silent if the
     incoming gradient is a constant.
 
     Args:
@@ -216,7 +220,10 @@ def is_batch(grad: Tensor) -> bool:
 
 
 def device_type(x: Tensor) -> str:
-    """Return the type of device that chooses the kernel; predictions for absent GPUs replace it."""
+    """Return the type of device that chooses the kernel.
+
+    Tests and benchmarks patch this function to take the GPU path on a CPU.
+    """
     return x.device.type
 
 

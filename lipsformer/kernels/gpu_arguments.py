@@ -1,4 +1,4 @@
-"""What the kernels for a GPU compute with."""
+"""The arguments of window attention, in the form that Triton operators accept."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -25,7 +25,9 @@ ROUNDINGS = 64.0  # so many units in the last place of the largest value are no 
 TRIAL_SAMPLES = 16  # of a batch, whose results are compared
 # So many are timed. With 16 the host that launches kernels, and not an H100, limited both ways.
 TIMED_SAMPLES = 128
-STEPS = 4.0  # so many more of the type between the steps of a kernel
+# Also tolerated: 4 units in the last place of the type `between`, to which intermediate results are
+# rounded, unless it is float32.
+STEPS = 4.0
 PATIENCE = timedelta(minutes=1)
 
 
