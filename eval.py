@@ -35,7 +35,7 @@ from lipsformer.engine.distributed import make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run_files import CheckpointError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, Weights, find_weights
-from scripts._certify import CERTIFIED, DEFAULT, Certification, parse_distance
+from scripts._certify import BOUNDED_PRECISIONS, DEFAULT_DISTANCE, Certification, parse_distance
 from scripts._evaluate import check_model, data_of, evaluate_set, model_of, sets_of, table
 from scripts._json_output import add_json_option, check_json_target, say, write_json
 
@@ -67,7 +67,7 @@ def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = model_of(weights, config, classes)
     check_model(model, data.img_size, sets)
 
-    usual = config.train.precision if config and not distances else CERTIFIED[0]
+    usual = config.train.precision if config and not distances else BOUNDED_PRECISIONS[0]
     precision = options.precision or usual
     accelerator = make_accelerator(precision)
     if accelerator.is_main_process:
@@ -99,9 +99,9 @@ def _check_options(options: argparse.Namespace) -> list[float]:
     if options.class_map is not None and options.set:
         raise ConfigError("--class-map has no effect with --set, whose classes are ImageNet's")
     distances = [parse_distance(text) for text in options.certify or ()]
-    if distances and options.precision not in (None, *CERTIFIED):
+    if distances and options.precision not in (None, *BOUNDED_PRECISIONS):
         raise ConfigError(
-            f"--certify bounds the rounding of {' and '.join(CERTIFIED)}, not of "
+            f"--certify bounds the rounding of {' and '.join(BOUNDED_PRECISIONS)}, not of "
             f"{options.precision}: use one of them as --precision"
         )
     attack_every = options.attack_every
@@ -154,7 +154,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--certify",
         nargs="*",
         metavar="EPS",
-        help=f"distances in pixel values of [0, 1]; default {DEFAULT}",
+        help=f"distances in pixel values of [0, 1]; default {DEFAULT_DISTANCE}",
     )
     parser.add_argument(
         "--attack-every",
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
     """Run the command line; return the exit code."""
     options = (parser or make_parser()).parse_intermixed_args(argv)
     if options.certify == []:
-        options.certify = [DEFAULT]
+        options.certify = [DEFAULT_DISTANCE]
     return exits.run(lambda: _evaluate(options), EXIT_CODES)
 
 

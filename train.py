@@ -38,7 +38,7 @@ from lipsformer.engine.trainer import Trainer
 from scripts._assemble import assemble
 from scripts._dry_run import dry_run
 from scripts._json_output import add_json_option, check_json_target, say, write_json
-from scripts._many_ranks import predict, table
+from scripts._many_ranks import predict_run, run_table
 from scripts.reporting.write import try_report
 
 EXIT_CODES = {
@@ -113,8 +113,8 @@ def _many_ranks(config: Config, options: argparse.Namespace) -> int:
     if not options.dry_run:
         raise ConfigError(f"--world-size {options.world_size} needs --dry-run")
     check_json_target(options.json)
-    found = predict(config, options.world_size, options.shard)
-    say(options.json, table(found))
+    found = predict_run(config, options.world_size, options.shard)
+    say(options.json, run_table(found))
     write_json(options.json, found)
     return 0
 

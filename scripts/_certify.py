@@ -30,8 +30,8 @@ from lipsformer.engine.parts import SizedBatches
 from scripts._certificate import FILE, certificate, pixel_scale
 from scripts._histogram import histogram
 
-DEFAULT = "36/255"
-CERTIFIED = ("fp32", "fp64")  # the precisions whose rounding is bounded
+DEFAULT_DISTANCE = "36/255"
+BOUNDED_PRECISIONS = ("fp32", "fp64")  # the precisions whose rounding is bounded
 
 
 def parse_distance(text: str) -> float:

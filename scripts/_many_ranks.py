@@ -38,7 +38,7 @@ BUCKET_BYTES = 25 * 2**20  # DDP's default; the first bucket is smaller, so that
 STOP_FLAG_BYTES = 8
 
 
-def predict(config: Config, world_size: int, shard: int = 1) -> dict[str, Any]:
+def predict_run(config: Config, world_size: int, shard: int = 1) -> dict[str, Any]:
     """Return batch, steps, memory and collectives of one rank, and the samplers of all ranks.
 
     Args:
@@ -327,7 +327,7 @@ def _check_samplers(
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def run_table(found: dict[str, Any]) -> str:
     """Return the figures as one table."""
     samplers = found["samplers"]
     shards = {"DDP": "", "FSDP2": ", all sharded", "HSDP": f", shards of {found['shard']} ranks"}

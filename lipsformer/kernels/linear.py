@@ -82,17 +82,17 @@ class _FusedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, act: bool, scale: Tensor | None
     ) -> Tensor:
-        y, kept = linear(x, weight, bias, act, scale)
-        ctx.save_for_backward(x, weight, bias, scale, kept)
+        y, rounded = linear(x, weight, bias, act, scale)
+        ctx.save_for_backward(x, weight, bias, scale, rounded)
         ctx.act_before = act
         return torch.ops.aten._unsafe_view(y, y.shape)  # autograd lets no view be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, scale, kept = ctx.saved_tensors
+        x, weight, bias, scale, rounded = ctx.saved_tensors
         need_x, need_weight, _, _, need_scale = ctx.needs_input_grad
         grad_x, grad_weight, grad_bias, grad_scale = linear_backward(
-            *(grad_outputs[0].contiguous(), x, weight, bias, ctx.act_before, scale, kept),
+            *(grad_outputs[0].contiguous(), x, weight, bias, ctx.act_before, scale, rounded),
             need_x=need_x,
             need_weight=need_weight or need_scale,
         )
@@ -115,7 +115,7 @@ def linear_backward(
     bias: Tensor | None,
     act_before: bool,
     scale: Tensor | None,
-    kept: Tensor | None,
+    rounded: Tensor | None,
     need_x: bool = True,
     need_weight: bool = True,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
@@ -132,18 +132,20 @@ def linear_backward(
         bias: b.
         act_before: As in ``linear``.
         scale: As in ``linear``.
-        kept: What ``linear`` returned beside the result.
+        rounded: The rounded weight that ``linear`` returned, or None.
         need_x: Compute the gradient of ``x``; otherwise it is None.
         need_weight: Compute the gradients of the weight and the scale; otherwise they are None.
     """
-    if kept is None or torch.is_grad_enabled():  # a kept copy has no graph
-        kept, _ = _scale_rows(weight, None, scale, x.dtype)
+    if rounded is None or torch.is_grad_enabled():  # the rounded weight has no graph
+        scaled, _ = _scale_rows(weight, None, scale, x.dtype)
+    else:
+        scaled = rounded
     grad_x = grad_scaled = grad_weight = grad_scale = None
     grad_bias = None if bias is None else sum_rows(grad)
     if act_before and need_x:
-        grad_x, grad_scaled = _gelu_product_backward(grad, x, kept, need_weight)
+        grad_x, grad_scaled = _gelu_product_backward(grad, x, scaled, need_weight)
     else:
-        grad_x = _product(grad, kept.T) if need_x else None
+        grad_x = _product(grad, scaled.T) if need_x else None
         x = F.gelu(x) if act_before else x
         grad_scaled = _weight_gradient(grad, x) if need_weight else None
     if grad_scaled is not None:
