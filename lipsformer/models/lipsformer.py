@@ -292,23 +292,8 @@ class LipsFormer(TimmInterface):
                 multiple of the patch size, or a setting has no effect.
         """
         super().__init__()
-        if weight_init not in ("", "unit_norm", "skip"):
-            raise ValueError(f"weight_init must be '', 'unit_norm' or 'skip', got {weight_init!r}")
-        if stem not in ("patch", "conv"):
-            raise ValueError(f"stem must be 'patch' or 'conv', got {stem!r}")
-        if any(side % patch_size != 0 for side in to_2tuple(img_size)):
-            raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
-        if not 0.0 <= drop_path_rate < 1.0:
-            raise ValueError(f"drop_path_rate must lie in [0, 1), got {drop_path_rate}")
-        given = {} if logit_scale is None else {"logit_scale": logit_scale}
-        check_attn(attn, **given, learn_logit_scale=learn_logit_scale, value_scale=value_scale)
-        if attn == "lipschitznorm" and official_compat:
-            raise ValueError("attn='lipschitznorm' has no released form: leave out official_compat")
-        if official_compat and value_scale != 1.0:
-            raise ValueError(
-                f"value_scale={value_scale} has no effect with official_compat=True, whose values "
-                "are not normalized: leave one of them out"
-            )
+        _check_settings(img_size, patch_size, stem, drop_path_rate, weight_init)
+        _check_attention(attn, logit_scale, learn_logit_scale, value_scale, official_compat)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -405,6 +390,41 @@ class LipsFormer(TimmInterface):
     def forward(self, x: Tensor) -> Tensor:
         """Classify images [B, 3, H, W]; returns logits [B, num_classes]."""
         return self.forward_head(self.forward_features(x))
+
+
+def _check_settings(
+    img_size: int | tuple[int, int],
+    patch_size: int,
+    stem: str,
+    drop_path_rate: float,
+    weight_init: str,
+) -> None:
+    if weight_init not in ("", "unit_norm", "skip"):
+        raise ValueError(f"weight_init must be '', 'unit_norm' or 'skip', got {weight_init!r}")
+    if stem not in ("patch", "conv"):
+        raise ValueError(f"stem must be 'patch' or 'conv', got {stem!r}")
+    if any(side % patch_size != 0 for side in to_2tuple(img_size)):
+        raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
+    if not 0.0 <= drop_path_rate < 1.0:
+        raise ValueError(f"drop_path_rate must lie in [0, 1), got {drop_path_rate}")
+
+
+def _check_attention(
+    attn: str,
+    logit_scale: float | None,
+    learn_logit_scale: bool,
+    value_scale: float,
+    official_compat: bool,
+) -> None:
+    given = {} if logit_scale is None else {"logit_scale": logit_scale}
+    check_attn(attn, **given, learn_logit_scale=learn_logit_scale, value_scale=value_scale)
+    if attn == "lipschitznorm" and official_compat:
+        raise ValueError("attn='lipschitznorm' has no released form: leave out official_compat")
+    if official_compat and value_scale != 1.0:
+        raise ValueError(
+            f"value_scale={value_scale} has no effect with official_compat=True, whose values "
+            "are not normalized: leave one of them out"
+        )
 
 
 def fit_window(size: int, max_window: int) -> int:
