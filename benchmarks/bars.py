@@ -1,4 +1,4 @@
-"""The goals for speed and memory on a CPU, each with the worst ratio of all committed records.
+"""The goals for speed and memory on a CPU, each with the worst of the newest ratios.
 
     python -m benchmarks.bars
 

@@ -31,7 +31,7 @@ from lipsformer.engine.build import (
     timm_config,
 )
 from lipsformer.engine.compilation import compile_regions, compiles, try_kernels
-from lipsformer.engine.distributed import micro_batches, shard_ema
+from lipsformer.engine.distributed import shard_ema, share_of_step
 from lipsformer.engine.loss import fingerprint, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.parts import Parts
@@ -51,7 +51,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         start: The checkpoint that the caller will load. Its weights replace the initial ones, so
             `model.checkpoint` is read only without it.
     """
-    step_share = micro_batches(config.train, accelerator.num_processes)
+    step_share = share_of_step(config.train, accelerator.num_processes)
     with accelerator.main_process_first():  # it may have to download
         train_set, val_set = build_datasets(
             config.data, config.augment, seed=config.train.seed, epochs=config.train.epochs

@@ -29,7 +29,7 @@ from data.build import sizes_by_epoch
 from lipsformer._configfile import ConfigError
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
-from lipsformer.engine.distributed import StepShare, micro_batches
+from lipsformer.engine.distributed import StepShare, share_of_step
 from lipsformer.engine.optim import make_optimizer
 
 # Images for training and validation, and classes, for machines without the data.
@@ -55,7 +55,7 @@ def predict_run(config: Config, world_size: int, shard: int = 1) -> dict[str, An
         raise ConfigError(
             f"--shard {shard} must be a divisor of --world-size {world_size}, and both positive"
         )
-    step_share = micro_batches(config.train, world_size)
+    step_share = share_of_step(config.train, world_size)
     train_set, val_set, classes, found = _data(config)
     batches = TrainBatches(
         train_set,

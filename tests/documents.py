@@ -26,7 +26,7 @@ import train
 from lipsformer._configfile import make_config, read_config
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import build_model
-from lipsformer.engine.distributed import micro_batches
+from lipsformer.engine.distributed import share_of_step
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -150,7 +150,7 @@ def check_module(name: str, arguments: Sequence[str]) -> None:
 def check_training(config: str, overrides: tuple[str, ...], world_size: int = 1) -> None:
     """The config loads with the overrides, its batch can be shared, its model can be built."""
     loaded = read_config(Config, ROOT / config, overrides)
-    micro_batches(loaded.train, world_size)
+    share_of_step(loaded.train, world_size)
     loaded = replace(loaded, model=replace(loaded.model, checkpoint=None))
     described = repr((loaded.model, loaded.data, loaded.train.grad_checkpointing))
     if described not in _built:

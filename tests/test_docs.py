@@ -22,7 +22,7 @@ import train
 from lipsformer._commands import COMMANDS
 from lipsformer._configfile import make_config
 from lipsformer.config import Config
-from lipsformer.engine.distributed import micro_batches
+from lipsformer.engine.distributed import share_of_step
 from tests import newcomer
 from tests.documents import ROOT, check_command, read_blocks, read_commands
 
@@ -97,7 +97,7 @@ def test_blocks_of_a_page_work_in_order(page, tmp_path, monkeypatch, fake_ray):
                 assert page == README and not language, f"no check for a block of {language!r}"
     assert len(fake_ray) == (page.name == "several-nodes.md")
     for config in fake_ray:
-        micro_batches(config.train, FakeTrainer.num_workers)
+        share_of_step(config.train, FakeTrainer.num_workers)
 
 
 def run_tests(module: types.ModuleType, tmp_path: Path) -> None:

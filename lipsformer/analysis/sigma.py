@@ -216,9 +216,9 @@ class SigmaTracker:
         }
 
     def measure(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return estimates from below for matrices and upper bounds for convolutions, by name.
+        """Return the largest singular value of each operator, as a scalar tensor by name.
 
-        Both are of the largest singular value of an operator, and are scalar tensors.
+        It is estimated from below for a matrix, and bounded from above for a convolution.
 
         Args:
             weights: Full weights by operator name, or tensors of the same shapes such as updates.

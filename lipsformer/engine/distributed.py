@@ -176,7 +176,7 @@ class StepShare(NamedTuple):
     micro_batches: int
 
 
-def micro_batches(train: TrainConfig, world_size: int) -> StepShare:
+def share_of_step(train: TrainConfig, world_size: int) -> StepShare:
     """Return the share of each device in an optimizer step.
 
     Raises:

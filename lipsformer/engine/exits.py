@@ -105,9 +105,7 @@ def write_exit(
         write_atomically(folder / EXIT, json.dumps(record, indent=1))
 
 
-def refuse_to_repeat(
-    folder: Path, *, config: str | None = None, checkpoint: str | None = None
-) -> None:
+def refuse_to_repeat(folder: Path, *, config: str, checkpoint: str | None) -> None:
     """Raise a `RepeatedError` if the same start has ended with a code of `FINAL`.
 
     Args:

@@ -190,7 +190,7 @@ def require_same_world(
     Args:
         start: The checkpoint.
         state: Its state.
-        now: Number of processes, and the two numbers of the step share.
+        now: Number of processes, samples of a micro-batch, and micro-batches per step and process.
         allowed: Only log the difference.
     """
     # The key "micro_batch" holds the two numbers of the step share.

@@ -25,15 +25,15 @@ from lipsformer.kernels.dispatch import (
 from lipsformer.kernels.product import (
     AVX512,
     INTEL,
-    OWN,
+    USE_OWN,
     own_linear,
     own_transposed_product,
 )
 
 _LARGEST_REUSED = 32 << 20  # bytes; the C library returns any larger tensor to the system
 _BLOCK = 8 << 20  # bytes that stay in the cache between two operators
-# Tokens for each input channel up to which our product computes a weight's gradient the fastest.
-_MOST_TOKENS = 64 if AVX512 else 1
+# With more tokens per input channel, another library computes the gradient of a weight faster.
+_MAX_TOKENS_PER_CHANNEL = 64 if AVX512 else 1
 _MKL = torch.backends.mkl.is_available() and (INTEL or not AVX512)
 
 
@@ -187,7 +187,7 @@ def _scale_rows_backward(
 
 
 def _gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if OWN and usable("product.csrc", x, weight):
+    if USE_OWN and usable("product.csrc", x, weight):
         return own_linear(x, weight, bias, act_before=True)
     blocks = _blocks(x)
     if len(blocks) == 1:
@@ -236,7 +236,7 @@ def _as_map(x: Tensor) -> Tensor:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, by PyTorch's operator if the product is to be differentiated or counted."""
-    if OWN and usable("product.csrc", x, weight):
+    if USE_OWN and usable("product.csrc", x, weight):
         return own_linear(x, weight, bias)
     by_mkl = _MKL and x.dtype == torch.float32
     if by_mkl or torch.is_grad_enabled() or is_observed():
@@ -247,7 +247,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return the sum over the tokens of grad x^T ([C_out, C_in])."""
     channels_out, channels_in = grad.shape[-1], x.shape[-1]
-    if OWN and x.numel() < _MOST_TOKENS * channels_in**2 and usable("product.csrc", grad, x):
+    own = USE_OWN and x.numel() < _MAX_TOKENS_PER_CHANNEL * channels_in**2
+    if own and usable("product.csrc", grad, x):
         return own_transposed_product(grad.contiguous(), x.contiguous())
     few = x.numel() < channels_in**2  # then the convolution takes up to ten times as long
     if _MKL or few or x.dtype == torch.bfloat16:

@@ -26,8 +26,8 @@ INTEL = "GenuineIntel" in _CPU
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 _AVX2_ONLY = torch.backends.cpu.get_cpu_capability() == "AVX2"
 _ZEN_4 = AVX512 and "AuthenticAMD" in _CPU and re.search(r"cpu family\s*: 25\b", _CPU) is not None
-OWN_PACKED = _AVX2_ONLY or _ZEN_4  # our product is the fastest one with a packed weight
-OWN = OWN_PACKED and not INTEL  # and with a weight as it is
+USE_OWN_PACKED = _AVX2_ONLY or _ZEN_4  # for folded models, whose weights are packed
+USE_OWN = USE_OWN_PACKED and not INTEL  # for weights that are not packed
 _PANEL = 16  # outputs that lie side by side in the layout of csrc/product.cpp
 
 
@@ -64,7 +64,7 @@ class PackedWeight(NamedTuple):
 def pack_weight(weight: Tensor) -> PackedWeight:
     """Return a copy of a weight ([C_out, C_in]) in the layout of the fastest product."""
     outputs, inputs = weight.shape
-    if OWN_PACKED and usable("product.csrc", weight):
+    if USE_OWN_PACKED and usable("product.csrc", weight):
         panels = F.pad(weight, (0, 0, 0, -outputs % _PANEL)).view(-1, _PANEL, inputs)
         return PackedWeight(panels.transpose(1, 2).contiguous(), outputs, inputs)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)

@@ -49,7 +49,7 @@ def test_stripes_of_one_head_in_either_direction():
     assert list(maps) == [name] and maps[name].shape == (2, 4, 6, 10)
 
     qkv = projections(model, f"{name}.branch", images)[1]
-    qkv = qkv.unflatten(-1, (3, 2, 2, 3))  # direction, head, d
+    qkv = qkv.unflatten(-1, (3, 2, 2, 3))  # partition, head, d
     vertical, horizontal = torch.zeros(6, 12).double(), torch.zeros(6, 10).double()
     padded = torch.cat([qkv, torch.zeros(6, 2, 3, 2, 2, 3).double()], dim=1)
     for left in range(0, 12, 3):

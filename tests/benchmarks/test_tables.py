@@ -180,6 +180,22 @@ def test_a_goal_that_was_just_missed_does_not_look_met():
     assert bars.memory_row(0.85, [slow, large]) == memory
 
 
+def record_of_a_day(date, speed):
+    own = {"train": {"eager": {"speed_ratio": speed, "memory_ratio": 1.0}}}
+    setting = {"img_size": 224, "batch_size": 8, "models": {"lipsformer_tiny": own}}
+    return {"machine": {"date": date}, "options": {"precision": "fp32"}, "settings": [setting]}
+
+
+def test_of_each_processor_the_last_day_of_a_measurement_counts(tmp_path, monkeypatch):
+    days = {"a_milan": ("2026-11-23", 0.7), "b_milan": ("2026-11-24", 1.3)}
+    days |= {"c_milan": ("2026-11-24", 1.2), "a_xeon": ("2026-11-22", 1.1)}
+    for name, (date, speed) in days.items():
+        record = json.dumps(record_of_a_day(date, speed))
+        (tmp_path / f"models_{name}.json").write_text(record)
+    monkeypatch.setattr(bars, "RESULTS", tmp_path)
+    assert sorted(ratio.speed for ratio in bars.ratios()) == [1.1, 1.2, 1.3]
+
+
 def test_the_page_on_gpus_shows_the_first_steps_on_one():
     page = (ROOT / "docs" / "gpu.md").read_text()
     record = json.loads((ROOT / "benchmarks" / "results" / "gpu_first_h100.json").read_text())

@@ -18,7 +18,7 @@ from lipsformer.models.folded_layers import FrozenLinear
 
 @pytest.fixture(autouse=True)
 def own_product(compiled_kernels, monkeypatch):
-    monkeypatch.setattr(product, "OWN_PACKED", True)
+    monkeypatch.setattr(product, "USE_OWN_PACKED", True)
 
 
 def exact_linear(x, weight, bias):
@@ -125,7 +125,7 @@ def biases():
 
 @pytest.mark.parametrize("kind", biases())
 def test_a_bias_of_any_layout(kind, monkeypatch):
-    monkeypatch.setattr(linear, "OWN", True)
+    monkeypatch.setattr(linear, "USE_OWN", True)
     bias, x, weight = biases()[kind], torch.randn(3, 5, 37), torch.randn(23, 37)
     layer = nn.Linear(37, 23)
     layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
@@ -138,7 +138,7 @@ def test_a_bias_of_any_layout(kind, monkeypatch):
 
 @pytest.mark.parametrize("channels", [31, 41])
 def test_an_input_of_another_width_is_refused(channels, monkeypatch):
-    monkeypatch.setattr(linear, "OWN", True)
+    monkeypatch.setattr(linear, "USE_OWN", True)
     x, layer = torch.randn(3, 5, channels), nn.Linear(37, 23)
     frozen = FrozenLinear(layer)
     with torch.no_grad(), pytest.raises(RuntimeError, match="takes 37 channels"):
@@ -156,7 +156,7 @@ def test_an_output_scale_of_another_length_is_refused(length):
 
 
 def test_gradients_of_a_layer_whose_products_are_all_our_own(monkeypatch):
-    monkeypatch.setattr(linear, "OWN", True)
+    monkeypatch.setattr(linear, "USE_OWN", True)
     names = ("own_linear", "own_transposed_product")
     spies = {name: Mock(side_effect=getattr(product, name)) for name in names}
     for name, spy in spies.items():

@@ -8,10 +8,12 @@ from lipsformer.layers import Linear
 @pytest.fixture(params=["our own", "MKL", "oneDNN"], autouse=True)
 def products(request, monkeypatch):
     """The library of the products in float32, which otherwise depends on the processor."""
+    if request.param == "our own":
+        request.getfixturevalue("compiled_kernels")
     if request.param == "MKL" and not torch.backends.mkl.is_available():
         pytest.skip("this PyTorch was built without MKL")
     monkeypatch.setattr(linear, "_MKL", request.param == "MKL")
-    monkeypatch.setattr(linear, "OWN", request.param == "our own")
+    monkeypatch.setattr(linear, "USE_OWN", request.param == "our own")
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -295,7 +295,7 @@ def test_the_packed_weight_follows_every_way_to_change_a_weight():
 @pytest.mark.parametrize("own", [False, True])
 @torch.no_grad()
 def test_gelu_behind_a_frozen_layer_is_exact_in_our_product_and_in_onednns(own, monkeypatch):
-    monkeypatch.setattr(product, "OWN_PACKED", own)
+    monkeypatch.setattr(product, "USE_OWN_PACKED", own)
     layer, x = FrozenLinear(nn.Linear(37, 101), act_after=True), 3.0 * torch.randn(5, 7, 37)
     z = x.double() @ layer.weight.double().T + layer.bias.double()
     expected = z * (1 + torch.erf(z / 2**0.5)) / 2
