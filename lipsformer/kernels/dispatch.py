@@ -299,4 +299,6 @@ def _csrc_obstacle(x: Tensor, others: tuple[Tensor, ...]) -> str | None:
     for tensor in (x, *others):
         if type(tensor) not in (Tensor, nn.Parameter) or not torch._C._has_storage(tensor):
             return "a tensor is of a subclass or has no storage"
+        if tensor.is_neg():
+            return "a tensor is a view with the opposite sign of what lies in memory"
     return None if compiled_library() is not None else "the kernels could not be compiled"

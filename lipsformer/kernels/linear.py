@@ -187,7 +187,7 @@ def _scale_rows_backward(
 
 
 def _gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if USE_OWN and usable("product.csrc", x, weight):
+    if _own_usable(x, weight, bias):
         return own_linear(x, weight, bias, act_before=True)
     blocks = _blocks(x)
     if len(blocks) == 1:
@@ -236,12 +236,17 @@ def _as_map(x: Tensor) -> Tensor:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, by PyTorch's operator if the product is to be differentiated or counted."""
-    if USE_OWN and usable("product.csrc", x, weight):
+    if _own_usable(x, weight, bias):
         return own_linear(x, weight, bias)
     by_mkl = _MKL and x.dtype == torch.float32
     if by_mkl or torch.is_grad_enabled() or is_observed():
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _own_usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    others = (weight,) if bias is None else (weight, bias)
+    return USE_OWN and usable("product.csrc", x, *others)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:

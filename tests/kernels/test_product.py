@@ -136,6 +136,42 @@ def test_a_bias_of_any_layout(kind, monkeypatch):
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+class Wrapped(torch.Tensor):
+    """A tensor that computes with another one and has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args = [arg.inner if isinstance(arg, cls) else arg for arg in args]
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("act_before", [False, True])
+def test_a_bias_without_memory_of_its_own_is_added(act_before, monkeypatch):
+    monkeypatch.setattr(linear, "USE_OWN", True)
+    x, weight = torch.zeros(2, 5, 37), torch.randn(23, 37)
+    y = linear.fused_linear(x, weight, Wrapped(torch.ones(23)), act_before)
+    assert torch.equal(y, torch.ones(2, 5, 23))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("which", ["x", "weight", "bias"])
+def test_views_with_the_opposite_sign_are_read_with_it(which, monkeypatch):
+    monkeypatch.setattr(linear, "USE_OWN", True)
+    tensors = {"x": torch.randn(3, 5, 37), "weight": torch.randn(23, 37), "bias": torch.randn(23)}
+    tensors[which] = torch._neg_view(tensors[which])
+    y = linear.fused_linear(*tensors.values())
+    expected = tensors["x"].double() @ tensors["weight"].double().T + tensors["bias"].double()
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("channels", [31, 41])
 def test_an_input_of_another_width_is_refused(channels, monkeypatch):
     monkeypatch.setattr(linear, "USE_OWN", True)
