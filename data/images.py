@@ -27,7 +27,7 @@ from PIL import Image, UnidentifiedImageError
 from data.errors import UnreadableImageError, first_line
 
 ADVICE = (
-    "; repair it, or remove it or name it in data.skip_list for a new run "
+    "; repair it, or remove it or name it in data.skip_list for a run in another folder "
     "(`lipsformer check-data` finds all such files)"
 )
 # Pillow's other readers, such as that of EPS, which starts Ghostscript, are never used.

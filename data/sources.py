@@ -82,7 +82,10 @@ class FolderSource:
     def __init__(self, path: Path, *, skip: frozenset[str] = frozenset()):
         expected = f"expected {path}/<class name>/<image files>"
         if not path.is_dir():
-            raise DataError(f"no data folder {path}: {expected}; set data.root and data.name")
+            raise DataError(
+                f"no data folder {path}: {expected}; set data.root and data.name, or data.holdout "
+                "to evaluate a share of the training images"
+            )
         self.path = path
         missing = [name for name in skip if not os.path.lexists(path / name)]
         if missing:

@@ -1,4 +1,4 @@
-"""Check a certificate of `eval.py --certify`: `python -m scripts.check_certificate FILE WEIGHTS`.
+"""Check certificates of `eval.py --certify`: `python -m scripts.check_certificate FILE... WEIGHTS`.
 
 WEIGHTS is a file of weights, its folder or a run, with timm's config.json. All claims are derived
 again from the weights, in NumPy and the standard library alone, and a stronger one is refused.
@@ -504,15 +504,16 @@ def check_radii(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("certificate", "weights"):
-        parser.add_argument(name, type=Path)
+    parser.add_argument("certificates", type=Path, nargs="+")
+    parser.add_argument("weights", type=Path)
     args = parser.parse_args(argv)
-    for path in (args.certificate, args.weights):
+    for path in (*args.certificates, args.weights):
         if not path.exists():
             parser.error(f"{path} does not exist")
     try:
-        claims = json.loads(args.certificate.read_text(), object_pairs_hook=unique)
-        print(check(claims, args.weights))
+        for path in args.certificates:
+            claims = json.loads(path.read_text(), object_pairs_hook=unique)
+            print(check(claims, args.weights))
     except Exception as error:
         print(f"refused: {error}" if type(error) is ValueError else f"refused: {error!r}")
         return 1

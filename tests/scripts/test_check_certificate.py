@@ -213,6 +213,14 @@ def test_a_file_that_is_not_there_is_a_mistake_and_no_refusal(tmp_path, capsys, 
     assert output.out == ""
 
 
+def test_several_certificates_of_a_run_are_checked_in_turn(folder, tmp_path, capsys):
+    name = str(folder / "certificate.json")
+    assert check_certificate.main([name, name, str(folder)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    (tmp_path / "forged.json").write_text("{}")
+    assert check_certificate.main([name, str(tmp_path / "forged.json"), str(folder)]) == 1
+
+
 def test_changed_weights_are_refused(folder, claims, tmp_path):
     for name in ("config.json", "certificate.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
