@@ -39,6 +39,7 @@ PAGES = {
     "first_call_xeon.json": ("measurements.md", first_call.table),
     "models_avx2_xeon.json": ("measurements.md", models.table),
     "models_bf16_xeon.json": ("measurements.md", models.table),
+    "models_batch1_genoa.json": ("measurements.md", models.table),
     "models_batch32_genoa.json": ("measurements.md", models.table),
     "models_batch_genoa.json": ("measurements.md", models.table),
     "models_bf16_genoa.json": ("measurements.md", models.table),
