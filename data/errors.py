@@ -12,6 +12,8 @@ class UnreadableImageError(DataError):
 def first_line(error: BaseException) -> str:
     r"""Return the first line of an error's text, or the error's class if it has no text.
 
+    The library has the same function for itself, because neither of the two imports the other.
+
     Example:
         >>> from data.errors import first_line
         >>> first_line(ValueError("there is no such size\n(a long explanation)"))

@@ -62,7 +62,7 @@ class ShardSource:
             found = file.stat().st_size if file.exists() else "missing"
             if found != shard["bytes"]:
                 raise DataError(
-                    f"{file}: expected {shard['bytes']} bytes, found {found}: write the shards "
+                    f"{file}: expected {shard['bytes']} bytes, found {found}; write the shards "
                     "again with `lipsformer make-shards`"
                 )
         places = [_read_places(Path(shard).with_suffix(".npz")) for shard in self.shards]
@@ -72,10 +72,10 @@ class ShardSource:
         )
         if len(self.labels) != index["images"]:
             raise DataError(
-                f"{path}: {len(self.labels)} images, {index['images']} in {INDEX}: {ANEW}"
+                f"{path}: {len(self.labels)} images, {index['images']} in {INDEX}; {ANEW}"
             )
         if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
-            raise DataError(f"{path}: labels outside of the {len(self.classes)} classes: {ANEW}")
+            raise DataError(f"{path}: labels outside of the {len(self.classes)} classes; {ANEW}")
 
     def load(self, index: int) -> Picture:
         """Read one image.

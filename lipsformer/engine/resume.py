@@ -177,7 +177,7 @@ def require_same_data(start: Path, state: dict[str, Any], **own: Any) -> None:
     for name, value in own.items():
         if state.get(name, value) != value:  # older checkpoints lack the numbers of images
             raise ConfigError(
-                f"{start} was made with other data: {name} {state[name]} there, {value} here: "
+                f"{start} was made with other data: {name} {state[name]} there, {value} here; "
                 "restore the data, or name another run.output_dir"
             )
 

@@ -2,9 +2,10 @@
 
 These have AVX2 and no AVX-512, or are AMD's of the fourth generation (Zen 4). With products of
 the tiny models on two cores of an EPYC of the third generation, csrc/product.cpp reaches 75 to 85 %
-of what they can compute, oneDNN and MKL 65 to 75 %. On the fourth generation it takes 0.85 to 0.9
-of oneDNN's time for single images and as much time for batches. On Intel's processors MKL is kept
-where the weight is not packed; nothing has been measured on one with AVX2 only.
+of what they can compute, oneDNN and MKL 65 to 75 %. On the fourth generation a forward pass takes
+0.85 to 0.9 of oneDNN's time for single images, and about as much time as oneDNN's for batches. On
+Intel's processors MKL is kept where the weight is not packed; nothing has been measured on one with
+AVX2 only.
 """
 
 import math

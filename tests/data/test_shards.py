@@ -185,7 +185,7 @@ def test_damage_is_found(made, tmp_path, capsys):
     cut = int(np.flatnonzero(source.shard == 2)[-1])
     with pytest.raises(UnreadableImageError, match=r"at byte \d+ of .*shard-00002.tar: .*trunc"):
         source.load(cut)
-    message = r"shard-00002.tar: expected \d+ bytes, found 1000: write the shards again"
+    message = r"shard-00002.tar: expected \d+ bytes, found 1000; write the shards again"
     with pytest.raises(DataError, match=message):
         ShardSource(copy)
 
@@ -211,8 +211,8 @@ def leave_the_folder(split):
         (cut_index, r"index.json is damaged: write it again"),
         (lambda split: (split / "index.json").write_text("{}"), r"index.json is damaged"),
         (lambda split: (split / "index.json").write_text("[1]"), r"index.json is damaged"),
-        (lambda split: edit_index(split, images=7), r"24 images, 7 in index.json: remove the"),
-        (lambda split: edit_index(split, classes=["a"]), r"outside of the 1 classes: remove the"),
+        (lambda split: edit_index(split, images=7), r"24 images, 7 in index.json; remove the"),
+        (lambda split: edit_index(split, classes=["a"]), r"outside of the 1 classes; remove the"),
         (leave_the_folder, r"'../other/shard-00001.tar' is not the bare name of a file"),
         (lambda split: (split / "shard-00001.npz").unlink(), r"shard-00001.npz is missing"),
         (lambda split: (split / "shard-00001.npz").write_bytes(b"PK"), r"1.npz is damaged: .*; `"),

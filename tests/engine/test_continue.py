@@ -281,7 +281,7 @@ def test_other_numbers_of_images_are_other_data(run, tmp_path: Path) -> None:
     removed.unlink()
     code, text = run(*data, "train.epochs=2")
     assert code == 2
-    assert "was made with other data: num_eval_images 12 there, 11 here: restore the data" in text
+    assert "was made with other data: num_eval_images 12 there, 11 here; restore the data" in text
     removed.write_bytes(content)
     assert run(*data, "train.epochs=2")[0] == 0
 
