@@ -41,7 +41,17 @@ from lipsformer.config import Config
 from lipsformer.engine.run_files import manifest_entry
 from lipsformer.engine.run_folder import find_weights
 from lipsformer.engine.weights import load_model
-from scripts._runtimes import FORMATS, Logits, autocast, fold, load, trace, write
+from scripts._runtimes import (
+    FORMATS,
+    ExportError,
+    Logits,
+    autocast,
+    fold,
+    load,
+    require_packages,
+    trace,
+    write,
+)
 
 MODELS = (
     *("swin_tiny_patch4_window7_224", "convnext_tiny", "vit_small_patch16_224"),
@@ -88,6 +98,7 @@ def contestants(
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Time all pieces that the output does not hold yet."""
+    _require_packages(options)
     torch.set_num_threads(options.threads)
     record: dict[str, Any] = {
         "machine": machine(torch.device("cpu")),
@@ -141,6 +152,7 @@ def time_rounds(
 @torch.no_grad()
 def measure_accuracy(options: argparse.Namespace) -> dict[str, Any]:
     """Compare the answers of all forms of a run's best weights on its validation images."""
+    _require_packages(options)
     weights = find_weights(options.accuracy, "best")
     if options.config is None:
         config = weights.config([])
@@ -263,6 +275,15 @@ def _seconds(piece: dict[str, Any]) -> dict[tuple[str, str, str], list[float]]:
 def _ratio(base: list[float], own: list[float]) -> float:
     """Return how many times as fast as the base, the median over the rounds."""
     return statistics.median(b / t for b, t in zip(base, own, strict=True))
+
+
+def _require_packages(options: argparse.Namespace) -> None:
+    ways = itertools.product(options.forms, options.precisions)
+    keys = (RUNTIMES.get(form, {}).get(precision) for form, precision in ways)
+    try:
+        require_packages(key for key in keys if key is not None)
+    except ExportError as error:
+        raise SystemExit(f"error: {error}; or leave the runtime out of --forms") from None
 
 
 def main() -> None:

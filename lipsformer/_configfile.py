@@ -197,6 +197,12 @@ def dump_config(config: object) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def dotted(config: Any) -> dict[str, Any]:
+    """Return all settings of a config by their names `section.key`."""
+    sections = dataclasses.asdict(config)
+    return {f"{section}.{key}": v for section, keys in sections.items() for key, v in keys.items()}
+
+
 def describe(schema: type) -> str:
     """Return the help text of a schema: each section's meaning, settings, types and defaults."""
     lines = []

@@ -1,7 +1,8 @@
 """Write a traced model for a runtime, and run what was written."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,28 @@ from lipsformer.models.inference import NothingToFoldError
 
 Logits = Callable[[Tensor], Tensor]
 NAMES = {"input_names": ["images"], "output_names": ["logits"]}
+_ONNX = ("onnx", "onnxscript", "onnxruntime")
+PACKAGES = {  # that a format needs, and the extra of lipsformer that installs them
+    "onnx": (_ONNX, "export"),
+    "onnx-int8": (_ONNX, "export"),
+    "openvino": (("openvino",), "deploy"),
+    "openvino-int8": (("openvino", "nncf"), "deploy"),
+}
+
+
+class ExportError(RuntimeError):
+    """An export that failed or differs from the model; the message is for the user."""
+
+
+def require_packages(formats: Iterable[str]) -> None:
+    """Raise an `ExportError` that names a format whose packages are not installed."""
+    for key in formats:
+        packages, extra = PACKAGES.get(key, ((), ""))
+        if missing := [package for package in packages if find_spec(package) is None]:
+            raise ExportError(
+                f"the format {key} needs packages that are not installed ({', '.join(missing)}): "
+                f"pip install 'lipsformer[{extra}]'"
+            )
 
 
 def fold(model: nn.Module) -> nn.Module:

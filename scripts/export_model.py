@@ -23,7 +23,6 @@ import json
 import os
 import sys
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import timm
@@ -41,20 +40,9 @@ from lipsformer.engine.weights import create_model, has_tag, load_model, load_we
 from scripts._hub_card import TRAINING, model_card, training_config
 from scripts._image_size import resize_input
 from scripts._new_folder import new_folder
-from scripts._runtimes import FORMATS, load, trace, write
+from scripts._runtimes import FORMATS, ExportError, load, require_packages, trace, write
 
 DEFAULT = ["hf", "torch-export", "onnx"]  # what the extra `export` suffices for
-ONNX = ("onnx", "onnxscript", "onnxruntime")
-PACKAGES = {  # that a format needs, and the extra of lipsformer that installs them
-    "onnx": (ONNX, "export"),
-    "onnx-int8": (ONNX, "export"),
-    "openvino": (("openvino",), "deploy"),
-    "openvino-int8": (("openvino", "nncf"), "deploy"),
-}
-
-
-class ExportError(RuntimeError):
-    """An export that failed or differs from the model; the message is for the user."""
 
 
 def export_hf(model: nn.Module, images: Tensor, folder: Path) -> float:
@@ -79,17 +67,6 @@ def _difference(actual: Tensor, expected: Tensor, tolerance: float) -> float:
             f"logits differ by {difference:.3g} of the largest, more than {tolerance:g}"
         )
     return difference
-
-
-def require_packages(formats: list[str]) -> None:
-    """Raise an `ExportError` that names a format whose packages are not installed."""
-    for key in formats:
-        packages, extra = PACKAGES.get(key, ((), ""))
-        if missing := [package for package in packages if find_spec(package) is None]:
-            raise ExportError(
-                f"the format {key} needs packages that are not installed ({', '.join(missing)}): "
-                f"pip install 'lipsformer[{extra}]'"
-            )
 
 
 def is_folder(name: str) -> bool:

@@ -15,13 +15,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, dump_config, read_config
+from lipsformer._configfile import ConfigError, dotted, dump_config, read_config
 from lipsformer._ranks import on_first_rank, rank_and_count
 from lipsformer.graph.config import GraphConfig
 from lipsformer.graph.plots import plot_training
@@ -80,10 +79,14 @@ def _finished(config: GraphConfig) -> list[dict[str, Any]]:
     """
     folder = Path(config.run.output_dir)
     stored = folder / "config.yaml"
-    if stored.exists() and _identity(read_config(GraphConfig, stored)) != _identity(config):
-        raise ConfigError(
-            f"{folder} holds a run of another config; choose another run.output_dir, or delete it"
-        )
+    if stored.exists():
+        old, new = _identity(read_config(GraphConfig, stored)), _identity(config)
+        changed = [f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old[key] != new[key]]
+        if changed:
+            raise ConfigError(
+                f"{folder} holds a run with another config ({', '.join(changed)}): set these back, "
+                "choose another run.output_dir, or delete it"
+            )
     results = read_results(folder / "results.jsonl")
     if results and not stored.exists():
         raise ConfigError(
@@ -93,10 +96,14 @@ def _finished(config: GraphConfig) -> list[dict[str, Any]]:
     return results
 
 
-def _identity(config: GraphConfig) -> tuple[object, ...]:
-    """Return the parts of a config that decide the result of a seed."""
-    data = replace(config.data, root=None, download=False)  # the same data from another place
-    return config.model, data, replace(config.train, seeds=(0,)), config.run.device
+def _identity(config: GraphConfig) -> dict[str, object]:
+    """Return the dotted settings that decide the result of a seed."""
+    others = ("data.root", "data.download", "train.seeds")  # the same data from another place
+    return {
+        key: value
+        for key, value in dotted(config).items()
+        if key not in others and (key == "run.device" or not key.startswith("run."))
+    }
 
 
 @contextmanager

@@ -1,11 +1,10 @@
 """Which checkpoint a run continues from, and whether it may."""
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
 
-from lipsformer._configfile import ConfigError, read_config
+from lipsformer._configfile import ConfigError, dotted, read_config
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
 from lipsformer.engine.preflight import check_folder
@@ -41,9 +40,7 @@ def config_identity(config: Config) -> dict[str, Any]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    sections = dataclasses.asdict(config)
-    del sections["run"]
-    return {f"{section}.{key}": v for section, keys in sections.items() for key, v in keys.items()}
+    return {key: value for key, value in dotted(config).items() if not key.startswith("run.")}
 
 
 def _may_change(key: str) -> bool:

@@ -242,7 +242,7 @@ def test_train_graph_adds_seeds_to_finished_ones(graph, tmp_path, monkeypatch, c
     assert summary["test_acc_std"] == pytest.approx(accuracies.std().item(), abs=0.005)
     capsys.readouterr()
     assert train_graph.main(["--config", str(path), "train.lr=0.02"]) == 2
-    assert "holds a run of another config" in capsys.readouterr().err
+    assert "another config (train.lr 0.01 -> 0.02): set these back" in capsys.readouterr().err
     moved = [f"data.root={tmp_path}", "data.download=true"]  # the same graph from another place
     assert train_graph.main(["--config", str(path), "train.seeds=[0,1]", *moved]) == 0
     assert (tmp_path / "out" / "results.jsonl").read_text() == text

@@ -1,5 +1,6 @@
 """Our own product against float64, with the second matrix in each of its layouts."""
 
+import threading
 from unittest.mock import Mock
 
 import pytest
@@ -214,3 +215,18 @@ def test_bfloat16_is_onednns():
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN computes no bfloat16 here")
     assert pack_weight(torch.randn(5, 7, dtype=torch.bfloat16)).data.is_mkldnn
+
+
+def test_a_thread_with_a_small_stack():
+    torch.manual_seed(0)
+    x, weight = torch.randn(211, 401), torch.randn(53, 401)
+    found = []
+    before = threading.stack_size(128 << 10)
+    try:
+        thread = threading.Thread(target=lambda: found.append(own_linear(x, weight, None)))
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    expected, atol = exact_linear(x, weight, None)
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-6, atol=atol)

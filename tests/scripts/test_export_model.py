@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from scripts import export_model as script
-from scripts._runtimes import FORMATS, fold, load, trace, write
-from scripts.export_model import PACKAGES, ExportError, export_model, main
+from scripts._runtimes import FORMATS, PACKAGES, ExportError, fold, load, trace, write
+from scripts.export_model import export_model, main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the exporters' own
 

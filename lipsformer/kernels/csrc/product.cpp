@@ -95,7 +95,8 @@ struct Product {
 
     // The product of the rows and the panels from the first to the last but one.
     void compute(int64_t row, int64_t last_row, int64_t panel, int64_t last_panel) const {
-        float copy[BLOCK_ROWS * STRIDE], packed[DEPTH * COLUMNS];
+        // Together too large for the stack of a small thread.
+        static thread_local float copy[BLOCK_ROWS * STRIDE], packed[DEPTH * COLUMNS];
         const int64_t parts = (inputs + DEPTH - 1) / DEPTH;
         for (; row < last_row; row += BLOCK_ROWS) {
             const int64_t n = std::min(BLOCK_ROWS, last_row - row);
