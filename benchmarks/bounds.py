@@ -26,7 +26,7 @@ from lipsformer.analysis.bounds.graph import graph_domain
 from lipsformer.analysis.estimate import local_lipschitz
 from lipsformer.config import DataConfig
 from lipsformer.graph import create_model
-from lipsformer.graph.diagnostics import adjacency_norm
+from lipsformer.graph.diagnostics import adjacency_sigma_bound
 from lipsformer.layers import ScaledCosineAttention
 
 SEEDS = (0, 1, 2)
@@ -161,7 +161,7 @@ def _graph_bounds(root: str, name: str, undirected: bool) -> dict[str, Any]:
             net = create_model(model, graph.x.shape[1], width, 7, layers, **heads, **kwargs)
             bound = lipschitz_bound(net.eval(), domain)
             bounds.setdefault(label, []).append(_finite(bound.log10))
-    norm = adjacency_norm(graph.edge_index, len(graph.x))
+    norm = adjacency_sigma_bound(graph.edge_index, len(graph.x))
     return {"adjacency_norm": round(norm, 4), "radius": radius, "bounds": bounds}
 
 

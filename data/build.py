@@ -184,9 +184,9 @@ def build_batch_transform(
 def sizes_by_epoch(sizes: Sequence[int], epochs: int) -> list[int]:
     """Return the size of the training images of each epoch; nothing if no sizes are given.
 
-    The position on the list moves evenly from its begin in the first epoch to its end in the last,
-    and the nearest size is taken, as in timm's progressive schedule without spread. Halfway between
-    two sizes it is the earlier one.
+    The position on the list moves evenly from its first entry in the first epoch to its last entry
+    in the last epoch, and the nearest size is taken, as in timm's progressive schedule without
+    spread. Halfway between two sizes it is the earlier one.
 
     Args:
         sizes: Sizes in pixels, in the order of training.

@@ -12,7 +12,7 @@ class UnreadableImageError(DataError):
 def first_line(error: BaseException) -> str:
     r"""Return the first line of an error's text, or the error's class if it has no text.
 
-    The library has the same function for itself, because neither of the two imports the other.
+    The library has the same function for itself, because only `data/build.py` imports from it.
 
     Example:
         >>> from data.errors import first_line

@@ -8,12 +8,12 @@ many such graphs, in which only the root has a label.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.datasets import Actor, Planetoid, WebKB, WikipediaNetwork
@@ -23,31 +23,36 @@ from data.errors import DataError, first_line
 from data.generated_graphs import generated_arxiv
 from data.root import data_root
 
-# data set -> (what of it must be there below the root, how PyG or OGB reads it). `of` maps a class
-# of theirs to the class that is used: `_without_download`, or the class itself.
-_SOURCES: dict[str, tuple[str, Callable[[Path, Callable[[Any], Any]], Any]]] = {
-    "cora": ("Cora/raw", lambda root, of: of(Planetoid)(str(root), "Cora")[0]),
-    "citeseer": ("CiteSeer/raw", lambda root, of: of(Planetoid)(str(root), "CiteSeer")[0]),
-    "pubmed": ("PubMed/raw", lambda root, of: of(Planetoid)(str(root), "PubMed")[0]),
-    "pubmed-partial": (
-        "PubMed-partial/PubMed/raw",
-        lambda root, of: of(Planetoid)(str(root / "PubMed-partial"), "PubMed")[0],
-    ),
-    "chameleon": (
-        "chameleon/geom_gcn/raw",
-        lambda root, of: of(WikipediaNetwork)(str(root), "chameleon")[0],
-    ),
-    "squirrel": (
-        "squirrel/geom_gcn/raw",
-        lambda root, of: of(WikipediaNetwork)(str(root), "squirrel")[0],
-    ),
-    "texas": ("texas/raw", lambda root, of: of(WebKB)(str(root), "texas")[0]),
-    "cornell": ("cornell/raw", lambda root, of: of(WebKB)(str(root), "cornell")[0]),
-    "wisconsin": ("wisconsin/raw", lambda root, of: of(WebKB)(str(root), "wisconsin")[0]),
-    "actor": ("actor/raw", lambda root, of: of(Actor)(str(root / "actor"))[0]),
-    # OGB asks on the terminal whether to delete and update a folder without this file.
-    "ogbn-arxiv": ("ogbn_arxiv/RELEASE_v1.txt", lambda root, of: _arxiv(root, of)),
+
+class _Source(NamedTuple):
+    """Where a data set lies below the root of the graphs, and which class of PyG reads it.
+
+    Attributes:
+        place: File or folder that must be there.
+        kind: The class.
+        folder: Folder that the class takes as its root.
+        name: What the class calls the data set, if it reads several.
+    """
+
+    place: str
+    kind: type[InMemoryDataset]
+    folder: str = ""
+    name: str | None = None
+
+
+_SOURCES = {
+    "cora": _Source("Cora/raw", Planetoid, name="Cora"),
+    "citeseer": _Source("CiteSeer/raw", Planetoid, name="CiteSeer"),
+    "pubmed": _Source("PubMed/raw", Planetoid, name="PubMed"),
+    "pubmed-partial": _Source("PubMed-partial/PubMed/raw", Planetoid, "PubMed-partial", "PubMed"),
+    "chameleon": _Source("chameleon/geom_gcn/raw", WikipediaNetwork, name="chameleon"),
+    "squirrel": _Source("squirrel/geom_gcn/raw", WikipediaNetwork, name="squirrel"),
+    "texas": _Source("texas/raw", WebKB, name="texas"),
+    "cornell": _Source("cornell/raw", WebKB, name="cornell"),
+    "wisconsin": _Source("wisconsin/raw", WebKB, name="wisconsin"),
+    "actor": _Source("actor/raw", Actor, "actor"),
 }
+_ARXIV = "ogbn-arxiv"  # which OGB reads
 
 _GENERATED: dict[str, Callable[[], Data]] = {"generated-arxiv": generated_arxiv}
 
@@ -72,8 +77,8 @@ def load_graph(
     """Read one graph with its split.
 
     Args:
-        name: One of the names in `_SOURCES` and `_GENERATED`; `pubmed-partial` has features for few
-            nodes only.
+        name: One of the names in `_SOURCES` and `_GENERATED`, or `ogbn-arxiv`; `pubmed-partial` has
+            features for few nodes only.
         root: Folder that holds the graphs in the layout of PyG and OGB.
         split: Number of the split; 0 if there is only one.
         split_seed: Seed of a split that `random_split` draws in place of the graph's own ones.
@@ -111,16 +116,17 @@ def load_graph(
 
 
 def _read(name: str, root: Path, download: bool) -> Any:
-    if name not in _SOURCES:
-        names = ", ".join(["trees", *_SOURCES, *_GENERATED])
+    if name not in (*_SOURCES, _ARXIV):
+        names = ", ".join(["trees", *_SOURCES, _ARXIV, *_GENERATED])
         raise DataError(f"data.name={name!r} is not known; choose {names}")
-    place, read = _SOURCES[name]
+    # OGB asks on the terminal whether to delete and update a folder without this file.
+    place = "ogbn_arxiv/RELEASE_v1.txt" if name == _ARXIV else _SOURCES[name].place
     if not download and not (root / place).exists():
         raise DataError(
             f"{name} is not in {root / place}; set data.download=true or change data.root"
         )
     try:
-        return read(root, (lambda kind: kind) if download else _without_download)
+        return _read_arxiv(root, download) if name == _ARXIV else _read_pyg(name, root, download)
     except ImportError as error:
         raise DataError(f"{name} cannot be read: {error}; pip install '.[graph]'") from error
     except Exception as error:  # of PyG or OGB, of the network, or of a damaged file
@@ -136,6 +142,13 @@ def _read(name: str, root: Path, download: bool) -> Any:
         ) from error
 
 
+def _read_pyg(name: str, root: Path, download: bool) -> Any:
+    _, kind, folder, own_name = _SOURCES[name]
+    of_several = () if own_name is None else (own_name,)
+    reader: Any = kind if download else _without_download(kind)
+    return reader(str(root / folder), *of_several)[0]
+
+
 def _without_download(kind: Any) -> Any:
     """Return a data set class of PyG or OGB that raises an error where `kind` would download."""
 
@@ -143,6 +156,22 @@ def _without_download(kind: Any) -> Any:
         raise FileNotFoundError("some of its raw files are missing")
 
     return type(kind.__name__, (kind,), {"download": download})
+
+
+def _read_arxiv(root: Path, download: bool) -> Any:
+    from ogb.nodeproppred import PygNodePropPredDataset  # slow to import, and only needed here
+
+    # OGB 1.3.6 reads its own file with torch.load, which knows no class of PyG by default.
+    with torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]):
+        kind: Any = PygNodePropPredDataset
+        dataset = (kind if download else _without_download(kind))(_ARXIV, str(root))
+    data = dataset[0]
+    data.y = data.y.flatten()
+    for key, part in (("train", "train"), ("val", "valid"), ("test", "test")):
+        mask = torch.zeros(data.num_nodes, dtype=torch.bool)
+        mask[dataset.get_idx_split()[part]] = True
+        data[f"{key}_mask"] = mask
+    return data
 
 
 def random_split(y: Tensor, seed: int) -> dict[str, Tensor]:
@@ -302,18 +331,3 @@ def _check(data: Any, name: str) -> None:
         data.x
     ):
         raise DataError(f"{name}: an edge names a node outside 0 ... {len(data.x) - 1}")
-
-
-def _arxiv(root: Path, of: Callable[[Any], Any]) -> Any:
-    from ogb.nodeproppred import PygNodePropPredDataset  # slow to import, and only needed here
-
-    # OGB 1.3.6 reads its own file with torch.load, which knows no class of PyG by default.
-    with torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]):
-        dataset: Any = of(PygNodePropPredDataset)("ogbn-arxiv", str(root))
-    data = dataset[0]
-    data.y = data.y.flatten()
-    for key, part in (("train", "train"), ("val", "valid"), ("test", "test")):
-        mask = torch.zeros(data.num_nodes, dtype=torch.bool)
-        mask[dataset.get_idx_split()[part]] = True
-        data[f"{key}_mask"] = mask
-    return data

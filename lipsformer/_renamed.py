@@ -40,6 +40,7 @@ MODULES = {
 NAMES = {
     "lipsformer.analysis.bounds.largest": "max_abs",
     "lipsformer.analysis.bounds.rule": "bound_rule",
+    "lipsformer.analysis.bounds.unchanged": "require_unchanged",
     "lipsformer.analysis.sigma.krylov_sigma": "krylov_sigma_estimate",
     "lipsformer.config.config_identity": "lipsformer.engine.resume.config_identity",
     "lipsformer.config.load_config": "lipsformer._configfile.read_config(Config, ...)",
@@ -61,6 +62,7 @@ NAMES = {
     "lipsformer.graph.config.RunConfig": "GraphRunConfig",
     "lipsformer.graph.config.SweepConfig": "GraphSweepConfig",
     "lipsformer.graph.config.TrainConfig": "GraphTrainConfig",
+    "lipsformer.graph.diagnostics.adjacency_norm": "adjacency_sigma_bound",
     "lipsformer.graph.diagnostics.mu": "distance_from_mean",
     "lipsformer.graph.training.NodeBatch": "lipsformer.graph.batches.NodeBatch",
     "lipsformer.layers.cosine_windows": "attend_in_windows",

@@ -1,8 +1,8 @@
 r"""Scaled cosine attention on a ball around one input: its Jacobian, and how fast that changes.
 
 The global constant (`analysis/bounds/attention.py`) allows for the worst token, :math:`q = 0`, and
-the worst attention weights. Here both are known up to what the ball can change. The theorem and its
-proof stand in docs/theorems.md.
+the worst attention weights. Here both are known up to what the ball can change: Theorem 28 of
+docs/theorems.md.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipsformer.analysis.local_norms import norm_above
+from lipsformer.analysis.local_norms import gram_sigma_bound
 from lipsformer.layers import ScaledCosineAttention
 from lipsformer.layers.spectral import depthwise_operator
 
@@ -117,7 +117,7 @@ class LocalAttention:
         self.value = Normalized.of(
             qkv[2], real, None if raw else attention.eps, 1.0 if raw else float(nu)
         )
-        self.sigma = norm_above(weight)
+        self.sigma = gram_sigma_bound(weight)
         weight = _without_silent_inputs(weight)
         q, k, v = self.query.values, self.key.values, self.value.values
         scores = tau[:, None, None] * (q @ k.mT)
@@ -128,9 +128,9 @@ class LocalAttention:
             _derivative(x) @ w[:, None] * real[..., None, None]
             for x, w in zip((self.query, self.key, self.value), weight, strict=True)
         ]
-        self.slope_q, self.slope_k, self.slope_v = (norm_above(x) for x in slopes)
+        self.slope_q, self.slope_k, self.slope_v = (gram_sigma_bound(x) for x in slopes)
         apart_k = weights.sqrt()[..., None] * (k[:, :, None] - mean_k[..., None, :])
-        self.by_query = tau[:, None] * norm_above(apart_k @ slopes[0])
+        self.by_query = tau[:, None] * gram_sigma_bound(apart_k @ slopes[0])
         direction = torch.einsum("whie,whjec->whijc", q, slopes[1])  # of dk_j that changes score ij
         apart_v = v[:, :, None] - mean_v[..., :, None, :]  # [W, H, i, j, d]
         self.norm = torch.full(qkv.shape[1:3], math.inf, dtype=qkv.dtype)
@@ -145,9 +145,9 @@ class LocalAttention:
                 value = value + convolved * real[:, :, None, None, :, None]
             own = torch.eye(self.num_tokens, dtype=q.dtype)[:, None, :, None]
             jacobian = (key + value + own * query[..., None, :]) * real[..., None, None, None]
-            self.norm = norm_above(jacobian.flatten(-2).flatten(2, 3))
-        self.spread_k = norm_above(apart_k)
-        self.spread_v = norm_above(weights.sqrt()[..., None] * apart_v)
+            self.norm = gram_sigma_bound(jacobian.flatten(-2).flatten(2, 3))
+        self.spread_k = gram_sigma_bound(apart_k)
+        self.spread_v = gram_sigma_bound(weights.sqrt()[..., None] * apart_v)
         exact = "donot_use_mm_for_euclid_dist"
         self.diameter = torch.cdist(v, v, compute_mode=exact).flatten(-2).amax(-1)
         weights = weights * real[..., :, None]  # rows of padded queries are cut off later
@@ -159,6 +159,9 @@ class LocalAttention:
 
     def curvature(self, radius: Tensor) -> Tensor:
         r"""Bound the second derivative of every head within a radius, [W, H].
+
+        Theorem 28 calls `apart` V, `query` A, `key` and `keys` B and B', `crossed` E, `value` and
+        `values` F and F', and `turned` T.
 
         Args:
             radius: How far the tokens of a window may move before the projections, [W, 1].

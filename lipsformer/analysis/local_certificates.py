@@ -3,7 +3,7 @@ r"""Certificates from the Jacobians around each image, for trained LipsFormers.
 The product of global constants allows for the worst input of every layer at once. Here a ball
 around one image is carried through the model. Inside it the model is its linear approximation at
 the image, whose gradients are known exactly, plus a remainder of every layer, which its ball
-bounds. The radius of the image is found by bisection. Theorem and proof are in docs/theorems.md.
+bounds. The radius of the image is found by bisection. This is Theorem 26 of docs/theorems.md.
 """
 
 import copy
@@ -15,17 +15,22 @@ import torch
 from timm.layers.adaptive_avgmax_pool import FastAdaptiveAvgPool
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound, unchanged
+from lipsformer.analysis.bounds import (
+    Domain,
+    UnknownModuleError,
+    lipschitz_bound,
+    require_unchanged,
+)
 from lipsformer.analysis.bounds.layers import PASSIVE
 from lipsformer.analysis.local_layers import Layer, Pooling, layers_of, written_out
-from lipsformer.analysis.local_norms import jacobian_norm, probed_norm
+from lipsformer.analysis.local_norms import jacobian_sigma_bound, probed_sigma_bound
 from lipsformer.models.lipsformer import LipsFormer
 from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
 from lipsformer.models.lipsformer_swin import LipsFormerSwin
 
 # Up to this many numbers of a map the Jacobian of a block is written out. The first such map is the
 # anchor of what follows, too: norms from the image on would cost more and gain little.
-MAX_DENSE = 2048
+MAX_WRITTEN_OUT_NUMBERS = 2048
 HALVINGS, DIGITS = 80, 7  # steps of the bisection: first the power of two, then binary digits
 SLACK = 1.0 - 1e-3  # for the rounding, which is not bounded: float32 in probes, else float64
 
@@ -79,18 +84,18 @@ def segments(model: LipsFormer, images: Tensor, failure: float) -> list[Segment]
     for k, module in enumerate(modules):
         layers = layers_of(module, x, singles[k], each)
         norm = prefix = unknown
-        small = x[0].numel() <= MAX_DENSE
+        small = x[0].numel() <= MAX_WRITTEN_OUT_NUMBERS
         anchor = small and not any(segment.anchor for segment in found)
         if anchor:
             first, start = k, x
         if len(layers) > 1:  # the norm of a single layer is known
             if failure > 0.0:
-                norm = probed_norm(singles[k], x.float(), each).double()
+                norm = probed_sigma_bound(singles[k], x.float(), each).double()
             elif small:
-                norm = jacobian_norm(module, x)
+                norm = jacobian_sigma_bound(module, x)
         if failure > 0.0 and first < k < len(modules) - 1:
             function = nn.Sequential(*singles[first : k + 1])
-            prefix = probed_norm(function, start.float(), each).double()
+            prefix = probed_sigma_bound(function, start.float(), each).double()
         found.append(Segment(layers, norm, prefix, anchor))
         x = layers[-1].output
     return found
@@ -205,8 +210,8 @@ def local_certificates(
         raise UnknownModuleError(f"no local bound is known for {type(model).__name__}")
     if model.head.global_pool.pool_type != "avg" or not isinstance(model.head.fc, nn.Linear):
         raise UnknownModuleError("a local bound needs average pooling and a linear classifier")
-    unchanged(model.head.global_pool.pool, FastAdaptiveAvgPool)
-    unchanged(model.head.drop, *PASSIVE)
+    require_unchanged(model.head.global_pool.pool, FastAdaptiveAvgPool)
+    require_unchanged(model.head.drop, *PASSIVE)
     model = copy.deepcopy(model).cpu().double().eval()
     images = images.cpu().double()
     lipschitz_bound(model, Domain(size=tuple(images.shape[2:])))  # refuses what no rule covers

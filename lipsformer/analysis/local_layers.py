@@ -1,4 +1,7 @@
-"""The layers of a LipsFormer on balls around their inputs at the images of a batch."""
+"""The layers of a LipsFormer on balls around their inputs at the images of a batch.
+
+Theorems 27 and 28 of docs/theorems.md bound their Jacobians, and how far these change in a ball.
+"""
 
 import math
 from collections.abc import Callable
@@ -8,10 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipsformer.analysis.bounds import UnknownModuleError, unchanged
+from lipsformer.analysis.bounds import UnknownModuleError, require_unchanged
 from lipsformer.analysis.bounds.layers import GELU_BOUND, depthwise_sigma_bounds
 from lipsformer.analysis.local_attention import LocalAttention
-from lipsformer.analysis.local_norms import largest_norm, norm_above, probed_norm
+from lipsformer.analysis.local_norms import (
+    gram_sigma_bound,
+    largest_sigma_bound,
+    probed_sigma_bound,
+)
 from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
@@ -28,7 +35,7 @@ from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention
 
 GELU_CURVATURE = math.sqrt(2.0 / math.pi)  # the largest |GELU''|, at 0
 GELU_RANGE = 2.0 * GELU_BOUND - 1.0  # GELU' lies between 1 - GELU_BOUND and GELU_BOUND
-MAX_DENSE_TOKENS = 256  # up to this size a depthwise convolution is written out
+MAX_WRITTEN_OUT_TOKENS = 256  # up to this size a depthwise convolution is written out
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Layer:
 
 def linear_layer(function: Callable[[Tensor], Tensor], x: Tensor, matrix: Tensor) -> Layer:
     """Return an affine layer whose norm is that of a matrix."""
-    norm = norm_above(matrix).expand(len(x))
+    norm = gram_sigma_bound(matrix).expand(len(x))
     return Layer(function, function(x), norm, torch.zeros_like, norm)
 
 
@@ -75,7 +82,7 @@ def gelu_slope(x: Tensor) -> Tensor:
 def norm_matrix(norm: nn.Module, dim: int, dtype: torch.dtype) -> Tensor:
     """Return the matrix of CenterNorm, [C, C]; the identity for `nn.Identity`."""
     eye = torch.eye(dim, dtype=dtype)
-    unchanged(norm, CenterNorm, nn.Identity)
+    require_unchanged(norm, CenterNorm, nn.Identity)
     if isinstance(norm, CenterNorm):
         return norm.weight[:, None] * (eye - 1.0 / dim) * (dim / (dim - 1))
     return eye
@@ -87,7 +94,7 @@ def patch_matrix(conv: Any) -> Tensor:
     Raises:
         UnknownModuleError: If the patches overlap or are padded, or the channels are grouped.
     """
-    unchanged(conv, nn.Conv2d, PatchConv2d)
+    require_unchanged(conv, nn.Conv2d, PatchConv2d)
     if conv.stride != conv.weight.shape[2:] or conv.padding != (0, 0) or conv.groups != 1:
         raise UnknownModuleError(f"no local bound is known for {conv}: use patches side by side")
     return conv.weight.flatten(1)
@@ -96,17 +103,17 @@ def patch_matrix(conv: Any) -> Tensor:
 def mlp_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
     """Return norm(x + alpha mlp(x)), which acts token by token."""
     mlp = residual.branch
-    unchanged(mlp, Mlp)
-    unchanged(mlp.fc1, Linear)
+    require_unchanged(mlp, Mlp)
+    require_unchanged(mlp.fc1, Linear)
     first, last = mlp.fc1.weight, residual.residual_scale[:, None] * mlp.fc2.weight
     outer = norm_matrix(norm, len(last), x.dtype)
     last = outer @ last
     slopes = gelu_slope(mlp.fc1(x))
-    center = norm_above(outer + (slopes[..., None, :] * last) @ first).flatten(1).amax(1)
+    center = gram_sigma_bound(outer + (slopes[..., None, :] * last) @ first).flatten(1).amax(1)
     rows = first.norm(dim=1)
-    curved = 0.5 * GELU_CURVATURE * norm_above(last * rows) * norm_above(first)
-    widest = norm_above(outer) + GELU_BOUND * norm_above(last) * norm_above(first)
-    apart = GELU_RANGE * norm_above(last) * norm_above(first)
+    curved = 0.5 * GELU_CURVATURE * gram_sigma_bound(last * rows) * gram_sigma_bound(first)
+    widest = gram_sigma_bound(outer) + GELU_BOUND * gram_sigma_bound(last) * gram_sigma_bound(first)
+    apart = GELU_RANGE * gram_sigma_bound(last) * gram_sigma_bound(first)
     function = lambda x: norm(residual(x))  # noqa: E731
     return Layer(
         function,
@@ -120,19 +127,19 @@ def mlp_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
 def conv_layer(residual: Any, x: Tensor) -> Layer:
     """Return x + alpha GELU(W GELU(w * x)), or without the pointwise W."""
     branch, alpha = residual.branch, residual.residual_scale
-    unchanged(branch, ConvBranch)
-    unchanged(branch.depthwise, DepthwiseConv2d)
+    require_unchanged(branch, ConvBranch)
+    require_unchanged(branch.depthwise, DepthwiseConv2d)
     kernel, size = branch.depthwise.weight, (x.shape[1], x.shape[2])
     sigma = depthwise_sigma_bounds(kernel, size)
     reach = kernel.flatten(1).norm(dim=1)  # an output moves by at most this times the radius
     first = gelu_slope(hidden := branch.depthwise(x))
     if branch.pointwise is None:
         above = 1.0 + (alpha * first * sigma).abs().flatten(1, 2).amax(1)
-        if math.prod(size) <= MAX_DENSE_TOKENS:  # every channel on its own
+        if math.prod(size) <= MAX_WRITTEN_OUT_TOKENS:  # every channel on its own
             operator = depthwise_operator(kernel, size)
             eye, items = torch.eye(operator.shape[-1], dtype=x.dtype), torch.arange(len(x))
             scale = (alpha * first).flatten(1, 2).mT[..., None, :]
-            norm = largest_norm(lambda c: eye + scale[items, c] * operator[c], above)
+            norm = largest_sigma_bound(lambda c: eye + scale[items, c] * operator[c], above)
         else:
             norm = above.amax(1)
         curved = GELU_CURVATURE * (alpha * reach * sigma).abs().max()
@@ -141,14 +148,14 @@ def conv_layer(residual: Any, x: Tensor) -> Layer:
         weight = branch.pointwise.weight
         second = gelu_slope(branch.pointwise(nn.functional.gelu(hidden)))
         product = (alpha * second)[..., :, None] * weight * (first * sigma)[..., None, :]
-        norm = 1.0 + norm_above(product).flatten(1).amax(1)
+        norm = 1.0 + gram_sigma_bound(product).flatten(1).amax(1)
         scaled = alpha[:, None] * weight
         rows = weight.norm(dim=1, keepdim=True)
         curved = (GELU_BOUND * GELU_CURVATURE) * (
-            GELU_BOUND * reach.max() * norm_above(rows * scaled * sigma)
-            + norm_above(scaled * (reach * sigma))
+            GELU_BOUND * reach.max() * gram_sigma_bound(rows * scaled * sigma)
+            + gram_sigma_bound(scaled * (reach * sigma))
         )
-        widest = GELU_BOUND**2 * norm_above(scaled * sigma)
+        widest = GELU_BOUND**2 * gram_sigma_bound(scaled * sigma)
     return Layer(
         residual,
         residual(x),
@@ -170,7 +177,7 @@ def attention_layer(
         probed: Bound of the Jacobian, [B]; None to write it out, head by head.
     """
     attn = residual.branch
-    unchanged(attn, WindowAttention, StripeAttention)
+    require_unchanged(attn, WindowAttention, StripeAttention)
     batch, height, width, dim = x.shape
     if isinstance(attn, WindowAttention):
         window = attn.window(height, width)
@@ -204,8 +211,8 @@ def attention_layer(
     outer = norm_matrix(norm, dim, x.dtype)
     alpha = residual.residual_scale[:, None]
     factor = abs(attn.attn_factor) if isinstance(attn, StripeAttention) else 1.0
-    behind = factor * norm_above(outer @ (alpha * attn.proj.weight))
-    straight = norm_above(outer)
+    behind = factor * gram_sigma_bound(outer @ (alpha * attn.proj.weight))
+    straight = gram_sigma_bound(outer)
 
     def heads_together(bounds: list[Tensor]) -> Tensor:
         """Bound all heads by the root of the sum of squares of the worst windows, [B]."""
@@ -250,7 +257,7 @@ class WrittenOut(DepthwiseConv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``x`` ([B, H, W, C])."""
         size = (x.shape[1], x.shape[2])
-        if math.prod(size) > MAX_DENSE_TOKENS:
+        if math.prod(size) > MAX_WRITTEN_OUT_TOKENS:
             return super().forward(x)
         operator = depthwise_operator(self.weight, size)
         convolved = torch.einsum("cji,bjc->bic", operator, x.flatten(1, 2)) + self.bias
@@ -277,13 +284,13 @@ def block_layers(
         failure: Probability that the norm of the attention is wrong.
     """
     for residual in (block.conv1, block.conv2, block.attn, block.mlp):
-        unchanged(residual, WeightedResidual)
+        require_unchanged(residual, WeightedResidual)
     first = conv_layer(block.conv1, x)
     second = conv_layer(block.conv2, first.output)
     probed = None
     if single is not None:
         attended = nn.Sequential(single.attn, single.norm1)
-        probed = probed_norm(attended, second.output.float(), failure).double()
+        probed = probed_sigma_bound(attended, second.output.float(), failure).double()
     third = attention_layer(block.attn, block.norm1, second.output, probed)
     return [first, second, third, mlp_layer(block.mlp, block.norm2, third.output)]
 
@@ -326,7 +333,7 @@ def layers_of(module: Any, x: Tensor, single: Any = None, failure: float = 0.0) 
         matrix = norm_matrix(module.norm, x.shape[-1], x.dtype)
         return [linear_layer(module, x, matrix / (x.shape[1] * x.shape[2]) ** 0.5)]
     if isinstance(module, PatchMerging):
-        unchanged(module.reduction, Linear)
+        require_unchanged(module.reduction, Linear)
         weight = module.reduction.weight
         matrix = weight @ norm_matrix(module.norm, weight.shape[1], x.dtype)
         return [linear_layer(module, x, matrix)]

@@ -1,4 +1,7 @@
-"""Norms of matrices and of Jacobians, bounded from above and never from below."""
+"""Norms of matrices and of Jacobians, bounded from above and never from below.
+
+Theorem 29 of docs/theorems.md proves these bounds.
+"""
 
 import math
 from collections.abc import Callable
@@ -18,7 +21,7 @@ CHUNK = 256  # rows of a Jacobian at a time
 LANCZOS_STEPS = 24
 
 
-def norm_above(matrices: Tensor) -> Tensor:
+def gram_sigma_bound(matrices: Tensor) -> Tensor:
     r"""Bound the 2-norms of many matrices from above, by at most 4 percent in practice.
 
     .. math:: |M|^2 = \lambda_{max}(G) \le |G^{2^k}|_F^{2^{-k}}, \quad G = M M^T
@@ -70,7 +73,7 @@ def _verified(gram: Tensor) -> Tensor:
         square = torch.where(refused, square * INCREASE, square)
 
 
-def largest_norm(matrices: Callable[[Tensor], Tensor], above: Tensor) -> Tensor:
+def largest_sigma_bound(matrices: Callable[[Tensor], Tensor], above: Tensor) -> Tensor:
     """Bound the largest of the norms of the channels of every item, [B].
 
     Only the channels are measured whose first bound exceeds the norm of another one.
@@ -85,12 +88,12 @@ def largest_norm(matrices: Callable[[Tensor], Tensor], above: Tensor) -> Tensor:
         channel = above.argmax(1)
         if measured[items, channel].all():
             return above[items, channel]
-        norm = norm_above(matrices(channel))
+        norm = gram_sigma_bound(matrices(channel))
         above[items, channel] = torch.minimum(above[items, channel], norm)
         measured[items, channel] = True
 
 
-def jacobian_norm(function: Function, x: Tensor) -> Tensor:
+def jacobian_sigma_bound(function: Function, x: Tensor) -> Tensor:
     """Bound the Jacobian of a function at every item of a batch, [B], by writing it out.
 
     Args:
@@ -102,11 +105,11 @@ def jacobian_norm(function: Function, x: Tensor) -> Tensor:
         output, backward, *_ = torch.func.vjp(function, item)
         rows = torch.eye(output.numel(), dtype=x.dtype).reshape(-1, *output.shape)
         (jacobian,) = torch.vmap(backward, chunk_size=CHUNK)(rows)
-        norms.append(norm_above(jacobian.flatten(1)))
+        norms.append(gram_sigma_bound(jacobian.flatten(1)))
     return torch.stack(norms)
 
 
-def probed_norm(function: Function, x: Tensor, failure: float) -> Tensor:
+def probed_sigma_bound(function: Function, x: Tensor, failure: float) -> Tensor:
     r"""Bound the Jacobian J of a function at every item of a batch, [B], from a random start.
 
     .. math:: |J| \le (1 - \epsilon)^{-1/2} |J V|, \quad

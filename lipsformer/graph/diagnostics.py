@@ -20,7 +20,7 @@ from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.models.stack import GraphNet
 
 __all__ = [
-    "adjacency_norm",
+    "adjacency_sigma_bound",
     "attention_column_sum",
     "attention_statistics",
     "dirichlet_energy",
@@ -118,7 +118,7 @@ def normalized_adjacency(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Te
 
 
 @torch.no_grad()
-def adjacency_norm(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> float:
+def adjacency_sigma_bound(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> float:
     r"""Return an upper bound of the 2-norm of GCN's normalized adjacency with self loops.
 
     The matrix :math:`B = \hat A^T \hat A` has no negative entry. For every positive vector v the
@@ -136,9 +136,9 @@ def adjacency_norm(edge_index: Tensor, num_nodes: int, num_iters: int = 100) -> 
 
     Example:
         >>> import torch
-        >>> from lipsformer.graph.diagnostics import adjacency_norm
+        >>> from lipsformer.graph.diagnostics import adjacency_sigma_bound
         >>> ring = torch.tensor([[0, 1, 2], [1, 2, 0]])
-        >>> f"{adjacency_norm(ring, 3):.4f}"
+        >>> f"{adjacency_sigma_bound(ring, 3):.4f}"
         '1.0000'
     """
     (source, target), weight = normalized_adjacency(edge_index, num_nodes)
@@ -198,7 +198,7 @@ def gat_attention_bound(
     messages.
 
     Args:
-        conv: The layer; c is its `constant()`.
+        conv: The layer; c is its `current_att_norm()`.
         edge_index: [2, E] or a `SortedEdges`; the layer's own self loops are added if it adds them.
         num_nodes: Number of nodes.
         reachable: If c learns, use `min_att_norm` in its place, which bounds the heads of this
@@ -219,7 +219,7 @@ def gat_attention_bound(
     edges = SortedEdges.of(edge_index, num_nodes, num_nodes)
     csr = edges.csr_with_self_loops if conv.add_self_loops else edges.csr
     learns = conv.min_att_norm is not None
-    c = conv.min_att_norm if reachable and learns else conv.constant(torch.float64)
+    c = conv.min_att_norm if reachable and learns else conv.current_att_norm(torch.float64)
     c = torch.as_tensor(c, dtype=torch.float64, device="cpu").view(-1)
     inverse = max(abs(conv.negative_slope), 1.0) / c.abs()  # in this order NaN stays NaN
     s = attention_column_sum(csr, inverse)
@@ -276,7 +276,7 @@ def _profile(
         "dirichlet_energy": [dirichlet_energy(state, edge_index).item() for state in states],
         "gradient_norm": [_norm(layer, by_parameter) for layer in model.layers],
     }
-    norm_of_graph = functools.cache(adjacency_norm)
+    norm_of_graph = functools.cache(adjacency_sigma_bound)
     with torch.no_grad():
         for layer, state in zip(model.layers, states[:-1], strict=True):
             conv = getattr(layer, "conv", None)

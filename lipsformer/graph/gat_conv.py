@@ -135,8 +135,8 @@ class LipschitzGATConv(GATConv):
         if theta is not None:
             nn.init.zeros_(theta)
 
-    def constant(self, dtype: torch.dtype | None = None) -> Tensor | float:
-        """Return c: a number, or [H] if it learns, computed in `dtype` (None for its own)."""
+    def current_att_norm(self, dtype: torch.dtype | None = None) -> Tensor | float:
+        """Return c as it is now: a number, or [H] in `dtype` (None for its own) if it learns."""
         if self.log_att_norm is None or self.min_att_norm is None:
             return self.att_norm
         growth = self.log_att_norm.to(dtype or self.log_att_norm.dtype).exp()
@@ -200,7 +200,7 @@ class LipschitzGATConv(GATConv):
         """Return the arguments of LipschitzNorm that do not depend on the inputs."""
         return {
             "weight": torch.cat([self.att_src, self.att_dst, *edge_weight], dim=-1).squeeze(0),
-            "att_norm": self.constant(torch.promote_types(self.att_src.dtype, torch.float)),
+            "att_norm": self.current_att_norm(torch.promote_types(self.att_src.dtype, torch.float)),
             "scale_individually": self.scale_individually,
         }
 

@@ -1,7 +1,7 @@
 """How a processor computes the formulas of ``lipsformer.layers`` faster, with the same results.
 
 Every function takes tensors and numbers. A layer asks ``usable`` first and otherwise computes its
-formula with PyTorch's operators. ``add_gelu`` and ``center`` decide that themselves.
+formula with PyTorch's operators. ``center`` decides that itself.
 
 Example:
     >>> import torch
@@ -34,7 +34,6 @@ from lipsformer.kernels.gpu_windows import (
 from lipsformer.kernels.linear import fused_linear
 from lipsformer.kernels.node_terms import node_terms
 from lipsformer.kernels.pointwise import (
-    add_gelu,
     center,
     centered_affine,
     fork,
@@ -51,7 +50,7 @@ from lipsformer.kernels.verdict import (
     restore_verdicts,
     verdicts,
 )
-from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, cosine_windows
+from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, Partition, cosine_windows
 
 __all__ = [
     "DEPTHWISE_SIZES",
@@ -63,10 +62,10 @@ __all__ = [
     "TRIAL_SAMPLES",
     "BlockTensors",
     "CannotRecordError",
+    "Partition",
     "Recorder",
     "WindowArguments",
     "active_transform",
-    "add_gelu",
     "block",
     "center",
     "centered_affine",

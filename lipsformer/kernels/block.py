@@ -21,7 +21,7 @@ from lipsformer.kernels.pointwise import (
     center_affine,
     center_affine_backward,
 )
-from lipsformer.kernels.windows import Options, windows_backward, windows_forward
+from lipsformer.kernels.windows import Partition, windows_backward, windows_forward
 
 
 class BlockTensors(NamedTuple):
@@ -59,10 +59,8 @@ def block(
     x: Tensor,
     tensors: BlockTensors,
     kept: Sequence[Tensor | None],
-    windows: Sequence[tuple[int, int]],
+    partitions: Sequence[Partition],
     tau: Tensor,
-    nu: Sequence[float],
-    eps: Sequence[float],
     bias: Tensor | None,
     lepe: Sequence[Tensor],
 ) -> Tensor:
@@ -73,16 +71,13 @@ def block(
         tensors: The parameters in float32. Each mask is [K, 1, 1, 1].
         kept: The indices, [K] and increasing, of the samples that enter each of the four branches;
             None for all. A branch that no sample enters is not computed.
-        windows: The arguments of the attention from here on are those of ``cosine_windows``.
+        partitions: The arguments of the attention from here on are those of ``cosine_windows``.
         tau: [P, heads].
-        nu: One number per partition.
-        eps: One number per partition.
         bias: [1, heads, h * w, h * w] or None.
         lepe: The kernels and then the biases, in float32 and contiguous; empty without them.
     """
-    options = list(zip(windows, nu, eps, strict=True))
     bias = None if bias is None else bias.contiguous()
-    return _Block.apply(x.contiguous(), kept, options, bias, tau, *tensors, *lepe)
+    return _Block.apply(x.contiguous(), kept, partitions, bias, tau, *tensors, *lepe)
 
 
 class _Block(torch.autograd.Function):
@@ -97,7 +92,7 @@ class _Block(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         kept: Sequence[Tensor | None],
-        options: Options,
+        partitions: Sequence[Partition],
         bias: Tensor | None,
         tau: Tensor,
         *tensors: Tensor,
@@ -121,8 +116,8 @@ class _Block(torch.autograd.Function):
         if _enters(kept[2]):
             in_3 = _select(x2, kept[2])
             qkv, qkv_weight = linear(in_3, t.qkv, t.qkv_bias, False, None)
-            qkv = qkv.unflatten(-1, (3, len(options), -1))
-            heads_out = windows_forward(qkv, bias, tau, lepe, options)
+            qkv = qkv.unflatten(-1, (3, len(partitions), -1))
+            heads_out = windows_forward(qkv, bias, tau, lepe, partitions)
             branch, unscaled_3, proj = _scaled_linear(
                 heads_out, t.proj, t.proj_bias, False, t.scale_3
             )
@@ -137,7 +132,7 @@ class _Block(torch.autograd.Function):
             branch, unscaled_4, fc2 = _scaled_linear(z4, t.fc2, t.fc2_bias, True, t.scale_4)
             x4 = _add(x3, branch, t.mask_4, kept[3])
         out, saved_norm_2 = center_affine(x4, t.gain_2, t.shift_2, factor)
-        ctx.kept, ctx.options, ctx.factor = kept, options, factor
+        ctx.kept, ctx.partitions, ctx.factor = kept, partitions, factor
         ctx.save_for_backward(
             *(in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4),
             *(pointwise, qkv_weight, unscaled_3, proj, fc1, unscaled_4, fc2),
@@ -166,49 +161,53 @@ class _Block(torch.autograd.Function):
         # from the end to the beginning; grad is the gradient on the stream
         saved_norm_2 = normed_2, lost_2, sum_2
         grad, *norm_2 = center_affine_backward(grad, t.gain_2, t.shift_2, saved_norm_2, factor)
-        to_fc1 = to_fc2 = to_proj = (None, None, None)
+        grads_fc1 = grads_fc2 = grads_proj = (None, None, None)
         if _enters(kept[3]):
-            own = _mask(grad, t.mask_4, kept[3])
-            grad_z, *to_fc2 = _scaled_backward(
-                own, z4, t.fc2, t.fc2_bias, True, t.scale_4, unscaled_4, fc2
+            grad_branch = _mask(grad, t.mask_4, kept[3])
+            grad_z, *grads_fc2 = _scaled_backward(
+                grad_branch, z4, t.fc2, t.fc2_bias, True, t.scale_4, unscaled_4, fc2
             )
-            own, *to_fc1 = linear_backward(grad_z, in_4, t.fc1, t.fc1_bias, False, None, fc1)
-            grad = _add(grad, own, None, kept[3])
+            grad_branch, *grads_fc1 = linear_backward(
+                grad_z, in_4, t.fc1, t.fc1_bias, False, None, fc1
+            )
+            grad = _add(grad, grad_branch, None, kept[3])
         norm_1: Sequence[Tensor | None] = (None, None)
         if t.gain_1 is not None and t.shift_1 is not None:
             saved_norm_1 = normed_1, lost_1, sum_1
             grad, *norm_1 = center_affine_backward(grad, t.gain_1, t.shift_1, saved_norm_1, factor)
-        to_qkv = (None, None, None)
-        attention, to_lepe = (None, None), [None] * len(lepe)
+        grads_qkv = (None, None, None)
+        grads_attention, grads_lepe = (None, None), [None] * len(lepe)
         if _enters(kept[2]):
-            own = _mask(grad, t.mask_3, kept[2])
-            own, *to_proj = _scaled_backward(
-                own, heads_out, t.proj, t.proj_bias, False, t.scale_3, unscaled_3, proj
+            grad_branch = _mask(grad, t.mask_3, kept[2])
+            grad_branch, *grads_proj = _scaled_backward(
+                grad_branch, heads_out, t.proj, t.proj_bias, False, t.scale_3, unscaled_3, proj
             )
-            own, *attention, to_lepe = windows_backward(own, qkv, bias, tau, lepe, ctx.options)
-            own, *to_qkv = linear_backward(
-                own.flatten(3), in_3, t.qkv, t.qkv_bias, False, None, qkv_weight
+            grad_branch, *grads_attention, grads_lepe = windows_backward(
+                grad_branch, qkv, bias, tau, lepe, ctx.partitions
             )
-            grad = _add(grad, own, None, kept[2])
-        to_depthwise_2, to_scale_2 = (None, None), None
+            grad_branch, *grads_qkv = linear_backward(
+                grad_branch.flatten(3), in_3, t.qkv, t.qkv_bias, False, None, qkv_weight
+            )
+            grad = _add(grad, grad_branch, None, kept[2])
+        grads_depthwise_2, grad_scale_2 = (None, None), None
         if _enters(kept[1]):
-            grad_z, to_scale_2 = _gelu_backward(grad, z3, t.scale_2, t.mask_2, kept[1])
-            to_depthwise_2 = depthwise_gradients(in_2, t.depthwise_2, grad_z)
+            grad_z, grad_scale_2 = _gelu_backward(grad, z3, t.scale_2, t.mask_2, kept[1])
+            grads_depthwise_2 = depthwise_gradients(in_2, t.depthwise_2, grad_z)
             grad = _add(grad, convolve(grad_z, t.depthwise_2, None, flip=True), None, kept[1])
-        to_depthwise_1, to_pointwise, to_scale_1 = (None, None), (None, None), None
+        grads_depthwise_1, grads_pointwise, grad_scale_1 = (None, None), (None, None), None
         if _enters(kept[0]):
-            grad_z, to_scale_1 = _gelu_backward(grad, z2, t.scale_1, t.mask_1, kept[0])
-            grad_z, *to_pointwise = linear_backward(
+            grad_z, grad_scale_1 = _gelu_backward(grad, z2, t.scale_1, t.mask_1, kept[0])
+            grad_z, *grads_pointwise = linear_backward(
                 grad_z, z1, t.pointwise, t.pointwise_bias, True, None, pointwise
             )
-            to_depthwise_1 = depthwise_gradients(in_1, t.depthwise_1, grad_z)
+            grads_depthwise_1 = depthwise_gradients(in_1, t.depthwise_1, grad_z)
             grad = _add(grad, convolve(grad_z, t.depthwise_1, None, flip=True), None, kept[0])
         gradients = (
-            *attention,
-            *(*to_depthwise_1, *to_pointwise[:2], to_scale_1, None),
-            *(*to_depthwise_2, to_scale_2, None),
-            *(*to_qkv[:2], *to_proj, None, *norm_1),
-            *(*to_fc1[:2], *to_fc2, None, *norm_2, *to_lepe),
+            *grads_attention,
+            *(*grads_depthwise_1, *grads_pointwise[:2], grad_scale_1, None),
+            *(*grads_depthwise_2, grad_scale_2, None),
+            *(*grads_qkv[:2], *grads_proj, None, *norm_1),
+            *(*grads_fc1[:2], *grads_fc2, None, *norm_2, *grads_lepe),
         )
         # A parameter of a branch that no sample entered has the gradient zero.
         triples = zip(inputs, gradients, ctx.needs_input_grad[3:], strict=True)

@@ -42,9 +42,9 @@ def weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the gradients of a block's matrices, and of the biases and scales after two of them.
 
     Args:
-        tensors: The gradients of the matrices as they were multiplied, in the order of ``cast``;
-            of proj and then of fc2 the weight, the bias, the scale and the sum of the gradients of
-            scale * bias.
+        tensors: First the gradients of the five matrices as they were multiplied, in the order of
+            ``cast``. Then four tensors of proj: the weight, the bias, the scale, and the sum of the
+            gradients of scale * bias. Then the same four of fc2.
 
     Returns:
         The gradients of the five matrices in float32 in one flat tensor, aligned as those of

@@ -68,8 +68,8 @@ def center_affine(
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Return factor * gain * (x - mean(x)) + bias, and what its backward pass needs.
 
-    That is the result, the channels that lose the centered input, and ``x``, each of it or None. A
-    channel loses the centered input if that cannot be computed from the result.
+    That is the result, the channels that lose the centered input, and ``x``, each of which may be
+    None. A channel loses the centered input if that cannot be computed from the result.
     """
     y = center(x, gain * factor, bias)
     if x.dtype == torch.bfloat16:

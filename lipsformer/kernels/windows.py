@@ -1,7 +1,7 @@
 """Scaled cosine attention in the windows of a map on the CPU: one kernel from map to map."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,34 +9,41 @@ from torch import Tensor
 from lipsformer.kernels.bindings import name_of, run
 from lipsformer.kernels.dispatch import refuse_second_derivatives
 
-# the windows (h, w), nu and eps of every partition
-Options = list[tuple[tuple[int, int], float, float]]
 MAX_WINDOW_TOKENS = 1024  # scores and their gradients then take 8 MB in every thread
+
+
+class Partition(NamedTuple):
+    """A group of heads that share the shape of their windows.
+
+    Attributes:
+        window: (h, w) in tokens, at most ``MAX_WINDOW_TOKENS`` tokens.
+        nu: Length of the normalized values; 0 leaves the values as they are.
+        eps: Smoothing constant of the normalization.
+    """
+
+    window: tuple[int, int]
+    nu: float
+    eps: float
 
 
 def cosine_windows(
     qkv: Tensor,
-    windows: Sequence[tuple[int, int]],
+    partitions: Sequence[Partition],
     tau: Tensor,
-    nu: Sequence[float],
-    eps: Sequence[float],
     bias: Tensor | None = None,
     lepe: Sequence[Tensor] = (),
 ) -> Tensor:
     """Attend in windows without copies of queries, keys, values or scores.
 
-    A partition is a group of heads that share the shape of their windows. bfloat16 is read and
-    written, and the computation in between is in float32, but for one thing: a processor with
-    AVX512-BF16 multiplies bfloat16 in the forward pass, for which the weights of the values are
-    rounded to it.
+    bfloat16 is read and written, and the computation in between is in float32, but for one thing: a
+    processor with AVX512-BF16 multiplies bfloat16 in the forward pass, for which the weights of the
+    values are rounded to it.
 
     Args:
         qkv: [B, H, W, 3, P, C], queries, keys and values of the P partitions of the heads, in
             float32 or bfloat16.
-        windows: (h, w) in tokens of each partition, at most ``MAX_WINDOW_TOKENS`` tokens.
+        partitions: The P partitions.
         tau: [P, heads], factors of the cosines.
-        nu: Length of the normalized values of each partition; 0 leaves the values as they are.
-        eps: Smoothing constant of the normalization of each partition.
         bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
         lepe: The kernels, [C, 1, 3, 3], of a depthwise convolution of each partition's values,
             and then the biases, [C], of these convolutions, which are added to the output. Empty
@@ -46,10 +53,8 @@ def cosine_windows(
         [B, H, W, P * C].
     """
     bias = None if bias is None else bias.float()
-    options = list(zip(windows, nu, eps, strict=True))
-    return _CosineWindows.apply(
-        *(qkv, bias, tau.float(), options, *(x.float().contiguous() for x in lepe))
-    )
+    lepe = [x.float().contiguous() for x in lepe]
+    return _CosineWindows.apply(qkv, bias, tau.float(), partitions, *lepe)
 
 
 class _CosineWindows(torch.autograd.Function):
@@ -61,33 +66,37 @@ class _CosineWindows(torch.autograd.Function):
         qkv: Tensor,
         bias: Tensor | None,
         tau: Tensor,
-        options: Options,
+        partitions: Sequence[Partition],
         *lepe: Tensor,
     ) -> Tensor:
         qkv = qkv.contiguous()
         bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(qkv, bias, tau, *lepe)
-        ctx.options = options
-        return windows_forward(qkv, bias, tau, lepe, options)
+        ctx.partitions = partitions
+        return windows_forward(qkv, bias, tau, lepe, partitions)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives(*grad_outputs)
         qkv, bias, tau, *lepe = ctx.saved_tensors
         grad = grad_outputs[0].to(qkv.dtype).contiguous()
-        *grads, grad_lepe = windows_backward(grad, qkv, bias, tau, lepe, ctx.options)
+        *grads, grad_lepe = windows_backward(grad, qkv, bias, tau, lepe, ctx.partitions)
         return *grads, None, *grad_lepe
 
 
 def windows_forward(
-    qkv: Tensor, bias: Tensor | None, tau: Tensor, lepe: Sequence[Tensor], options: Options
+    qkv: Tensor,
+    bias: Tensor | None,
+    tau: Tensor,
+    lepe: Sequence[Tensor],
+    partitions: Sequence[Partition],
 ) -> Tensor:
     """Return the attention's output; the tensors are contiguous."""
     batch, height, width, _, parts, channels = qkv.shape
     out = qkv.new_empty(batch, height, width, parts * channels)
     name = f"cosine_windows_forward_{name_of(qkv.dtype)}"
-    for part, option in enumerate(options):
-        run(name, qkv, out, bias, tau, *_own(lepe, part), *_partition(qkv, tau, part, option))
+    for part, partition in enumerate(partitions):
+        run(name, qkv, out, bias, tau, *_own(lepe, part), *_numbers(qkv, tau, part, partition))
     return out
 
 
@@ -97,18 +106,18 @@ def windows_backward(
     bias: Tensor | None,
     tau: Tensor,
     lepe: Sequence[Tensor],
-    options: Options,
+    partitions: Sequence[Partition],
 ) -> tuple[Tensor, Tensor | None, Tensor, list[Tensor]]:
     """Return the gradients of ``windows_forward`` with respect to its tensors."""
     grad_qkv, grad_tau = torch.empty_like(qkv), torch.zeros_like(tau)
     grad_bias = None if bias is None else torch.zeros_like(bias)
     grad_lepe = [torch.zeros_like(x) for x in lepe]
     name = f"cosine_windows_backward_{name_of(qkv.dtype)}"
-    for part, option in enumerate(options):
+    for part, partition in enumerate(partitions):
         run(
             *(name, qkv, grad, bias, tau, *_own(lepe, part)),
             *(grad_qkv, grad_bias, grad_tau, *_own(grad_lepe, part)),
-            *_partition(qkv, tau, part, option),
+            *_numbers(qkv, tau, part, partition),
         )
     return grad_qkv, grad_bias, grad_tau, grad_lepe
 
@@ -118,10 +127,9 @@ def _own(lepe: Sequence[Tensor], part: int) -> tuple[Tensor | None, Tensor | Non
     return (lepe[part], lepe[part + len(lepe) // 2]) if len(lepe) > 0 else (None, None)
 
 
-def _partition(
-    qkv: Tensor, tau: Tensor, part: int, option: tuple[tuple[int, int], float, float]
-) -> tuple[float | int, ...]:
+def _numbers(qkv: Tensor, tau: Tensor, part: int, partition: Partition) -> tuple[float | int, ...]:
+    """Return the numbers that the kernels take, in their order."""
     batch, height, width, _, parts, channels = qkv.shape
-    window, nu, eps = option
+    window, nu, eps = partition
     heads = tau.shape[1]
     return nu, eps, part, parts, batch, height, width, heads, channels // heads, *window

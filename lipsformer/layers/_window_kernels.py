@@ -153,16 +153,17 @@ def _module_obstacle(arrangement: Arrangement) -> str | None:
     return "a module has hooks, which the kernel would not call" if hooked else None
 
 
-def tau_nu_eps(attentions: Sequence[Any]) -> tuple[Tensor, list[float], list[float]]:
-    """Return tau ([P, heads]), nu (0 for raw values) and eps of every partition."""
-    taus, nu = [], []
+def cpu_arguments(arrangement: Arrangement) -> tuple[Tensor, list[kernels.Partition]]:
+    """Return tau ([P, heads]) and the partitions for the CPU's kernel."""
+    taus, partitions = [], []
     options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults of torch are
-    for attention in attentions:
+    for window, attention in zip(arrangement.windows, arrangement.attentions, strict=True):
         tau = attention.tau()
         fixed = isinstance(tau, float)
         taus.append(torch.full((attention.num_heads,), tau, **options) if fixed else tau.flatten())
-        nu.append(0.0 if attention.value_scale is None else float(attention.value_scale))
-    return torch.stack(taus), nu, [attention.eps for attention in attentions]
+        nu = 0.0 if attention.value_scale is None else float(attention.value_scale)
+        partitions.append(kernels.Partition(window, nu, attention.eps))
+    return torch.stack(taus), partitions
 
 
 def lepe_tensors(lepes: Sequence[Any]) -> list[Tensor]:

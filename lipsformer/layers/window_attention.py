@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from lipsformer import kernels
 from lipsformer.layers._window_kernels import (
+    cpu_arguments,
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,
     gpu_proven,
     lepe_tensors,
-    tau_nu_eps,
 )
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.windows import Arrangement, merge_heads, partition_heads
@@ -88,8 +88,8 @@ def attend_in_windows(
         training=attentions[0].training,
         unless=lambda: cpu_obstacle(channels, arrangement),
     ):
-        tau, nu, eps = tau_nu_eps(attentions)
-        return kernels.cosine_windows(qkv, windows, tau, nu, eps, bias, lepe_tensors(lepes))
+        tau, partitions = cpu_arguments(arrangement)
+        return kernels.cosine_windows(qkv, partitions, tau, bias, lepe_tensors(lepes))
     if kernels.usable(
         "cosine_windows.gpu",
         qkv,

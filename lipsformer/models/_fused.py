@@ -18,11 +18,11 @@ from lipsformer.layers import (
 from lipsformer.layers._hooks import has_hooks
 from lipsformer.layers._trial import is_proven
 from lipsformer.layers._window_kernels import (
+    cpu_arguments,
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,
     lepe_tensors,
-    tau_nu_eps,
 )
 from lipsformer.layers.windows import Arrangement
 
@@ -121,11 +121,11 @@ def cpu_arrangement(block: Any, x: Tensor) -> Arrangement | None:
 
 def cpu_block(block: Any, x: Tensor, arrangement: Arrangement) -> Tensor:
     """Apply a block to ``x`` ([B, H, W, C]) on the CPU."""
-    windows, attentions, bias, lepes = arrangement
-    tau, nu, eps = tau_nu_eps(attentions)
+    tau, partitions = cpu_arguments(arrangement)
     masks, kept = zip(*(residual.draw(x) for residual in residuals(block)), strict=True)
     tensors = _tensors(block, masks)
-    return kernels.block(x, tensors, kept, windows, tau, nu, eps, bias, lepe_tensors(lepes))
+    lepe = lepe_tensors(arrangement.lepes)
+    return kernels.block(x, tensors, kept, partitions, tau, arrangement.bias, lepe)
 
 
 def gpu_block(block: Any, x: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ from lipsformer.analysis.certificates import certified_radius, local_bounds, wat
 from lipsformer.analysis.local_attention import LocalAttention
 from lipsformer.analysis.local_layers import attention_layer
 from lipsformer.analysis.local_norms import (
-    jacobian_norm,
-    largest_norm,
+    gram_sigma_bound,
+    jacobian_sigma_bound,
+    largest_sigma_bound,
     missed_share,
-    norm_above,
-    probed_norm,
+    probed_sigma_bound,
 )
 from lipsformer.layers import ScaledCosineAttention
 
@@ -56,7 +56,7 @@ def test_norms_are_bounded_from_above(monkeypatch):
         exact = torch.linalg.matrix_norm(matrices.double(), 2)
         for limit in (64, 2):  # Gram iteration, and Cholesky
             monkeypatch.setattr(local_norms, "MAX_ITERATED", limit)
-            found = norm_above(matrices.double())
+            found = gram_sigma_bound(matrices.double())
             assert (found >= exact * (1 - 1e-12)).all() and (found <= 1.04 * exact + 1e-9).all()
 
 
@@ -64,14 +64,14 @@ def test_the_largest_norm_needs_few_channels():
     """It is that of all channels, whichever of them the first bounds let pass."""
     torch.manual_seed(0)
     matrices = torch.randn(3, 11, 5, 7, dtype=torch.float64)
-    all_norms, measured = norm_above(matrices), []
+    all_norms, measured = gram_sigma_bound(matrices), []
 
     def channels(chosen: Tensor) -> Tensor:
         measured.append(chosen)
         return matrices[torch.arange(3), chosen]
 
     above = all_norms * (1.0 + 0.2 * torch.rand(3, 11, dtype=torch.float64))
-    assert torch.equal(largest_norm(channels, above), all_norms.amax(1))
+    assert torch.equal(largest_sigma_bound(channels, above), all_norms.amax(1))
     assert len(measured) < 11
 
 
@@ -85,14 +85,14 @@ def test_probes_bound_jacobians_with_the_stated_probability(monkeypatch):
         angles = (2 * torch.arange(size - 1) % (2 * steps) + 1) * math.pi / (4 * steps - 2)
         values = torch.cat((torch.ones(1), math.sqrt(1.0 - share) * angles.cos())).double()
         x = torch.zeros(4000, size, dtype=torch.float64)
-        wrong = (probed_norm(lambda x, v=values: x * v, x, 0.1) < 1.0).double().mean()
+        wrong = (probed_sigma_bound(lambda x, v=values: x * v, x, 0.1) < 1.0).double().mean()
         assert least < wrong < 0.12  # four standard deviations
     monkeypatch.undo()
     matrix = torch.randn(7, 5, dtype=torch.float64)
-    found = probed_norm(lambda x: (x @ matrix.T).sin(), torch.zeros(1, 5).double(), 1e-9)
+    found = probed_sigma_bound(lambda x: (x @ matrix.T).sin(), torch.zeros(1, 5).double(), 1e-9)
     exact = torch.linalg.matrix_norm(matrix, 2)
     torch.testing.assert_close(
-        jacobian_norm(lambda x: (x @ matrix.T).sin(), 0 * x[:1, :1].expand(1, 5)),
+        jacobian_sigma_bound(lambda x: (x @ matrix.T).sin(), 0 * x[:1, :1].expand(1, 5)),
         exact[None],
         rtol=0.04,
         atol=0.0,
@@ -147,7 +147,7 @@ def test_no_layer_leaves_its_ball_or_its_linear_approximation(name):
 
 @pytest.mark.parametrize("failure", [0.0, 1e-12])
 def test_no_state_of_the_model_leaves_its_ball(failure, monkeypatch):
-    monkeypatch.setattr(local, "MAX_DENSE", 100 if failure else 2048)
+    monkeypatch.setattr(local, "MAX_WRITTEN_OUT_NUMBERS", 100 if failure else 2048)
     model = trained("cswin")
     images = torch.randn(1, 3, 20, 20, dtype=torch.float64)
     with torch.no_grad():
@@ -325,7 +325,9 @@ def test_a_factor_that_the_attention_does_not_read_changes_no_certificate():
 
 def test_the_squares_of_tiny_entries_do_not_vanish():
     assert (
-        2e-200 <= norm_above(torch.full((1, 2, 2), 1e-200, dtype=torch.float64)).item() < 2.1e-200
+        2e-200
+        <= gram_sigma_bound(torch.full((1, 2, 2), 1e-200, dtype=torch.float64)).item()
+        < 2.1e-200
     )
 
 
@@ -341,10 +343,10 @@ def test_autocast_takes_no_precision_from_the_probes(monkeypatch):
     norms: list[Tensor] = []
 
     def probe(*args: Any) -> Tensor:
-        norms.append(probed_norm(*args))
+        norms.append(probed_sigma_bound(*args))
         return norms[-1]
 
-    monkeypatch.setattr(local, "probed_norm", probe)
+    monkeypatch.setattr(local, "probed_sigma_bound", probe)
     model, images = trained("swin", size=8), torch.randn(2, 3, 8, 8)
     for enabled in (False, True):
         torch.manual_seed(0)
@@ -361,7 +363,7 @@ def test_probes_of_tiny_and_huge_jacobians(scale):
     values = torch.full((128,), 0.1)
     values[0] = 1.0
     matrix = (basis * values) @ basis.T * scale
-    bound = probed_norm(lambda x: x @ matrix, torch.randn(3, 128), 1e-12)
+    bound = probed_sigma_bound(lambda x: x @ matrix, torch.randn(3, 128), 1e-12)
     assert (bound >= scale).all()
     assert (bound <= 1.3 * scale).all()
 
@@ -405,10 +407,10 @@ def test_the_probabilities_of_all_probes_add_up_to_the_stated_one(monkeypatch):
 
     def probed(function, x, failure):
         failures.append(failure)
-        return probed_norm(function, x, failure)
+        return probed_sigma_bound(function, x, failure)
 
     for module in (local, local_layers):
-        monkeypatch.setattr(module, "probed_norm", probed)
+        monkeypatch.setattr(module, "probed_sigma_bound", probed)
     local.local_certificates(trained("swin"), torch.randn(2, 3, 20, 20), 1e-6)
     assert len(failures) > 3
     assert sum(failures) <= 1e-6 * (1 + 1e-9)

@@ -106,12 +106,12 @@ def test_absent_unknown_and_broken_graphs_raise_one_clear_error(tmp_path, monkey
     with pytest.raises(DataError, match=r"data.name='coro' is not known; choose trees, cora"):
         load_graph("coro", tmp_path)
 
-    def broken(root, of):
+    def broken():
         graph = TreeNeighborsMatch(2, 10)[0]
         graph.x[1, 0] = math.nan
         return graph
 
-    monkeypatch.setitem(graphs._SOURCES, "broken", ("", broken))
+    monkeypatch.setitem(graphs._GENERATED, "broken", broken)
     with pytest.raises(DataError, match="broken: the features of 1 nodes are not finite, first 1"):
         load_graph("broken", tmp_path)
 

@@ -5,7 +5,7 @@ import torch
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lipsformer.graph import LipschitzGATConv, ResidualGCN, create_model
-from lipsformer.graph.diagnostics import adjacency_norm, layer_profile
+from lipsformer.graph.diagnostics import adjacency_sigma_bound, layer_profile
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import silence_beta_notice
 from lipsformer.graph.models import default_bound
@@ -321,7 +321,7 @@ def test_residual_gcn_layer_on_a_directed_star_has_the_reported_bound():
     weighted = x.new_zeros(NODES, NODES)
     (source, target), weight = gcn_norm(edge_index, None, NODES, dtype=torch.double)
     weighted[target, source] = weight
-    norm = adjacency_norm(edge_index, NODES)
+    norm = adjacency_sigma_bound(edge_index, NODES)
     assert norm == pytest.approx(torch.linalg.matrix_norm(weighted, 2).item(), rel=1e-6)
     features = torch.randn(NODES, FEATURES, dtype=torch.double)
     labels, mask = torch.zeros(NODES, dtype=torch.long), torch.ones(NODES, dtype=torch.bool)
@@ -331,17 +331,19 @@ def test_residual_gcn_layer_on_a_directed_star_has_the_reported_bound():
     assert norm > 1.5
 
 
-def test_adjacency_norm_is_one_for_undirected_graphs_and_never_too_small(graph):
+def test_the_bound_of_the_adjacency_is_one_for_undirected_graphs_and_never_too_small(graph):
     _, edge_index = graph
     undirected = torch.cat([edge_index, edge_index.flip(0)], dim=1)
     path = torch.arange(300)
     path = torch.stack([path[:-1], path[1:]])
     for edges, nodes in ((undirected, NODES), (torch.cat([path, path.flip(0)], dim=1), 300)):
         for iterations in (1, 100):  # the first vector is the eigenvector
-            norm = adjacency_norm(edges, nodes, iterations)
+            norm = adjacency_sigma_bound(edges, nodes, iterations)
             assert 1.0 <= norm == pytest.approx(1.0, abs=1e-12)
     for iterations in (1, 5, 100):
-        assert adjacency_norm(edge_index, NODES, iterations) >= adjacency_norm(edge_index, NODES)
+        assert adjacency_sigma_bound(edge_index, NODES, iterations) >= adjacency_sigma_bound(
+            edge_index, NODES
+        )
 
 
 @pytest.mark.parametrize("name", ["lips_gat", "lips_graph_transformer"])

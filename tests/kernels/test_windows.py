@@ -310,7 +310,8 @@ def attend(side, training):
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is in use
     before = peak()
     with torch.set_grad_enabled(training):
-        out = kernels.cosine_windows(qkv, [(side, side)], torch.full((1, 24), 12.0), [1.0], [1e-5])
+        partition = kernels.Partition((side, side), nu=1.0, eps=1e-5)
+        out = kernels.cosine_windows(qkv, [partition], torch.full((1, 24), 12.0))
     if training:
         out.sum().backward()
     return peak() - before

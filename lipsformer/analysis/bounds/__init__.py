@@ -30,7 +30,7 @@ from lipsformer.analysis.bounds.core import (
     gathered_bound,
     lipschitz_bound,
     registration_of,
-    unchanged,
+    require_unchanged,
 )
 from lipsformer.analysis.bounds.rounding import (
     log10_of,
@@ -56,9 +56,9 @@ __all__ = [
     "log10_product",
     "max_abs",
     "registration_of",
+    "require_unchanged",
     "scale_output",
     "simple_bound",
-    "unchanged",
 ]
 
 __getattr__ = renamed(__name__)

@@ -27,7 +27,7 @@ from lipsformer.analysis.bounds.composition import (
 )
 from lipsformer.analysis.bounds.core import (
     UnknownModuleError,
-    unchanged,
+    require_unchanged,
 )
 from lipsformer.analysis.bounds.layers import (
     PASSIVE,
@@ -107,15 +107,15 @@ def check_attention(module: Any, num_heads: int, *cores: nn.Module) -> None:
         *cores: The parts that attend on queries, keys and values.
     """
     for projection in (module.qkv, module.proj):
-        unchanged(projection, Linear, nn.Linear)
-    unchanged(module.proj_drop, *PASSIVE)
+        require_unchanged(projection, Linear, nn.Linear)
+    require_unchanged(module.proj_drop, *PASSIVE)
     for core in cores:
         check_core(core, num_heads)
 
 
 def check_core(core: Any, num_heads: int) -> None:
     """Raise `UnknownModuleError` unless attention on `num_heads` heads is what the proofs cover."""
-    unchanged(core, ScaledCosineAttention, LipschitzNormAttention)
+    require_unchanged(core, ScaledCosineAttention, LipschitzNormAttention)
     if core.num_heads != num_heads:
         raise UnknownModuleError(
             f"no Lipschitz bound is known for {core.num_heads} heads in the attention of "

@@ -19,10 +19,10 @@ from lipsformer.analysis.bounds.composition import (
 from lipsformer.analysis.bounds.core import (
     UnknownModuleError,
     bound_rule,
+    checked_domain,
     children_in_order,
-    entered,
     lipschitz_bound,
-    unchanged,
+    require_unchanged,
 )
 from lipsformer.analysis.bounds.layers import bias_norm, linear_sigma_bound
 from lipsformer.analysis.bounds.rounding import gamma, outward
@@ -45,7 +45,7 @@ def _fold_shift(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
             f"no Lipschitz bound is known for FoldShift on a map of {domain.size} with "
             f"{domain.channels} channels: use a map whose channels are a multiple of {GROUPS}"
         )
-    domain, largest = entered(module, domain, None), max_abs(scale)
+    domain, largest = checked_domain(module, domain, None), max_abs(scale)
     # A token holds channels of at most five tokens: its own and its four neighbors.
     radius = largest * math.sqrt(5.0) * domain.radius
     rounding = 0.0 if scale is None else gamma(1) * largest * domain.rms
@@ -54,7 +54,7 @@ def _fold_shift(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 
 @bound_rule(JoinTokens)
 def _join_tokens(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    domain = entered(module, domain, None)
+    domain = checked_domain(module, domain, None)
     length = math.sqrt(domain.tokens) * domain.radius
     channels = None if domain.channels is None else domain.channels * domain.tokens
     joined = simple_bound(1.0, domain, size=(1, 1), radius=length, shift=0.0, rounding=0.0)
@@ -64,9 +64,9 @@ def _join_tokens(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 
 @bound_rule(ContractiveResidual)
 def _contractive_residual(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    unchanged(module.branch, WindowAttention)
+    require_unchanged(module.branch, WindowAttention)
     core = module.branch.attention
-    unchanged(core, ScaledCosineAttention)
+    require_unchanged(core, ScaledCosineAttention)
     learned = core.log_logit_scale is not None or module.mix.ndim > 0
     learned = learned or not 0.0 <= module.least <= 1.0
     scales = (core.tau(), math.inf if core.value_scale is None else core.value_scale)
@@ -75,7 +75,7 @@ def _contractive_residual(module: Any, domain: Domain, scale: Tensor | None) -> 
             "no Lipschitz bound is known for ContractiveResidual with a learned logit scale, "
             "several weights, raw values, or scales that are not positive and finite"
         )
-    domain = entered(module, domain, None)
+    domain = checked_domain(module, domain, None)
     if domain.channels is not None and domain.channels < module.dim:
         raise UnknownModuleError(
             f"no Lipschitz bound is known for attention on the last {module.dim} of "

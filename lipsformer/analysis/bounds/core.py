@@ -144,7 +144,7 @@ def registration_of(cls: type[nn.Module]) -> Registration | None:
     return None
 
 
-def unchanged(module: nn.Module, *classes: type[nn.Module]) -> None:
+def require_unchanged(module: nn.Module, *classes: type[nn.Module]) -> None:
     """Check that a part computes what one of the given classes computes.
 
     A rule that reads the weights of a part, or leaves a part out, calls this instead of asking for
@@ -236,7 +236,7 @@ def _unknown(cls: type[nn.Module]) -> str:
     return advice
 
 
-def entered(
+def checked_domain(
     module: nn.Module,
     domain: Domain,
     channels: int | None,

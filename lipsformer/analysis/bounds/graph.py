@@ -36,14 +36,14 @@ from lipsformer.analysis.bounds.core import (
     bound_rule,
     chain,
     children_in_order,
-    unchanged,
+    require_unchanged,
 )
 from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma_bound
-from lipsformer.analysis.bounds.lipsformer import keeps_input, same_shape
+from lipsformer.analysis.bounds.lipsformer import require_input_kept, require_same_shape
 from lipsformer.analysis.bounds.rounding import log10_one_plus, outward, sigma_bound
 from lipsformer.graph.cosine_conv import ScaledCosineConv
 from lipsformer.graph.diagnostics import (
-    adjacency_norm,
+    adjacency_sigma_bound,
     attention_column_sum,
     gat_attention_bound,
     normalized_adjacency,
@@ -129,11 +129,11 @@ def _check_messages(module: Any, kind: Any) -> None:
     reason = changed_messages(module, kind)
     if reason is not None:
         raise _refuse(module, reason)
-    unchanged(module.aggr_module, SumAggregation)
+    require_unchanged(module.aggr_module, SumAggregation)
 
 
 def _weight(linear: Any, *, without_bias: bool = False) -> Tensor:
-    unchanged(linear, PygLinear, nn.Linear)
+    require_unchanged(linear, PygLinear, nn.Linear)
     if without_bias and linear.bias is not None:
         raise _refuse(linear, "use no bias before the messages, as PyG does")
     return linear.weight.detach().double()
@@ -182,7 +182,7 @@ def _adjacency(edges: SortedEdges) -> tuple[float, float]:
     index, weight = normalized_adjacency(edges.edge_index, edges.num_targets)
     rows = scatter(weight, index[1], dim_size=edges.num_targets)
     rounding = (int(edges.csr.ptr.diff().max()) + 8) * 2.0**-52
-    norm = adjacency_norm(edges.edge_index, edges.num_targets)
+    norm = adjacency_sigma_bound(edges.edge_index, edges.num_targets)
     return norm, rows.max().item() * (1.0 + rounding)
 
 
@@ -329,8 +329,8 @@ def _residual_layer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     layers = [("dropout", module.dropout), ("conv", module.conv)]
     bound = chain(layers, domain, moves_channels=False)
     if module.residual:
-        keeps_input(module.dropout, module.conv)
-        same_shape(domain, bound.output)
+        require_input_kept(module.dropout, module.conv)
+        require_same_shape(domain, bound.output)
         bound = replace(
             bound,
             log10=log10_one_plus(bound.log10),
@@ -352,7 +352,7 @@ bound_rule(LipsLayer)(children_in_order("attn", "mlp"))
 
 @bound_rule(AttentionBranch)
 def _attention_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    unchanged(module.dropout, Dropout, *PASSIVE)
+    require_unchanged(module.dropout, Dropout, *PASSIVE)
     return children_in_order("norm", "conv", "proj")(module, domain, scale)
 
 
@@ -373,10 +373,10 @@ def _gcn2(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 
 def _initial_residual(layer: Any, channels: int | None) -> tuple[Tensor, float]:
     """Return (1 - beta) I + beta W and alpha of a layer."""
-    unchanged(layer, InitialResidualLayer)
-    unchanged(layer.dropout, Dropout, *PASSIVE)
+    require_unchanged(layer, InitialResidualLayer)
+    require_unchanged(layer.dropout, Dropout, *PASSIVE)
     conv = layer.conv
-    unchanged(conv, SparseGCN2Conv)
+    require_unchanged(conv, SparseGCN2Conv)
     _check_messages(conv, GCN2Conv)
     weight, alpha, beta = conv.weight1.detach().double(), conv.alpha, conv.beta
     usual = conv.normalize and conv.add_self_loops and not conv.cached

@@ -28,9 +28,9 @@ from lipsformer.analysis.bounds.core import (
     UnknownModuleError,
     bound_rule,
     chain,
-    entered,
+    checked_domain,
     lipschitz_bound,
-    unchanged,
+    require_unchanged,
 )
 from lipsformer.analysis.bounds.rounding import (
     FFT_ERROR,
@@ -58,7 +58,7 @@ GELU_BOUND = outward(0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(ma
 GELU_ERROR = 2.0**-20
 
 # On maps of at most this many tokens a depthwise convolution is cheap to write out as a matrix.
-MAX_DENSE_TOKENS = 64
+MAX_EXACT_TOKENS = 64
 
 # Modules that return their input in evaluation mode.
 PASSIVE = (nn.Identity, nn.Dropout, DropPath, PatchDropout)
@@ -163,7 +163,7 @@ def _nonexpansive(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bo
 
 @bound_rule(LayerScale)
 def _layer_scale(module: LayerScale, domain: Domain, scale: Tensor | None) -> Bound:
-    domain = entered(module, domain, len(module.gamma))
+    domain = checked_domain(module, domain, len(module.gamma))
     value = max_abs(product(module.gamma, scale))
     radius, rounding = value * domain.radius, gamma(1) * value * domain.rms
     return simple_bound(value, domain, radius=radius, shift=0.0, rounding=rounding)
@@ -199,7 +199,7 @@ def gelu_bound(domain: Domain, largest: float = 1.0) -> Bound:
 @bound_rule(nn.Linear, Linear)
 def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
     out, channels = module.weight.shape
-    domain = entered(module, domain, channels)
+    domain = checked_domain(module, domain, channels)
     sigma, bias = linear_sigma_bound(module.weight, scale), bias_norm(module.bias, scale)
     radius = sigma * domain.radius + bias
     rounding = linear_rounding(module.weight, module.bias, scale, domain.rms, sigma)
@@ -217,7 +217,7 @@ def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     if module.weight.shape != (module.dim,):
         shape = tuple(module.weight.shape)
         raise UnknownModuleError(f"CenterNorm has dim={module.dim} and gains of shape {shape}")
-    domain = entered(module, domain, module.dim)
+    domain = checked_domain(module, domain, module.dim)
     gain, dim = product(module.weight, scale), module.dim
     sigma, bias = center_norm_sigma_bound(gain), bias_norm(module.bias, scale)
     # The mean of d channels errs by gamma(d + 1) |x| d^(-1/2), the other steps by a few roundings.
@@ -229,7 +229,7 @@ def _center_norm(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 @bound_rule(DepthwiseConv2d)
 def _depthwise(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     check_depthwise(module)
-    domain = entered(module, domain, module.dim, on_map=True)
+    domain = checked_domain(module, domain, module.dim, on_map=True)
     sigma = depthwise_sigma_bounds(module.weight, (domain.size[0], domain.size[1]))
     largest = module.weight.detach().double().abs().sum((1, 2, 3))  # |w|_1 bounds the norm of |w| *
     if scale is not None:
@@ -268,7 +268,7 @@ def depthwise_sigma_bounds(weight: Tensor, size: tuple[int, int]) -> Tensor:
         [C], float64.
     """
     weight = weight.detach().double()
-    if math.prod(size) <= MAX_DENSE_TOKENS:
+    if math.prod(size) <= MAX_EXACT_TOKENS:
         return sigma_bound(depthwise_operator(weight, size))
     return conv_bound(weight, groups=len(weight), oversampling=16)
 
@@ -327,7 +327,7 @@ def conv2d_bound(module: nn.Conv2d, domain: Domain, scale: Tensor | None) -> Bou
             "'circular'"
         )
     channels = module.weight.shape[1] * module.groups
-    domain = entered(module, domain, channels, first=True, on_map=True)
+    domain = checked_domain(module, domain, channels, first=True, on_map=True)
     size = _conv2d_size(module, domain.size)
     weight = module.weight.detach().double()
     if scale is not None:
@@ -406,13 +406,13 @@ def _require_whole(flatten: Any) -> None:
 
 @bound_rule(SelectAdaptivePool2d)
 def _pool(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    unchanged(module.flatten, nn.Flatten, nn.Identity)
+    require_unchanged(module.flatten, nn.Flatten, nn.Identity)
     flattens = not isinstance(module.flatten, nn.Identity)
     if flattens:
         _require_whole(module.flatten)
     largest = max_abs(scale)
     if type(module.pool) is nn.Identity:
-        unchanged(module.pool, nn.Identity)
+        require_unchanged(module.pool, nn.Identity)
         if flattens:
             return _flatten(module.flatten, domain, scale)
         radius = largest * domain.radius
@@ -421,7 +421,7 @@ def _pool(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         raise UnknownModuleError(
             f"no Lipschitz bound is known for pooling {module.pool_type!r}: use 'avg'"
         )
-    unchanged(module.pool, FastAdaptiveAvgPool, nn.AdaptiveAvgPool2d)
+    require_unchanged(module.pool, FastAdaptiveAvgPool, nn.AdaptiveAvgPool2d)
     if getattr(module.pool, "output_size", 1) not in (1, (1, 1)):
         raise UnknownModuleError(
             f"no Lipschitz bound is known for pooling to {module.pool.output_size}: use 1"
@@ -430,7 +430,7 @@ def _pool(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     axes = module.pool.dim if timms else (2, 3)
     if len(domain.size) != 2 or axes not in ((1, 2), (2, 3)):
         raise UnknownModuleError(f"no Lipschitz bound is known for {module} over {axes}: use a map")
-    domain = entered(module, domain, None, first=axes == (2, 3))
+    domain = checked_domain(module, domain, None, first=axes == (2, 3))
     flattens = flattens or (timms and module.pool.flatten)
     # The mean of N tokens multiplies each by 1 / N. Its norm over the whole map is 1 / sqrt(N).
     value = largest / math.sqrt(domain.tokens)
@@ -441,7 +441,7 @@ def _pool(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 
 @bound_rule(Mlp)
 def _mlp(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    unchanged(module.drop2, *PASSIVE)
+    require_unchanged(module.drop2, *PASSIVE)
     names = ("fc1", "act", "drop1", "norm", "fc2")
     return chain([(name, getattr(module, name)) for name in names], domain, scale)
 
@@ -461,7 +461,7 @@ def _classifier_head(module: Any, domain: Domain, scale: Tensor | None) -> Bound
         )
     bound = chain([("drop", module.drop), ("fc", module.fc)], pooled.output, scale)
     bound = compose(pooled, bound)
-    unchanged(module.flatten, nn.Flatten, nn.Identity)
+    require_unchanged(module.flatten, nn.Flatten, nn.Identity)
     if isinstance(module.flatten, nn.Identity):
         return bound
     if bound.output.tokens != 1:

@@ -32,9 +32,9 @@ from lipsformer.analysis.bounds.core import (
     UnknownModuleError,
     bound_rule,
     chain,
+    checked_domain,
     children_in_order,
-    entered,
-    unchanged,
+    require_unchanged,
 )
 from lipsformer.analysis.bounds.layers import (
     PASSIVE,
@@ -100,7 +100,7 @@ def patch_merging_bound(module: Any, domain: Domain, scale: Tensor | None) -> Bo
     The concatenation is an isometry of the map. It increases the 2-norm of the longest token by a
     factor of at most 2.
     """
-    domain = entered(module, domain, None, on_map=True)
+    domain = checked_domain(module, domain, None, on_map=True)
     size = tuple((side + 1) // 2 for side in domain.size)
     merged = replace(domain, size=size, radius=2.0 * domain.radius, channels=None)
     return chain([("norm", module.norm), ("reduction", module.reduction)], merged, scale)
@@ -112,15 +112,15 @@ def _conv_branch(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     # `scale` can be applied to the convolution before it.
     if module.pointwise is None:
         return with_gelu(chain([("depthwise", module.depthwise)], domain, scale))
-    unchanged(module.pointwise, Linear)
+    require_unchanged(module.pointwise, Linear)
     first = with_gelu(chain([("depthwise", module.depthwise)], domain))
     return with_gelu(compose(first, chain([("pointwise", module.pointwise)], first.output, scale)))
 
 
 @bound_rule(Mlp)
 def _mlp(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    unchanged(module.fc2, Linear)
-    unchanged(module.drop, *PASSIVE)
+    require_unchanged(module.fc2, Linear)
+    require_unchanged(module.drop, *PASSIVE)
     hidden = with_gelu(chain([("fc1", module.fc1)], domain))
     return compose(hidden, chain([("fc2", module.fc2)], hidden.output, scale))
 
@@ -146,12 +146,12 @@ def residual_bound(
     """
     branch = list(branch)
     if alpha is not None:
-        domain = entered(branch[-1][1], domain, len(alpha))
-    keeps_input(*(module for _, module in branch))
+        domain = checked_domain(branch[-1][1], domain, len(alpha))
+    require_input_kept(*(module for _, module in branch))
     plain = chain(branch, domain, moves_channels=False)
     if domain.channels is None:  # only inputs with the channels of the branch are added to it
         domain = replace(domain, channels=plain.output.channels)
-    same_shape(domain, plain.output)
+    require_same_shape(domain, plain.output)
     weighted = chain(branch, domain, alpha, moves_channels=False)
     largest_weight = max_abs(alpha)
     # The radius of a branch may be infinite, and 0 * inf is nan: in the program, too.
@@ -178,7 +178,7 @@ def residual_bound(
     return scale_output(total, scale)
 
 
-def same_shape(x: Domain, added: Domain) -> None:
+def require_same_shape(x: Domain, added: Domain) -> None:
     """Raise `UnknownModuleError` unless the sum of a shortcut and a branch repeats neither."""
     known = x.channels is not None and added.channels is not None
     if x.size != added.size or (known and x.channels != added.channels):
@@ -188,7 +188,7 @@ def same_shape(x: Domain, added: Domain) -> None:
         )
 
 
-def keeps_input(*branch: nn.Module) -> None:
+def require_input_kept(*branch: nn.Module) -> None:
     """Raise `UnknownModuleError` if a branch may stretch the residual's input in place.
 
     The shortcut would then add the stretched input. A ReLU in place shrinks both, which keeps the
@@ -222,7 +222,7 @@ def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) ->
         UnknownModuleError: If the attention or its table of biases is not what the proofs cover.
     """
     check_attention(module, module.num_heads, module.attention)
-    domain = entered(module, domain, module.qkv.weight.shape[1], on_map=True)
+    domain = checked_domain(module, domain, module.qkv.weight.shape[1], on_map=True)
     h, w = module.window(*domain.size)
     bias = module.position_bias(h, w)[0]
     if len(bias) != module.num_heads:
@@ -254,12 +254,12 @@ def _stripe_layout(_: Any, module: Any, partition: int, x: Tensor) -> Layout:
 def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     num_heads = module.heads_per_partition
     check_attention(module, num_heads, *module.attention)
-    domain = entered(module, domain, module.qkv.weight.shape[1], on_map=True)
+    domain = checked_domain(module, domain, module.qkv.weight.shape[1], on_map=True)
     heads = split_qkv(module.qkv.weight, module.qkv.bias, module.num_partitions * num_heads)
     qkv_rounding = projection_rounding(module.qkv, domain)
     gram, paper_squared, radius_squared, rounding_squared, terms = 0.0, 0.0, 0.0, 0.0, 0
     for partition, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
-        unchanged(lepe, DepthwiseConv2d)
+        require_unchanged(lepe, DepthwiseConv2d)
         check_depthwise(lepe)
         own = slice(partition * num_heads, (partition + 1) * num_heads)
         size = module.stripe(partition, *domain.size)

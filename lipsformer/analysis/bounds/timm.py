@@ -38,17 +38,17 @@ from lipsformer.analysis.bounds.core import (
     UnknownModuleError,
     bound_rule,
     chain,
+    checked_domain,
     children_in_order,
-    entered,
     lipschitz_bound,
-    unchanged,
+    require_unchanged,
 )
 from lipsformer.analysis.bounds.layers import PASSIVE, product
 from lipsformer.analysis.bounds.lipsformer import (
-    keeps_input,
     patch_merging_bound,
+    require_input_kept,
+    require_same_shape,
     residual_bound,
-    same_shape,
 )
 from lipsformer.analysis.bounds.rounding import (
     gamma,
@@ -115,7 +115,7 @@ def _attention(
     scale: Tensor | None,
 ) -> Bound:
     check_attention(module, module.num_heads, module.attention)
-    domain = entered(module, domain, module.qkv.weight.shape[1])
+    domain = checked_domain(module, domain, module.qkv.weight.shape[1])
     attended = attention_bound(
         module.attention,
         split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads),
@@ -152,9 +152,9 @@ def _pre_norm_block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 def _alpha(*ends: nn.Module) -> Tensor | None:
     """Return the product of the weights by which a branch ends, or None if there are none."""
     alpha = None
-    keeps_input(*ends)
+    require_input_kept(*ends)
     for end in ends:
-        unchanged(end, LayerScale, nn.Sequential, *PASSIVE)
+        require_unchanged(end, LayerScale, nn.Sequential, *PASSIVE)
         if isinstance(end, nn.Sequential):
             inner = _alpha(*end._modules.values())  # pyright: ignore[reportArgumentType]
             alpha = alpha if inner is None else product(inner, alpha)
@@ -165,7 +165,7 @@ def _alpha(*ends: nn.Module) -> Tensor | None:
 
 @bound_rule(VisionTransformer)
 def _vit(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    unchanged(module.head_drop, *PASSIVE)
+    require_unchanged(module.head_drop, *PASSIVE)
     x = _vit_features(module, domain, [module.cls_token, module.reg_token])
     x = compose(x, _vit_pool(module, x.output))
     x = compose(x, lipschitz_bound(module.fc_norm, x.output), "fc_norm")
@@ -179,14 +179,14 @@ def _distilled_vit(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     The two tokens are different rows, so :math:`|f(x) + g(y)| / 2` has a constant of at most
     :math:`\sqrt{|f|^2 + |g|^2} / 2`.
     """
-    unchanged(module.head_drop, *PASSIVE)
+    require_unchanged(module.head_drop, *PASSIVE)
     x = _vit_features(module, domain, [module.cls_token, module.dist_token])
     pooled = replace(x.output, size=())
     heads = {
         name: lipschitz_bound(getattr(module, name), pooled, scale)
         for name in ("head", "head_dist")
     }
-    same_shape(heads["head"].output, heads["head_dist"].output)
+    require_same_shape(heads["head"].output, heads["head_dist"].output)
     value = math.hypot(*(head.value for head in heads.values())) / 2.0
     radius = sum(head.output.radius for head in heads.values()) / 2.0
     # Each head carries the whole error of the tokens, which is more than its share.
@@ -207,8 +207,8 @@ def _distilled_vit(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 
 
 def _vit_features(module: Any, domain: Domain, prefix: list[Tensor | None]) -> Bound:
-    unchanged(module.pos_drop, *PASSIVE)
-    unchanged(module.patch_drop, *PASSIVE)
+    require_unchanged(module.pos_drop, *PASSIVE)
+    require_unchanged(module.patch_drop, *PASSIVE)
     x = chain([("patch_embed", module.patch_embed)], domain)
     x = compose(x, _tokens(module, x.output, [token for token in prefix if token is not None]))
     for name in ("norm_pre", "blocks", "norm"):
