@@ -9,9 +9,11 @@ import difflib
 import inspect
 import json
 import math
+import re
+import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -48,6 +50,23 @@ def require(condition: bool, path: str, value: object, allowed: str) -> None:
     """Raise a `ConfigError` that names the setting, its value and what is allowed."""
     if not condition:
         raise ConfigError(f"{path}={value!r} is not possible: {allowed}")
+
+
+def require_each(
+    section: object, prefix: str, names: Iterable[str], fits: Callable[[Any], bool], allowed: str
+) -> None:
+    """Raise a `ConfigError` for the first of several settings whose value does not fit.
+
+    Args:
+        section: The section of the config.
+        prefix: Its name.
+        names: Names of the settings.
+        fits: Returns whether a value is allowed.
+        allowed: What is allowed, for the message.
+    """
+    for name in names:
+        value = getattr(section, name)
+        require(fits(value), f"{prefix}.{name}", value, allowed)
 
 
 def require_effect(section: object, prefix: str, name: str, works: bool, needs: str) -> None:
@@ -204,11 +223,11 @@ def dotted(config: Any) -> dict[str, Any]:
 
 
 def describe(schema: type) -> str:
-    """Return the help text of a schema: each section's meaning, settings, types and defaults."""
+    """Return the help text of a schema: what its sections and settings mean, types and defaults."""
     lines = []
     for section, kind in typing.get_type_hints(schema).items():
-        meaning, _, _ = inspect.cleandoc(kind.__doc__ or "").partition("\n\nExample:")
-        lines += ["", f"{section}: {meaning}", ""]
+        about, meanings = read_docstring(kind)
+        lines += ["", f"{section}: {about}", ""]
         hints = typing.get_type_hints(kind)
         for item in dataclasses.fields(kind):
             value = item.default
@@ -217,7 +236,21 @@ def describe(schema: type) -> str:
             default = "required" if value is dataclasses.MISSING else f"default {_in_yaml(value)}"
             name = f"{section}.{item.name}"
             lines.append(f"  {name:32} {_type_name(hints[item.name])}; {default}")
+            meaning = textwrap.wrap(meanings.get(item.name, ""), 94, break_on_hyphens=False)
+            lines += [f"      {line}" for line in meaning]
     return "\n".join(lines[1:])
+
+
+def read_docstring(section: type) -> tuple[str, dict[str, str]]:
+    """Return what a section's docstring says before `Args:`, and the meaning of each setting there.
+
+    Args:
+        section: A dataclass.
+    """
+    text, _, _ = inspect.cleandoc(section.__doc__ or "").partition("\n\nExample:")
+    about, _, settings = text.partition("\n\nArgs:\n")
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", settings, re.MULTILINE)
+    return about, {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
 def _type_name(hint: Any) -> str:

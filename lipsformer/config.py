@@ -3,11 +3,17 @@
 The docstrings of the sections are what `lipsformer train --help` prints.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer._configfile import ConfigError, numbers_in, require, require_finite
+from lipsformer._configfile import (
+    ConfigError,
+    numbers_in,
+    require,
+    require_each,
+    require_effect,
+    require_finite,
+)
 from lipsformer._machine import cores
 from lipsformer._renamed import renamed
 from lipsformer.recipe import (
@@ -26,12 +32,19 @@ MOST_WORKERS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which timm model to train.
+    """Choose the model and the weights from which its training starts.
 
-    `kwargs` are keyword arguments of the model's entry function. With `convert: true`,
-    `lipsformer.convert` turns timm's ViT, DeiT or Swin into its Lipschitz form, with the arguments
-    `convert_kwargs`. `checkpoint` names the weights from which training starts; without it the
-    weights are drawn from `train.seed`.
+    Args:
+        name: Name of a model that timm knows, such as `lipsformer_tiny`. With `convert: true` it is
+            the model before its conversion.
+        kwargs: Keyword arguments of the model's entry function. Arguments that follow from the data
+            or from other settings, such as `num_classes` and `img_size`, are refused.
+        convert: Whether `lipsformer.convert` turns timm's ViT, DeiT or Swin into its Lipschitz
+            form.
+        convert_kwargs: Keyword arguments of `lipsformer.convert`.
+        checkpoint: Run, checkpoint, folder in timm's format, or file of weights, from which
+            training starts; null draws the weights from `train.seed`. The classifier keeps its
+            random weights if its number of classes differs.
 
     Example:
         >>> ModelConfig(name="lipsformer_nano", kwargs={"drop_path_rate": 0.1}).checkpoint is None
@@ -81,24 +94,51 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which images to use, and how to prepare them.
+    """Choose the images and how they are prepared.
 
-    `root` is the folder of all data sets, which the embedded digits do not need. It defaults to the
-    environment variable LIPSFORMER_DATA, and to `datasets` if that is not set. `name` is a folder
-    below `root`; the sources `folder`, `shards` (written by `scripts.make_shards`) and `parquet`
-    (Hugging Face's format, which may use other names of splits) read it. With `holdout` above 0,
-    this share of the training images of each class is left out of training and evaluated in place
-    of `val_split`, so that settings can be chosen without the test images. `train_share` below 1
-    trains on this share of the remaining images of each class; an epoch repeats them until it has
-    the length of all. An image that cannot be read stops the
-    run, unless the file `skip_list` names it. That file holds one path per line, relative to the
-    data folder, or for parquet one split/number per line, as `lipsformer check-data` writes them.
-    `num_workers` is the number of processes that load images, for each training process; the
-    default is 4, or the number of cores if there are fewer. 0 loads them in the training process.
-    `crop_pct` is the share of each side that the center crop of evaluation keeps. `mean` and `std`
-    belong to the RGB channels, for values in [0, 1]. Pillow resizes evaluation images, bit for bit
-    as timm does. With `exact_eval: false` torch resizes them, which is faster and changes few
-    values, by at most 2 of 255 levels.
+    The training images are those of `train_split`, less the share `holdout`. Of the images that
+    remain, the share `train_share` is used. `holdout` makes it possible to choose settings without
+    the test images. An image that cannot be read stops the run, unless `skip_list` names it.
+
+    Args:
+        source: Where the images come from: scikit-learn's handwritten `digits`, a `folder` with one
+            folder of images per class, `shards` that `lipsformer make-shards` has written,
+            `parquet` files in Hugging Face's format, or torchvision's `cifar10`, `cifar100` or
+            `fashion_mnist`.
+        root: Folder of all data sets, which the digits do not need; null for the environment
+            variable LIPSFORMER_DATA, or `datasets` if that is not set.
+        name: Folder below `root` that the sources `folder`, `shards` and `parquet` read; null for
+            `root` itself.
+        train_split: Name of the split to train on. For `folder` and `shards` it is the folder below
+            `name`, and for `parquet` the beginning of the files' names or their folder. The other
+            sources have the splits `train` and `val`.
+        val_split: Name of the split to evaluate, unless `holdout` is above 0. The split `val` of
+            torchvision's sets is the published test set.
+        holdout: Share of the training images of each class that is left out of training and
+            evaluated in place of `val_split`, in [0, 1); 0 for none.
+        train_share: Share of the remaining training images of each class to train on, in
+            [0.0001, 1]. An epoch repeats these images until it has the length of all.
+        img_size: Height and width of the images in pixels, from 1 to 16384, and at most 1024 for
+            the digits. `augment.img_sizes` replaces it in training, but not in evaluation.
+        num_workers: Number of processes that load images, from 0 to 1024, for each training
+            process; evaluation has as many of its own. 0 loads them in the training process. The
+            default is 4, or the number of cores if there are fewer.
+        download: Whether to download `cifar10`, `cifar100` or `fashion_mnist` if it is not in
+            `root`.
+        skip_list: File that names the images of a `folder` or of `parquet` files to leave out; null
+            leaves none out. It holds one path per line, relative to the data folder, or for parquet
+            one split/number per line, as `lipsformer check-data` writes them.
+        in_memory: Whether the decoded images of a `folder` stay in memory, once in each process
+            that loads them. Large JPEGs are then cropped at their full size, not at a reduced size,
+            which gives other pixel values.
+        interpolation: Filter that resizes the images in training and evaluation.
+        crop_pct: Share of each side that the center crop of evaluation keeps, in (0, 1].
+        exact_eval: Whether Pillow resizes evaluation images, bit for bit as timm does. If false,
+            torch resizes them, which is faster and changes few values, by at most 2 of 255 levels.
+        mean: Means of the RGB channels for values in [0, 1], which normalization subtracts; each in
+            [0, 1].
+        std: Standard deviations of the RGB channels for values in [0, 1], by which normalization
+            divides; each in (0, 1].
 
     Example:
         >>> DataConfig(source="folder", name="imagenette-160", img_size=160).train_split
@@ -146,28 +186,45 @@ class DataConfig:
             ("in_memory", ("folder",)),
             ("download", ("cifar10", "cifar100", "fashion_mnist")),
         ):
-            value = getattr(self, name)
-            if self.source not in sources and value not in (None, False):
-                raise ConfigError(
-                    f"data.{name}={value!r} has no effect with data.source={self.source!r}: "
-                    f"remove it or use data.source={' or '.join(sources)}"
-                )
+            needs = f"data.source={' or '.join(sources)}"
+            require_effect(self, "data", name, self.source in sources, needs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long to train, with which batches and in which precision.
+    """Choose how long to train, with which batches and in which precision.
 
-    `global_batch_size` is the number of images of one optimizer update, over all devices. Each
-    device processes its share at once, or in micro-batches of `batch_size_per_device` images whose
-    gradients are accumulated. An update whose gradient is not finite is skipped. The run stops
-    after more than `max_nonfinite_updates` updates in a row whose loss or gradient is not finite.
+    Each device processes its share of `global_batch_size` at once, or in micro-batches of
+    `batch_size_per_device` images whose gradients are accumulated. An update whose gradient is not
+    finite is skipped.
 
-    With `compile: null` the model is compiled on GPUs, unless FSDP2 shards it, and not on CPUs.
-
-    `deterministic` forbids operators whose result depends on the order of threads, so that equal
-    runs give equal weights on a GPU. On a CPU they do so without it, and it added 5.5 % to the time
-    of an update (docs/resume.md); on a GPU its cost was not measured.
+    Args:
+        epochs: Number of passes over the training images, at least 1, including the warmup.
+        global_batch_size: Number of images of one optimizer update, over all devices; at least 1,
+            and a multiple of the number of devices.
+        batch_size_per_device: Number of images that a device processes at once. It must divide the
+            device's share of the global batch; null for the whole share.
+        eval_batch_size: Number of images that a device evaluates at once, at least 1.
+        precision: Precision of training and evaluation; `bf16` and `fp16` are mixed with fp32.
+            `fp16` needs a GPU and `max_nonfinite_updates` of at least 10.
+        ema_decay: Decay per update of the moving average of the weights (EMA), in (0, 1); null for
+            no average. The average is evaluated and saved in addition to the weights.
+        ema_warmup: Whether the decay starts low and rises to `ema_decay`, as in timm.
+        compile: Whether to compile the model; null compiles it on GPUs with Triton, unless FSDP2
+            shards it, and not on CPUs.
+        grad_checkpointing: Whether to compute activations again in the backward pass instead of
+            keeping them, which saves memory and takes time. Models with running statistics, such as
+            those of BatchNorm, are refused.
+        drop_last: Whether to leave out the images of an epoch that do not fill its last update. If
+            false, that update has fewer images.
+        seed: Seed of the initial weights, of the order of the images, and of augmentation, drop
+            path and dropout; at least 0 and below 2^63.
+        deterministic: Whether to forbid operators whose result depends on the order of threads, so
+            that equal runs give equal weights on a GPU. On a CPU they do so without it, and it
+            added 5.5 % to the time of an update (docs/resume.md); on a GPU its cost was not
+            measured.
+        max_nonfinite_updates: Largest number of updates in a row whose loss or gradient is not
+            finite; at least 0 and below 2^63. One more stops the run.
 
     Example:
         >>> TrainConfig(epochs=100, global_batch_size=1024, batch_size_per_device=64).precision
@@ -189,12 +246,10 @@ class TrainConfig:
     max_nonfinite_updates: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "global_batch_size", "eval_batch_size"):
-            value = getattr(self, name)
-            require(value >= 1, f"train.{name}", value, "must be >= 1")
-        for name in ("seed", "max_nonfinite_updates"):
-            value = getattr(self, name)
-            require(0 <= value < 2**63, f"train.{name}", value, "must be >= 0 and below 2^63")
+        counts = ("epochs", "global_batch_size", "eval_batch_size")
+        require_each(self, "train", counts, lambda value: value >= 1, "must be >= 1")
+        names, allowed = ("seed", "max_nonfinite_updates"), "must be >= 0 and below 2^63"
+        require_each(self, "train", names, lambda value: 0 <= value < 2**63, allowed)
         micro, batch = self.batch_size_per_device, self.global_batch_size
         if micro is not None:
             require(micro >= 1, "train.batch_size_per_device", micro, "must be >= 1, or null")
@@ -208,21 +263,39 @@ class TrainConfig:
                 f"train.max_nonfinite_updates={self.max_nonfinite_updates} is too few for fp16, "
                 "whose gradient scaler finds its scale by skipping updates: allow at least 10"
             )
-        if self.ema_warmup and decay is None:
-            raise ConfigError("train.ema_warmup=True has no effect without train.ema_decay")
+        require_effect(self, "train", "ema_warmup", decay is not None, "train.ema_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where a run writes its files, when it saves, and what it continues.
+    """Choose where a run writes its files, when it saves, and what it continues.
 
-    `resume: auto` continues the run in `output_dir` if that folder holds one. `none` requires a
-    folder without a run. A path starts there from that checkpoint, which must have the same config;
-    the same command continues the run later. `keep` is the number of newest checkpoints that are
-    kept; the best checkpoint is always kept. The first `dense_updates` updates are logged one by
-    one, and later ones as means over `log_every` updates. The weights are evaluated after every
-    `eval_every_epochs` epochs and after the last one. With `report`, a finished run writes
-    report.html.
+    A run also saves a checkpoint after an evaluation that is the best so far, at its end, and when
+    a signal stops it.
+
+    Args:
+        output_dir: Folder to write to.
+        resume: `auto` continues the run in `output_dir` if that folder holds one. `none` requires a
+            folder without a run. A path starts a run in `output_dir` from that checkpoint, which
+            must have the same config; the same command continues the run later.
+        allow_world_size_change: Whether the run may continue with another number of processes or
+            another `train.batch_size_per_device`. Mixup, CutMix, random erasing, drop path and
+            dropout then draw other random numbers, and sums round differently.
+        log_every: Number of updates between two records of training, at least 1. The end of an
+            epoch is recorded too.
+        dense_updates: Number of updates at the start of the run that are recorded one by one, at
+            least 0. Later updates are recorded as means over `log_every` updates.
+        eval_every_epochs: Number of epochs between two evaluations, at least 1. The last epoch is
+            always evaluated.
+        save_every_epochs: Number of epochs between two checkpoints, at least 1.
+        save_every_updates: Number of updates between two additional checkpoints, at least 1; null
+            for none.
+        keep: Number of newest checkpoints that are kept, at least 1. The best checkpoint is always
+            kept.
+        trackers: Accelerate's names of the trackers that get the records, such as `tensorboard` or
+            `wandb`; their packages must be installed. The file metrics.jsonl gets all records
+            anyway.
+        report: Whether a finished run writes report.html.
 
     Example:
         >>> RunConfig(output_dir="outputs/demo", trackers=("tensorboard",)).resume
@@ -244,9 +317,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(bool(self.output_dir), "run.output_dir", self.output_dir, "must name a folder")
         require(bool(self.resume), "run.resume", self.resume, "must be auto, none or a path")
-        for name in ("log_every", "eval_every_epochs", "save_every_epochs", "keep"):
-            value = getattr(self, name)
-            require(value >= 1, f"run.{name}", value, "must be >= 1")
+        counts = ("log_every", "eval_every_epochs", "save_every_epochs", "keep")
+        require_each(self, "run", counts, lambda value: value >= 1, "must be >= 1")
         dense, updates = self.dense_updates, self.save_every_updates
         require(dense >= 0, "run.dense_updates", dense, "must be >= 0")
         allowed = "must be >= 1, or null for off"
@@ -255,19 +327,34 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LipschitzConfig:
-    """How to monitor and limit Lipschitz constants in training. Null switches a part off.
+    """Choose how to monitor and limit Lipschitz constants in training.
 
-    The monitor records singular values, residual scales, attention, gradients and the proved bound
-    every `monitor_every` updates. `sigma_cap` is the largest spectral norm of a linear layer or
-    convolution. `residual_scale_cap` is the largest absolute scale of a residual branch, and
-    `gain_cap` the largest absolute gain of CenterNorm. With `cap_mode: project` these caps hold
-    after every update. With `soft`, every update removes the share `cap_strength` of what exceeds
-    a cap, and the end of an epoch removes the rest. `orthogonal` keeps every matrix but the
-    classifier orthogonal, queries, keys and values each on their own. Their norms are at most 1 if
-    no update brings one to 2 or more; at a learning rate that does, the weights grow until the run
-    stops. `update_limit` is the largest norm of a
-    weight's update, as a share of the weight's norm. The proved bound of the model is computed at
-    every evaluation, and the run stops if it exceeds `bound_limit`.
+    All parts are off by default. If any part is on and every layer of the model has a rule, the
+    proved bound of the model is computed at the end of every epoch, and recorded with the
+    evaluation.
+
+    Args:
+        monitor_every: Number of updates between two records of singular values, residual scales,
+            attention and gradients, at least 1; null is off. Every tenth record has the proved
+            bound too, if the model has one.
+        sigma_cap: Largest spectral norm of a linear layer or convolution, above 0 and at most 1e15;
+            null is off.
+        residual_scale_cap: Largest absolute scale of a residual branch, above 0 and at most 1e15;
+            null is off.
+        gain_cap: Largest absolute gain of CenterNorm, above 0 and at most 1e15; null is off.
+        cap_mode: With `project`, `sigma_cap` holds after every update. With `soft`, every update
+            removes the share `cap_strength` of what exceeds it, and the end of an epoch removes the
+            rest. The other two caps hold after every update in both modes.
+        cap_strength: Share of what exceeds `sigma_cap` that `soft` removes in every update, in
+            (0, 1].
+        orthogonal: Whether to keep every matrix but the classifier orthogonal, queries, keys and
+            values each on their own. Their norms are at most 1 if no update brings one to 2 or
+            more; at a learning rate that does, the weights grow until the run stops. `sigma_cap`
+            must be null then.
+        update_limit: Largest spectral norm of an update of a linear layer or convolution, as a
+            share of the norm of its weight, above 0 and at most 1e15; null is off.
+        bound_limit: Largest proved bound of the model, above 0; null is off. The run stops at the
+            end of an epoch if the bound is larger, and a model without a bound is refused.
 
     Example:
         >>> LipschitzConfig(sigma_cap=2.0, cap_mode="soft", cap_strength=0.2).update_limit is None
@@ -289,29 +376,22 @@ class LipschitzConfig:
         every = self.monitor_every
         allowed = "must be >= 1, or null for off"
         require(every is None or every >= 1, "lipschitz.monitor_every", every, allowed)
-        caps = ("sigma_cap", "residual_scale_cap", "gain_cap")
-        for name in (*caps, "update_limit", "bound_limit"):
-            value = getattr(self, name)
-            most = math.inf if name == "bound_limit" else 1e15  # far below float32's range
-            limit = f" and at most {most:g}" if math.isfinite(most) else ""
-            allowed = f"must be > 0{limit}, or null for off"
-            require(value is None or 0 < value <= most, f"lipschitz.{name}", value, allowed)
-        if self.orthogonal and self.sigma_cap is not None:
-            raise ConfigError(
-                f"lipschitz.sigma_cap={self.sigma_cap} has no effect with lipschitz.orthogonal=true"
-            )
-        strength = self.cap_strength
+        limits = ("sigma_cap", "residual_scale_cap", "gain_cap", "update_limit")
+        most = 1e15  # far below float32's range
+        allowed = f"must be > 0 and at most {most:g}, or null for off"
+        require_each(self, "lipschitz", limits, lambda v: v is None or 0 < v <= most, allowed)
+        bound, strength = self.bound_limit, self.cap_strength
+        allowed = "must be > 0, or null for off"
+        require(bound is None or bound > 0, "lipschitz.bound_limit", bound, allowed)
         require(0 < strength <= 1, "lipschitz.cap_strength", strength, "must be in (0, 1]")
-        if self.cap_mode == "soft" and all(getattr(self, name) is None for name in caps):
-            raise ConfigError(
-                "lipschitz.cap_mode='soft' has no effect without a cap: "
-                f"set lipschitz.{' or lipschitz.'.join(caps)}"
-            )
-        if self.cap_mode != "soft" and strength != LipschitzConfig.cap_strength:
-            raise ConfigError(
-                f"lipschitz.cap_strength={strength} has no effect with lipschitz.cap_mode="
-                f"{self.cap_mode!r}: remove it or set lipschitz.cap_mode=soft"
-            )
+        caps = (self.sigma_cap, self.residual_scale_cap, self.gain_cap)
+        capped = any(cap is not None for cap in caps)
+        for name, works, needs in (
+            ("sigma_cap", not self.orthogonal, "lipschitz.orthogonal=false"),
+            ("cap_mode", capped, "a cap such as lipschitz.sigma_cap"),
+            ("cap_strength", self.cap_mode == "soft", "lipschitz.cap_mode=soft"),
+        ):
+            require_effect(self, "lipschitz", name, works, needs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,26 +6,44 @@ docs/recipes.md says which flag of timm's train script each key is.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer._configfile import require, require_effect, require_finite
+from lipsformer._configfile import require, require_each, require_effect, require_finite
 
 MOST_PIXELS = 16384  # on a side
 
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    """Augmentation of training images, in timm's terms. Zero or null switches a part off.
+    """Choose the augmentation of training images, in timm's terms.
 
-    `scale` is the range of the random crop's share of the area, `ratio` the range of its aspect
-    ratio. `auto_augment` is a recipe in timm's notation. `3a` is 3-Augment, the only one that
-    `color_jitter` can follow. `img_sizes` are the sizes of training images in pixels, in the order
-    of training. The position in this list moves evenly from its first entry in the first epoch to
-    its last entry in the last epoch, and each epoch uses the nearest size. Without them the size is
-    `data.img_size`, which is always that of evaluation. With `repeats` above 1 (repeated
-    augmentation) every image comes so many times in a row, each time augmented differently. The
-    number of samples in an epoch stays about the same. `reprob` is the probability of random
-    erasing and `remode` what fills the erased part. `mixup` and `cutmix` are the parameters of
-    their Beta distributions. `mixup_prob` is the probability that a batch is mixed. If both are on,
-    `mixup_switch_prob` is the probability of CutMix.
+    If `mixup` or `cutmix` is above 0, each micro-batch is mixed with the probability `mixup_prob`.
+    If both are above 0, CutMix is chosen with the probability `mixup_switch_prob`, and mixup
+    otherwise.
+
+    Args:
+        scale: Smallest and largest share of the area that the random crop keeps, in (0, 1].
+        ratio: Smallest and largest aspect ratio of the random crop, width / height, above 0.
+        hflip: Probability of a horizontal flip, in [0, 1].
+        color_jitter: Strength of random changes of brightness, contrast and saturation, in
+            [0, 1e6]; 0 is off. It can follow only those recipes of `auto_augment` whose text
+            contains `3a`.
+        auto_augment: Recipe in timm's notation, such as `rand-m9-mstd0.5-inc1`, or `3a` for
+            3-Augment; null is off.
+        img_sizes: Sizes of training images in pixels, from 1 to 16384, in the order of training; an
+            empty list for `data.img_size`, which is always the size of evaluation. The position in
+            this list moves evenly from its first entry in the first epoch to its last entry in the
+            last epoch, and each epoch uses the nearest size.
+        repeats: Number of times that every image comes in a row, each time augmented differently
+            (repeated augmentation), from 1 to 100; 1 is off. The number of samples in an epoch
+            stays about the same.
+        reprob: Probability that a random rectangle of an image is erased, in [0, 1]; 0 is off.
+        remode: What fills an erased rectangle: `const` the mean color, `rand` one random color, and
+            `pixel` a random color for each pixel.
+        mixup: Parameter of mixup's Beta distribution, in [0, 1e6]; 0 is off.
+        cutmix: Parameter of CutMix's Beta distribution, in [0, 1e6]; 0 is off.
+        mixup_prob: Probability that a micro-batch is mixed, in [0, 1].
+        mixup_switch_prob: Probability of CutMix in place of mixup if both are on, in [0, 1].
+        label_smoothing: Share of the target that is spread evenly over all classes, in [0, 1); 0 is
+            off.
 
     Example:
         >>> AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8).hflip
@@ -49,12 +67,11 @@ class AugmentConfig:
 
     def __post_init__(self) -> None:
         require_finite(self, "augment")
-        for name in ("hflip", "reprob", "mixup_prob", "mixup_switch_prob"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"augment.{name}", value, "must be a probability in [0, 1]")
-        for name in ("color_jitter", "mixup", "cutmix"):
-            value = getattr(self, name)
-            require(0 <= value <= 1e6, f"augment.{name}", value, "must be in [0, 1e6]")
+        names = ("hflip", "reprob", "mixup_prob", "mixup_switch_prob")
+        allowed = "must be a probability in [0, 1]"
+        require_each(self, "augment", names, lambda value: 0 <= value <= 1, allowed)
+        names = ("color_jitter", "mixup", "cutmix")
+        require_each(self, "augment", names, lambda v: 0 <= v <= 1e6, "must be in [0, 1e6]")
         low, high = self.scale
         require(0 < low <= high <= 1, "augment.scale", self.scale, "must be 0 < low <= high <= 1")
         low, high = self.ratio
@@ -77,20 +94,35 @@ class AugmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """What training minimizes, in timm's terms: cross entropy or BCE, with or without a teacher.
+    """Choose what training minimizes, in timm's terms.
 
     `type: margin` is the cross entropy of the distances (z_y - z_j) / |w_y - w_j| to the borders
     between the classes, less `margin` and divided by `margin_temperature`, where w are the rows of
     the classifier. If the network before it has the constant 1, the distances are certified, in the
-    units of the normalized images. `type: bce` is the binary cross entropy of each class, averaged
-    over the classes, or summed with `bce_sum`. Targets above `bce_target_thresh` become 1 and the
-    others 0. `teacher` switches distillation on. It is a run, a checkpoint, a folder of timm's
-    format, or a timm model with pretrained weights, such as `resnet50.a1_in1k`. With
-    `distill_type: logit` the model learns the teacher's probabilities at this `temperature`. With
-    `token` the distillation head of a distilled model learns them, or with
-    `token_distill_type: hard` the class that the teacher predicts. The loss is `task_loss_weight`
-    times the loss above plus `distill_loss_weight` times that of distillation. Both weights are 1
-    by default. If only `task_loss_weight` is given, the other weight is 1 minus it.
+    units of the normalized images.
+
+    `teacher` switches distillation on. The loss is then `task_loss_weight` times the loss that
+    `type` names plus `distill_loss_weight` times that of distillation.
+
+    Args:
+        type: Loss of the classes: `ce` is cross entropy, `bce` the binary cross entropy of each
+            class, and `margin` the loss above.
+        margin: Number that the loss `margin` subtracts from every distance, above 0.
+        margin_temperature: Number by which the loss `margin` divides the distances, above 0.
+        bce_target_thresh: With `bce`, targets above this value become 1 and the others 0; in
+            [0, 1), or null to leave the targets as they are.
+        bce_sum: Whether `bce` is summed over the classes. If false, it is averaged over them.
+        teacher: Run, checkpoint, folder in timm's format, or timm model with pretrained weights,
+            such as `resnet50.a1_in1k`, from which the model learns; null for no distillation.
+        distill_type: With `logit` the model learns the teacher's probabilities. With `token` the
+            distillation head of a distilled model learns from the teacher.
+        token_distill_type: With `soft` the distillation head learns the teacher's probabilities,
+            and with `hard` the class that the teacher predicts.
+        temperature: Temperature of the probabilities in distillation, above 0.
+        task_loss_weight: Weight of the loss that `type` names, at least 0, and at most 1 if it is
+            the only weight that is given; null for 1.
+        distill_loss_weight: Weight of the loss of distillation, at least 0; null for 1 minus
+            `task_loss_weight` if that is given, and for 1 otherwise.
 
     Example:
         >>> LossConfig(type="bce", bce_target_thresh=0.2).teacher is None
@@ -120,9 +152,8 @@ class LossConfig:
         require(
             threshold is None or 0 <= threshold < 1, "loss.bce_target_thresh", threshold, allowed
         )
-        for name in ("margin", "margin_temperature"):
-            require(getattr(self, name) > 0, f"loss.{name}", getattr(self, name), "must be > 0")
-        require(self.temperature > 0, "loss.temperature", self.temperature, "must be > 0")
+        names = ("margin", "margin_temperature", "temperature")
+        require_each(self, "loss", names, lambda value: value > 0, "must be > 0")
         require(task is None or task >= 0, "loss.task_loss_weight", task, "must be >= 0, or null")
         allowed = "must be <= 1 without loss.distill_loss_weight, which is then 1 minus it"
         fits = task is None or distill is not None or task <= 1
@@ -149,15 +180,27 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimizer. `lr` is the peak learning rate. It is never rescaled.
+    """Choose the optimizer.
 
-    `name` is one of timm's optimizers (`adamw`, `muon`, `nadamuon`, `lion`, `lamb`, ...). If
-    `betas`, `eps` or `momentum` is null, the optimizer's default applies. `kwargs` are further
-    arguments of its class. The Muon family updates hidden matrices, and AdamW updates the other
-    parameters at the same learning rate. `clip_grad` is the largest 2-norm of the gradient of all
-    parameters together. `layer_decay` makes earlier layers learn more slowly: each group of layers
-    has the learning rate of the next group, multiplied by this factor. `residual_lr_scale` times
-    the learning rate is that of the weights of the residual branches.
+    Optimizers of the Muon family update hidden matrices, and AdamW updates the other parameters at
+    the same learning rate.
+
+    Args:
+        lr: Peak learning rate, at least 0. It is never rescaled.
+        name: Name of one of timm's optimizers, such as `adamw`, `muon`, `nadamuon`, `lion` or
+            `lamb`.
+        betas: Two or three decay rates of the optimizer's moments, in [0, 1); null for its default.
+        eps: Number that the optimizer adds to its divisors, above 0; null for its default.
+        momentum: Momentum of the optimizer, in [0, 1); null for its default.
+        kwargs: Further arguments of the optimizer's class.
+        weight_decay: Weight decay, at least 0. Vectors, scalars and parameters that the model
+            exempts are not decayed.
+        clip_grad: Largest 2-norm of the gradient of all parameters together, above 0; null for no
+            limit.
+        layer_decay: Factor in (0, 1] that makes earlier layers learn more slowly: each group of
+            layers has the learning rate of the next group, multiplied by this factor. Null is off.
+        residual_lr_scale: Factor of the learning rate for the weights of the residual branches, at
+            least 0; 1 is off.
 
     Example:
         >>> OptimConfig(lr=1e-3, clip_grad=1.0).name
@@ -197,7 +240,15 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Cosine decay from `optim.lr` to `min_lr`, after a linear warmup, which is off by default.
+    """Choose the schedule of the learning rate.
+
+    The schedule is a linear warmup, which is off by default, and then a cosine decay from
+    `optim.lr` to `min_lr`.
+
+    Args:
+        warmup_epochs: Number of epochs in which the learning rate rises to `optim.lr`, at least 0
+            and below `train.epochs`, which includes them; it may be a fraction, and 0 is off.
+        min_lr: Learning rate that the cosine approaches, from 0 to `optim.lr`.
 
     Example:
         >>> ScheduleConfig(min_lr=1e-5).warmup_epochs

@@ -20,7 +20,7 @@ from typing import Any
 
 from data.errors import DataError
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, dotted, dump_config, read_config
+from lipsformer._configfile import ConfigError, describe, dotted, dump_config, read_config
 from lipsformer._ranks import on_first_rank, rank_and_count
 from lipsformer.graph.config import GraphConfig
 from lipsformer.graph.plots import plot_training
@@ -130,7 +130,7 @@ def joined_processes(device: str) -> Iterator[str]:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = documented_parser(__doc__)
+    parser = documented_parser(__doc__, epilog=f"settings:\n\n{describe(GraphConfig)}")
     parser.add_argument("--config", required=True, help="YAML file of a GraphConfig")
     parser.add_argument("overrides", nargs="*", help="key=value")
     return parser

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer._configfile import require, require_effect
+from lipsformer._configfile import require, require_each, require_effect
 from lipsformer._renamed import renamed
 
 __all__ = [
@@ -38,9 +38,8 @@ class GraphModelConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("hidden_channels", "num_layers"):
-            value = getattr(self, name)
-            require(value >= 1, f"model.{name}", value, "must be >= 1")
+        counts = ("hidden_channels", "num_layers")
+        require_each(self, "model", counts, lambda value: value >= 1, "must be >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +97,15 @@ class GraphDataConfig:
     def __post_init__(self) -> None:
         rate = self.missing_rate
         require(0 <= rate <= 1, "data.missing_rate", rate, "must be in [0, 1]")
-        for name in ("batch_size", "num_parts", "parts_per_step", "tree_depth"):
-            value = getattr(self, name)
-            require(value >= 1, f"data.{name}", value, "must be >= 1")
+        counts = ("batch_size", "num_parts", "parts_per_step", "tree_depth")
+        require_each(self, "data", counts, lambda value: value >= 1, "must be >= 1")
         allowed = "must be >= 10, so that no split is empty"
         require(self.num_trees >= 10, "data.num_trees", self.num_trees, allowed)
         hops = self.halo_hops
         require(hops is None or hops >= 0, "data.halo_hops", hops, "must be >= 0, or null")
         require(self.split >= 0, "data.split", self.split, "must be >= 0")
-        for name in ("missing_seed", "tree_seed"):
-            value = getattr(self, name)
-            require(0 <= value < 2**63, f"data.{name}", value, "must be >= 0 and below 2^63")
+        seeds, allowed = ("missing_seed", "tree_seed"), "must be >= 0 and below 2^63"
+        require_each(self, "data", seeds, lambda value: 0 <= value < 2**63, allowed)
         seed = self.split_seed
         allowed = "must be >= 0 and below 2^63, or null"
         require(seed is None or 0 <= seed < 2**63, "data.split_seed", seed, allowed)
@@ -177,9 +174,8 @@ class GraphTrainConfig:
         allowed = "must be >= 0 and finite, or null"
         known = in_layers is None or 0 <= in_layers < float("inf")
         require(known, "train.layer_weight_decay", in_layers, allowed)
-        for name in ("epochs", "patience"):
-            value = getattr(self, name)
-            require(value >= 1, f"train.{name}", value, "must be >= 1")
+        counts = ("epochs", "patience")
+        require_each(self, "train", counts, lambda value: value >= 1, "must be >= 1")
         patience, clip = self.plateau_patience, self.clip_grad
         allowed = "must be >= 1, or null"
         require(patience is None or patience >= 1, "train.plateau_patience", patience, allowed)
