@@ -384,11 +384,9 @@ class LipschitzConfig:
         allowed = "must be > 0, or null for off"
         require(bound is None or bound > 0, "lipschitz.bound_limit", bound, allowed)
         require(0 < strength <= 1, "lipschitz.cap_strength", strength, "must be in (0, 1]")
-        caps = (self.sigma_cap, self.residual_scale_cap, self.gain_cap)
-        capped = any(cap is not None for cap in caps)
         for name, works, needs in (
             ("sigma_cap", not self.orthogonal, "lipschitz.orthogonal=false"),
-            ("cap_mode", capped, "a cap such as lipschitz.sigma_cap"),
+            ("cap_mode", self.sigma_cap is not None, "lipschitz.sigma_cap"),
             ("cap_strength", self.cap_mode == "soft", "lipschitz.cap_mode=soft"),
         ):
             require_effect(self, "lipschitz", name, works, needs)

@@ -102,7 +102,7 @@ def test_config_is_frozen(minimal: Path) -> None:
         ("lipschitz={sigma_cap: 2, cap_strength: 0.2}", ["cap_strength=0.2 has no effect"]),
         (
             "lipschitz.cap_mode=soft",
-            ["lipschitz.cap_mode='soft' has no effect without a cap such as lipschitz.sigma_cap"],
+            ["lipschitz.cap_mode='soft' has no effect without lipschitz.sigma_cap"],
         ),
         (
             "lipschitz={sigma_cap: 2, orthogonal: true}",
