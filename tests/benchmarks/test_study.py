@@ -64,6 +64,26 @@ def test_the_table_has_the_last_epoch_its_deviation_and_what_was_not_run(tmp_pat
     assert cells in table(study).splitlines()
 
 
+def test_finished_runs_with_other_settings_are_named(tmp_path):
+    config, results = write_config(tmp_path, DIGITS, tmp_path / "run"), tmp_path / "results.jsonl"
+    study = Study(
+        title="", config=str(config), results=str(results), rows={"a": "optim.lr=0.5"}, seeds=(7,)
+    )
+
+    def found(row: str, *overrides: str) -> list[str]:
+        then = read_config(Config, config, ["optim.lr=0.5", "train.seed=7", *overrides])
+        text = dump_config(then).replace("  layer_decay: null\n", "")  # newer than the line
+        results.write_text(json.dumps({"row": row, "seed": 7, "config": text}) + "\n")
+        return stale(study)
+
+    assert found("a") == []
+    assert found("a", "data.num_workers=3", "run.log_every=9") == []
+    assert found("of an earlier study", "optim.lr=0.25") == []
+    (sentence,) = found("a", "optim.lr=0.25", "train.epochs=3")
+    changed = "optim.lr=0.25, and is now 0.5, train.epochs=3, and is now 2: to train it again"
+    assert sentence.startswith(f"a seed 7 was trained with {changed}")
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_queue_that_is_stopped_goes_on_where_it_was(tmp_path):

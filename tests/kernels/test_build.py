@@ -290,7 +290,7 @@ def test_a_compiler_may_have_arguments_and_one_that_is_missing_is_named(
     assert "there is no compiler 'no-such-compiler', which CXX names" in record.message
 
 
-@pytest.mark.parametrize("wrong", ["damaged", "writable", "of another user"])
+@pytest.mark.parametrize("wrong", ["damaged", "of a group", "of everyone", "of another user"])
 def test_a_library_that_cannot_be_trusted_is_compiled_once_more(
     compiled, wrong, monkeypatch, caplog
 ):
@@ -303,8 +303,10 @@ def test_a_library_that_cannot_be_trusted_is_compiled_once_more(
         library = compiled / library.name
         library.write_bytes(b"no library")
         library.chmod(0o755)
-    elif wrong == "writable":
+    elif wrong == "of a group":
         library.chmod(0o775)
+    elif wrong == "of everyone":
+        library.chmod(0o757)
     elif os.getuid() == 0:
         os.chown(library, 12345, -1)
     else:
