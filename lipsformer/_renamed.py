@@ -49,6 +49,7 @@ NAMES = {
     "lipsformer.engine.checkpoint.read_state": "lipsformer.engine.run_files.read_state",
     "lipsformer.engine.checkpoint.read_weights": "lipsformer.engine.weights.read_weights",
     "lipsformer.engine.checkpoint.strip_wrappers": "lipsformer.engine.weights.strip_wrappers",
+    "lipsformer.engine.checkpoint.write_atomically": "lipsformer._files.write_atomically",
     "lipsformer.engine.metrics.Window": "StepMetrics",
     "lipsformer.engine.metrics.summarise": "summarize",
     "lipsformer.engine.run_folder.create_model": "lipsformer.engine.weights.create_model",

@@ -37,8 +37,8 @@ from data.shards import (
 from data.sources import FolderSource
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, read_json
+from lipsformer._files import write_atomically
 from lipsformer.config import DataConfig
-from lipsformer.engine.checkpoint import write_atomically
 
 PLAN = "plan.json"
 

@@ -16,9 +16,10 @@ import torch
 
 from lipsformer import kernels
 from lipsformer._configfile import ConfigError, dump_config
+from lipsformer._files import write_atomically
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
+from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.claim import Claim
 from lipsformer.engine.distributed import environment, memory_gib
 from lipsformer.engine.evaluation import evaluate
