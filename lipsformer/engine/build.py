@@ -18,13 +18,13 @@ from lipsformer._errors import first_line
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.instruments import (
     BoundCheck,
+    InstrumentBase,
     Monitor,
     Orthogonal,
     SpectralCap,
     UpdateLimit,
 )
 from lipsformer.config import Config, DataConfig, LipschitzConfig
-from lipsformer.engine.instrument import Instrument
 from lipsformer.engine.run_files import TIMM_CONFIG, CheckpointError
 from lipsformer.engine.run_folder import find_weights
 from lipsformer.engine.train_state import TrainState
@@ -257,7 +257,7 @@ def make_instruments(
     probe: Tensor | None,
     domain: Domain | None,
     write: Callable[[int, Mapping[str, float]], None],
-) -> list[Instrument]:
+) -> list[InstrumentBase]:
     """Build the instruments in the order in which they run; caps hold from the beginning.
 
     The order is update limit, spectral cap, orthogonal matrices, monitor, check of the bound.
@@ -271,7 +271,7 @@ def make_instruments(
         write: Receives the records of the monitor, with the number of completed steps.
     """
     module = state.module
-    instruments: list[Instrument] = []
+    instruments: list[InstrumentBase] = []
     if options.update_limit is not None:
         instruments.append(UpdateLimit(module, options.update_limit))
     if any(limit is not None for limit in _caps(options)):
