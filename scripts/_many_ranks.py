@@ -78,7 +78,7 @@ def predict_run(config: Config, world_size: int, shard: int = 1) -> dict[str, An
         "shard": shard,
         "engine": "DDP" if shard == 1 else "FSDP2" if shard == world_size else "HSDP",
         "global_batch": config.train.global_batch_size,
-        "micro_batch": step_share.samples,  # the samples of a micro-batch only
+        "samples_per_micro_batch": step_share.samples,
         "micro_batches": step_share.micro_batches,
         "steps_per_epoch": batches.updates_per_epoch,
         "steps": batches.updates_per_epoch * config.train.epochs,
@@ -334,9 +334,9 @@ def run_table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['model']}, {found['parameters']:,} parameters, {found['precision']}, "
         f"{found['engine']} on {found['ranks']} ranks{shards[found['engine']]}",
-        f"global batch {found['global_batch']} = {found['ranks']} ranks x {found['micro_batch']} x "
-        f"{found['micro_batches']}; {found['steps_per_epoch']} updates per epoch, "
-        f"{found['steps']} in all",
+        f"global batch {found['global_batch']} = {found['ranks']} ranks x "
+        f"{found['samples_per_micro_batch']} x {found['micro_batches']}; "
+        f"{found['steps_per_epoch']} updates per epoch, {found['steps']} in all",
         "",
         "memory of one rank without the kernels for CPUs, as on a GPU; libraries come on top",
         *(f"{size / 2**20:12,.1f} MiB  {name}" for name, size in found["memory"].items()),
