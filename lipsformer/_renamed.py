@@ -44,6 +44,9 @@ NAMES = {
     "lipsformer.analysis.sigma.krylov_sigma": "krylov_sigma_estimate",
     "lipsformer.config.config_identity": "lipsformer.engine.resume.config_identity",
     "lipsformer.config.load_config": "lipsformer._configfile.read_config(Config, ...)",
+    "lipsformer.engine.build.load_initial_weights": (
+        "lipsformer.engine.initial_weights.load_initial_weights"
+    ),
     "lipsformer.engine.checkpoint.find_fault": "lipsformer.engine.run_files.find_fault",
     "lipsformer.engine.checkpoint.load_weights": "lipsformer.engine.weights.load_weights",
     "lipsformer.engine.checkpoint.locate": "lipsformer.engine.run_folder.find_weights",
