@@ -53,7 +53,7 @@ STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 def train(config: Config) -> int:
-    """Train one run; return the number of the signal that stopped it, or 0 at its end.
+    """Train one run; return the exit code: 0 at its end, or 75 if a signal stopped it.
 
     `train.deterministic` changes a setting of the whole process, which is put back.
     """
@@ -71,10 +71,9 @@ def _train(config: Config) -> int:
     name = start and start.name
     on_first_rank(lambda: exits.refuse_to_repeat(folder, config=settings, checkpoint=name))
     trainer = Trainer(config, assemble(config, accelerator, start), start)
-    stop_signal, code, reason = 0, None, ""
+    code, reason = None, ""
     try:
-        stop_signal = trainer.train()
-        code = exits.EXIT_STOPPED if stop_signal else 0
+        code = exits.EXIT_STOPPED if trainer.train() else 0
     except tuple(EXIT_CODES) as error:
         if not isinstance(error, FolderLostError):  # the files are another process's now
             code, reason = exits.code_of(error, EXIT_CODES), str(error)
@@ -85,10 +84,11 @@ def _train(config: Config) -> int:
         if code is not None and (reason or accelerator.is_main_process):
             last = trainer.checkpoints.last_name()
             exits.write_exit(folder, code, reason, config=settings, checkpoint=last)
+    assert code is not None
     accelerator.state.destroy_process_group()
-    if config.run.report and not stop_signal and accelerator.is_main_process:
+    if config.run.report and code == 0 and accelerator.is_main_process:
         try_report(folder)
-    return stop_signal
+    return code
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | No
                 print(text)
             return 0
         try:
-            return exits.EXIT_STOPPED if train(config) else 0
+            return train(config)
         except OSError as error:
             if error.errno not in STORAGE:
                 raise
