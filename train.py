@@ -109,31 +109,31 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _many_ranks(config: Config, options: argparse.Namespace) -> int:
-    if not options.dry_run:
-        raise ConfigError(f"--world-size {options.world_size} needs --dry-run")
-    check_json_target(options.json)
-    found = predict_run(config, options.world_size, options.shard)
-    say(options.json, run_table(found))
-    write_json(options.json, found)
+def _many_ranks(config: Config, args: argparse.Namespace) -> int:
+    if not args.dry_run:
+        raise ConfigError(f"--world-size {args.world_size} needs --dry-run")
+    check_json_target(args.json)
+    found = predict_run(config, args.world_size, args.shard)
+    say(args.json, run_table(found))
+    write_json(args.json, found)
     return 0
 
 
 @quiet_pipe()
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = (parser or make_parser()).parse_intermixed_args(argv)
+    args = (parser or make_parser()).parse_intermixed_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     first = launched_first_here()  # only this process of a machine prints
     logging.getLogger("lipsformer").setLevel(logging.INFO if first else logging.CRITICAL)
 
     def work() -> int:
-        config = read_config(Config, options.config, options.overrides)
-        if options.world_size is not None:
-            return _many_ranks(config, options)
-        if options.json is not None or options.shard != 1:
+        config = read_config(Config, args.config, args.overrides)
+        if args.world_size is not None:
+            return _many_ranks(config, args)
+        if args.json is not None or args.shard != 1:
             raise ConfigError("--json and --shard need --dry-run --world-size N")
-        if options.dry_run:
+        if args.dry_run:
             text = dry_run(config)
             if first:
                 print(text)

@@ -162,8 +162,8 @@ def make_parser() -> argparse.ArgumentParser:
 @user_errors(ConfigError, CheckpointError, DataError)
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = (parser or make_parser()).parse_args(argv)
-    print(json.dumps(replay(options.run), indent=1))
+    args = (parser or make_parser()).parse_args(argv)
+    print(json.dumps(replay(args.run), indent=1))
     return 0
 
 
