@@ -47,64 +47,62 @@ EXIT_CODES = {
 }
 
 
-def evaluate_checkpoint(options: argparse.Namespace) -> list[dict[str, Any]]:
+def evaluate_checkpoint(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one record for each data set."""
-    distances = _check_options(options)
-    weights = find_weights(options.checkpoint, options.weights)
-    overrides = [f"data.{override}" for override in options.data]
+    distances = _check_options(args)
+    weights = find_weights(args.checkpoint, args.weights)
+    overrides = [f"data.{override}" for override in args.data]
     config = (
-        read_config(Config, options.config, overrides)
-        if options.config
-        else weights.config(overrides)
+        read_config(Config, args.config, overrides) if args.config else weights.config(overrides)
     )
-    if options.class_map is not None and weights.classes() is None:
+    if args.class_map is not None and weights.classes() is None:
         raise ConfigError(
             f"--class-map has no effect, because {weights.folder} names no classes of the model"
         )
-    data = data_of(weights, config, options.data, imagenet=bool(options.set))
-    sets = sets_of(weights, data, options.set, options.class_map)
-    classes = STANDARD if options.set else sets[0].dataset.classes
+    data = data_of(weights, config, args.data, imagenet=bool(args.set))
+    sets = sets_of(weights, data, args.set, args.class_map)
+    classes = STANDARD if args.set else sets[0].dataset.classes
     model = model_of(weights, config, classes)
     check_model(model, data.img_size, sets)
 
     usual = config.train.precision if config and not distances else BOUNDED_PRECISIONS[0]
-    precision = options.precision or usual
+    precision = args.precision or usual
     accelerator = make_accelerator(precision)
     if accelerator.is_main_process:
-        say(options.json, weights)
-        if weights.classes() is None and not options.set:
-            say(options.json, "classes     matched by their order: the weights do not name them")
+        say(args.json, weights)
+        if weights.classes() is None and not args.set:
+            say(args.json, "classes     matched by their order: the weights do not name them")
     model.to(accelerator.device, torch.float64 if precision == "fp64" else None)
-    batch_size = options.batch_size or (config.train.eval_batch_size if config else 256)
+    batch_size = args.batch_size or (config.train.eval_batch_size if config else 256)
     proof = None
     if distances:
-        attack_every = options.attack_every or 1
+        attack_every = args.attack_every or 1
         proof = Certification(accelerator, model, data, weights.file, distances, attack_every)
     figures = {s.name: evaluate_set(accelerator, model, s, data, batch_size, proof) for s in sets}
     if proof is not None:
         proof.write(json.loads(timm_config(model, classes)))
-    return _records(options.checkpoint, weights, figures)
+    return _records(args.checkpoint, weights, figures)
 
 
-def _check_options(options: argparse.Namespace) -> list[float]:
+def _check_options(args: argparse.Namespace) -> list[float]:
     """Check what can be checked without the weights; return the distances of `--certify`.
 
     Raises:
         ConfigError: If an option has an impossible value, or has no effect beside the others.
     """
-    if options.batch_size is not None and options.batch_size < 1:
-        raise ConfigError(f"--batch-size={options.batch_size} must be >= 1")
+    if args.batch_size is not None and args.batch_size < 1:
+        raise ConfigError(f"--batch-size={args.batch_size} must be >= 1")
     if launched_first():
-        check_json_target(options.json)
-    if options.class_map is not None and options.set:
+        check_json_target(args.json)
+    if args.class_map is not None and args.set:
         raise ConfigError("--class-map has no effect with --set, whose classes are ImageNet's")
-    distances = [parse_distance(text) for text in options.certify or ()]
-    if distances and options.precision not in (None, *BOUNDED_PRECISIONS):
+    distances = [parse_distance(text) for text in args.certify or ()]
+    if distances and args.precision not in (None, *BOUNDED_PRECISIONS):
         raise ConfigError(
             f"--certify bounds the rounding of {' and '.join(BOUNDED_PRECISIONS)}, not of "
-            f"{options.precision}: use one of them as --precision"
+            f"{args.precision}: use one of them as --precision"
         )
-    attack_every = options.attack_every
+    attack_every = args.attack_every
     if attack_every is not None and not distances:
         raise ConfigError(
             f"--attack-every={attack_every} has no effect without --certify: leave it out, or add "
@@ -176,17 +174,17 @@ def make_parser() -> argparse.ArgumentParser:
 @quiet_pipe()
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = (parser or make_parser()).parse_intermixed_args(argv)
-    if options.certify == []:
-        options.certify = [DEFAULT_DISTANCE]
-    return exits.run(lambda: _evaluate(options), EXIT_CODES)
+    args = (parser or make_parser()).parse_intermixed_args(argv)
+    if args.certify == []:
+        args.certify = [DEFAULT_DISTANCE]
+    return exits.run(lambda: _evaluate(args), EXIT_CODES)
 
 
-def _evaluate(options: argparse.Namespace) -> int:
-    records = evaluate_checkpoint(options)
+def _evaluate(args: argparse.Namespace) -> int:
+    records = evaluate_checkpoint(args)
     if launched_first():
-        say(options.json, table(records))
-        write_json(options.json, records)
+        say(args.json, table(records))
+        write_json(args.json, records)
     return 0
 
 

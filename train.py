@@ -53,7 +53,7 @@ STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 def train(config: Config) -> int:
-    """Train one run; return the number of the signal that stopped it, or 0 at its end.
+    """Train one run; return the exit code: 0 at its end, or 75 if a signal stopped it.
 
     `train.deterministic` changes a setting of the whole process, which is put back.
     """
@@ -71,10 +71,9 @@ def _train(config: Config) -> int:
     name = start and start.name
     on_first_rank(lambda: exits.refuse_to_repeat(folder, config=settings, checkpoint=name))
     trainer = Trainer(config, assemble(config, accelerator, start), start)
-    stop_signal, code, reason = 0, None, ""
+    code, reason = None, ""
     try:
-        stop_signal = trainer.train()
-        code = exits.EXIT_STOPPED if stop_signal else 0
+        code = exits.EXIT_STOPPED if trainer.train() else 0
     except tuple(EXIT_CODES) as error:
         if not isinstance(error, FolderLostError):  # the files are another process's now
             code, reason = exits.code_of(error, EXIT_CODES), str(error)
@@ -85,10 +84,11 @@ def _train(config: Config) -> int:
         if code is not None and (reason or accelerator.is_main_process):
             last = trainer.checkpoints.last_name()
             exits.write_exit(folder, code, reason, config=settings, checkpoint=last)
+    assert code is not None
     accelerator.state.destroy_process_group()
-    if config.run.report and not stop_signal and accelerator.is_main_process:
+    if config.run.report and code == 0 and accelerator.is_main_process:
         try_report(folder)
-    return stop_signal
+    return code
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -109,37 +109,37 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _many_ranks(config: Config, options: argparse.Namespace) -> int:
-    if not options.dry_run:
-        raise ConfigError(f"--world-size {options.world_size} needs --dry-run")
-    check_json_target(options.json)
-    found = predict_run(config, options.world_size, options.shard)
-    say(options.json, run_table(found))
-    write_json(options.json, found)
+def _many_ranks(config: Config, args: argparse.Namespace) -> int:
+    if not args.dry_run:
+        raise ConfigError(f"--world-size {args.world_size} needs --dry-run")
+    check_json_target(args.json)
+    found = predict_run(config, args.world_size, args.shard)
+    say(args.json, run_table(found))
+    write_json(args.json, found)
     return 0
 
 
 @quiet_pipe()
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = (parser or make_parser()).parse_intermixed_args(argv)
+    args = (parser or make_parser()).parse_intermixed_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     first = launched_first_here()  # only this process of a machine prints
     logging.getLogger("lipsformer").setLevel(logging.INFO if first else logging.CRITICAL)
 
     def work() -> int:
-        config = read_config(Config, options.config, options.overrides)
-        if options.world_size is not None:
-            return _many_ranks(config, options)
-        if options.json is not None or options.shard != 1:
+        config = read_config(Config, args.config, args.overrides)
+        if args.world_size is not None:
+            return _many_ranks(config, args)
+        if args.json is not None or args.shard != 1:
             raise ConfigError("--json and --shard need --dry-run --world-size N")
-        if options.dry_run:
+        if args.dry_run:
             text = dry_run(config)
             if first:
                 print(text)
             return 0
         try:
-            return exits.EXIT_STOPPED if train(config) else 0
+            return train(config)
         except OSError as error:
             if error.errno not in STORAGE:
                 raise

@@ -23,15 +23,10 @@ from data.dataset import ImageDataset, TrainDataset
 from lipsformer._configfile import ConfigError, make_config, require
 from lipsformer._errors import first_line
 from lipsformer.config import Config, DataConfig
-from lipsformer.engine.build import (
-    bound_domain,
-    build_model,
-    load_initial_weights,
-    make_instruments,
-    timm_config,
-)
+from lipsformer.engine.build import bound_domain, build_model, make_instruments, timm_config
 from lipsformer.engine.compilation import compile_regions, compiles, try_kernels
 from lipsformer.engine.distributed import shard_ema, share_of_step
+from lipsformer.engine.initial_weights import load_initial_weights
 from lipsformer.engine.loss import fingerprint, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.parts import Parts

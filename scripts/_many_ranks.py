@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ def predict_run(config: Config, world_size: int, shard: int = 1) -> dict[str, An
         "shard": shard,
         "engine": "DDP" if shard == 1 else "FSDP2" if shard == world_size else "HSDP",
         "global_batch": config.train.global_batch_size,
-        "micro_batch": step_share.samples,  # the samples of a micro-batch only
+        "samples_per_micro_batch": step_share.samples,
         "micro_batches": step_share.micro_batches,
         "steps_per_epoch": batches.updates_per_epoch,
         "steps": batches.updates_per_epoch * config.train.epochs,
@@ -152,6 +152,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+@dataclass(frozen=True)
 class _Step:
     """One training step on fake tensors.
 
@@ -170,10 +171,10 @@ class _Step:
 
 
 def _fake_step(config: Config, classes: list[str], step_share: StepShare) -> _Step:
-    step = _Step()
     sizes = sizes_by_epoch(config.augment.img_sizes, config.train.epochs)
-    size, step.arrived = max(sizes or [config.data.img_size]), []
+    size = max(sizes or [config.data.img_size])
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
+    arrived: list[nn.Parameter] = []
     with FakeTensorMode() as mode, LiveBytes() as live:
         try:
             model = build_model(config, classes)
@@ -182,13 +183,13 @@ def _fake_step(config: Config, classes: list[str], step_share: StepShare) -> _St
                 model = build_model(config, classes)
             model._apply(mode.from_tensor)
             live.hold(*model.parameters(), *model.buffers())
-        step.model = model.train()
+        model.train()
         optimizer = make_optimizer(model, config.optim)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(step.arrived.append)
-        step.weights, live.peak = live.now, 0
+            parameter.register_post_accumulate_grad_hook(arrived.append)
+        weights, live.peak = live.now, 0
         for _ in range(min(step_share.micro_batches, 2)):  # more than two have the same peak as two
-            step.arrived.clear()
+            arrived.clear()
             images = torch.zeros(step_share.samples, 3, size, size, dtype=torch.uint8).float()
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
                 logits = model(images).float()
@@ -199,10 +200,10 @@ def _fake_step(config: Config, classes: list[str], step_share: StepShare) -> _St
         nn.utils.clip_grad_norm_(model.parameters(), limit)
         passes, before = live.peak, live.now
         optimizer.step()
-        step.moments = live.now - before
+        moments = live.now - before
         # The next step begins with the moments of this one.
-        step.peak = max(passes + step.moments, live.peak)
-    return step
+        peak = max(passes + moments, live.peak)
+    return _Step(model, arrived, weights, moments, peak)
 
 
 def _memory(config: Config, step: _Step, shard: int, num_micro_batches: int) -> dict[str, int]:
@@ -334,9 +335,9 @@ def run_table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['model']}, {found['parameters']:,} parameters, {found['precision']}, "
         f"{found['engine']} on {found['ranks']} ranks{shards[found['engine']]}",
-        f"global batch {found['global_batch']} = {found['ranks']} ranks x {found['micro_batch']} x "
-        f"{found['micro_batches']}; {found['steps_per_epoch']} updates per epoch, "
-        f"{found['steps']} in all",
+        f"global batch {found['global_batch']} = {found['ranks']} ranks x "
+        f"{found['samples_per_micro_batch']} x {found['micro_batches']}; "
+        f"{found['steps_per_epoch']} updates per epoch, {found['steps']} in all",
         "",
         "memory of one rank without the kernels for CPUs, as on a GPU; libraries come on top",
         *(f"{size / 2**20:12,.1f} MiB  {name}" for name, size in found["memory"].items()),

@@ -55,24 +55,24 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 @user_errors(ConfigError, DataError)
-def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
-    options = (parser or make_parser()).parse_intermixed_args(arguments)
-    if options.workers < 1:
-        raise ConfigError(f"--workers {options.workers} must be at least 1")
-    if options.list is not None:
-        require_writable("--list", options.list)
-    if options.parquet is not None:
-        found = check_parquet(options.folder, options.parquet, options.workers)
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    args = (parser or make_parser()).parse_intermixed_args(argv)
+    if args.workers < 1:
+        raise ConfigError(f"--workers {args.workers} must be at least 1")
+    if args.list is not None:
+        require_writable("--list", args.list)
+    if args.parquet is not None:
+        found = check_parquet(args.folder, args.parquet, args.workers)
     else:
-        files = image_files(options.folder)
+        files = image_files(args.folder)
         if not files:
-            raise DataError(f"no image files in {options.folder}")
-        found = check_files(options.folder, files, options.workers)
+            raise DataError(f"no image files in {args.folder}")
+        found = check_files(args.folder, files, args.workers)
     findings = list(tqdm(found, unit="image", disable=not sys.stderr.isatty()))
     unreadable = [finding.file for finding in findings if finding.error is not None]
-    if options.list is not None:  # first, because a reader of the report may close the pipe
+    if args.list is not None:  # first, because a reader of the report may close the pipe
         text = "".join(f"{file}\n" for file in unreadable)
-        options.list.write_text(text, encoding="utf-8", errors="surrogateescape")
+        args.list.write_text(text, encoding="utf-8", errors="surrogateescape")
     print(report(findings).encode("utf-8", "backslashreplace").decode())
     return 1 if unreadable else 0
 

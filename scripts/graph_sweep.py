@@ -12,6 +12,7 @@ trains the named cases, and `--table` none: it prints the table and what was not
 every seed that was run, also those that the config no longer names.
 """
 
+import argparse
 import hashlib
 import itertools
 import json
@@ -296,9 +297,7 @@ def _with_std(row: dict[str, Any], key: str) -> str:
     return f"{row[key]:.1f}" if std is None else f"{row[key]:.1f} ± {std:.1f}"
 
 
-@user_errors(ConfigError, DataError, ValueError)
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code; 2 means that the config or the data are wrong."""
+def make_parser() -> argparse.ArgumentParser:
     parser = documented_parser(__doc__)
     parser.add_argument(
         "--config", required=True, type=Path, help="YAML file of a GraphSweepConfig"
@@ -306,7 +305,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="print the table and train nothing")
     parser.add_argument("--only", action="append", default=[], metavar="CASE", help="train it only")
     parser.add_argument("overrides", nargs="*", help="key=value")
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+@user_errors(ConfigError, DataError, ValueError)
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    """Run the command and return its exit code; 2 means that the config or the data are wrong."""
+    args = (parser or make_parser()).parse_intermixed_args(argv)
     progress = sys.stderr.isatty()
     text = sweep(args.config, args.overrides, progress, args.only, train=not args.table)
     print(text, end="")

@@ -30,7 +30,7 @@ import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._errors import first_line
 from lipsformer.models import lipsformer_cswin, lipsformer_swin
-from lipsformer.models._timm import unwrap
+from lipsformer.models.official_weights import unwrap
 from scripts._new_folder import new_folder
 
 StateDict = dict[str, Tensor]
@@ -73,15 +73,10 @@ def read_checkpoint(path: Path) -> StateDict:
         raise ReleasedWeightsError(
             f"{path}: not a readable checkpoint ({first_line(error)})"
         ) from None
-    if isinstance(content, dict) and isinstance(content.get("model", {}), dict):
-        content = unwrap(content)
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
-    ):
-        raise ReleasedWeightsError(
-            f"{path}: contains no dictionary of tensors, neither at the top nor in 'model'"
-        )
-    return dict(content)
+    try:
+        return unwrap(content)
+    except ValueError as error:
+        raise ReleasedWeightsError(f"{path}: {error}") from None
 
 
 def swin_arguments(weights: StateDict) -> dict[str, Any]:

@@ -37,8 +37,8 @@ from data.shards import (
 from data.sources import FolderSource
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import ConfigError, read_json
+from lipsformer._files import write_atomically
 from lipsformer.config import DataConfig
-from lipsformer.engine.checkpoint import write_atomically
 
 PLAN = "plan.json"
 
@@ -136,34 +136,34 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 @user_errors(ConfigError, DataError)
-def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     parser = parser or make_parser()
-    options = parser.parse_intermixed_args(arguments)
-    if options.verify == (options.source is not None) or options.images_per_shard < 1:
+    args = parser.parse_intermixed_args(argv)
+    if args.verify == (args.source is not None) or args.images_per_shard < 1:
         parser.error("give a source and a folder for shards, or --verify and a folder of shards")
-    if options.verify:
-        damaged = verify(options.shards)
+    if args.verify:
+        damaged = verify(args.shards)
         print("\n".join(f"damaged: {name}" for name in damaged) or "all shards are intact")
         return 1 if damaged else 0
-    folder = options.source.resolve()
+    folder = args.source.resolve()
     data = DataConfig(
-        source="parquet" if options.parquet else "folder",
-        root=str(folder if options.parquet else folder.parent),
-        skip_list=options.skip_list,
+        source="parquet" if args.parquet else "folder",
+        root=str(folder if args.parquet else folder.parent),
+        skip_list=args.skip_list,
     )
-    source = build_source(data, options.parquet or folder.name)
+    source = build_source(data, args.parquet or folder.name)
     assert isinstance(source, FolderSource | ParquetSource)
     try:
         make(
             source,
-            options.shards,
-            described=f"{folder} {options.parquet or ''}".strip(),
-            images_per_shard=options.images_per_shard,
-            seed=options.seed,
+            args.shards,
+            described=f"{folder} {args.parquet or ''}".strip(),
+            images_per_shard=args.images_per_shard,
+            seed=args.seed,
         )
     except OSError as error:
         raise DataError(
-            f"the shards in {options.shards} cannot be written: {error}; make room on the disk and "
+            f"the shards in {args.shards} cannot be written: {error}; make room on the disk and "
             "repeat the command, which keeps the complete shards, or choose another folder"
         ) from None
     return 0

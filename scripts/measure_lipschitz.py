@@ -158,34 +158,34 @@ def make_parser() -> argparse.ArgumentParser:
 @user_errors(ConfigError, DataError, CheckpointError, UnknownModuleError)
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = (parser or make_parser()).parse_intermixed_args(argv)
-    if min(options.images, options.iters, options.depth) < 1 or options.ascent < 0:
+    args = (parser or make_parser()).parse_intermixed_args(argv)
+    if min(args.images, args.iters, args.depth) < 1 or args.ascent < 0:
         raise ConfigError(
             "--images, --iters and --depth must be at least 1, and --ascent at least 0"
         )
-    check_json_target(options.json)
-    if options.plot:
-        if not options.plot.lower().endswith(".png"):
-            raise ConfigError(f"--plot {options.plot} must end in .png")
-        require_writable("--plot", options.plot)
-    kind = "pretrained" if has_tag(options.model) else "initial"
-    source, line = options.model, f"weights     {kind} weights of {options.model}"
+    check_json_target(args.json)
+    if args.plot:
+        if not args.plot.lower().endswith(".png"):
+            raise ConfigError(f"--plot {args.plot} must end in .png")
+        require_writable("--plot", args.plot)
+    kind = "pretrained" if has_tag(args.model) else "initial"
+    source, line = args.model, f"weights     {kind} weights of {args.model}"
     if not timm.is_model(source) and Path(source).exists():
-        source = line = find_weights(source, options.weights)
+        source = line = find_weights(source, args.weights)
     model = load_model(source)
-    say(options.json, line)
+    say(args.json, line)
     record = measure(
-        options.model,
+        args.model,
         model,
-        options.data,
-        images=options.images,
-        iters=options.iters,
-        ascent=options.ascent,
+        args.data,
+        images=args.images,
+        iters=args.iters,
+        ascent=args.ascent,
     )
-    say(options.json, table(record, options.depth))
-    write_json(options.json, record)
-    if options.plot:
-        plot(record, Path(options.plot))
+    say(args.json, table(record, args.depth))
+    write_json(args.json, record)
+    if args.plot:
+        plot(record, Path(args.plot))
     return 0
 
 

@@ -83,8 +83,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 @user_errors(DataError)
-def main(arguments: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
-    folder = (parser or make_parser()).parse_intermixed_args(arguments).folder
+def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
+    folder = (parser or make_parser()).parse_intermixed_args(argv).folder
     for split in ("val", "train"):
         if not (folder / split).exists():
             unpack(folder, split)

@@ -55,8 +55,10 @@ def replay(folder: Path) -> dict[str, Any]:
         # between them were skipped.
         step = min(read_state(start)["update"], record["update"])
     assert isinstance(parts.train_batches, TrainBatches)
+    # Earlier checkouts wrote the samples of a micro-batch as "micro_batch".
+    samples = record.get("samples_per_micro_batch") or record["micro_batch"]
     ranks = [
-        parts.train_batches.of_rank(rank, record["world_size"], record["micro_batch"])
+        parts.train_batches.of_rank(rank, record["world_size"], samples)
         for rank in range(record["world_size"])
     ]
     per_epoch = parts.train_batches.updates_per_epoch
@@ -160,8 +162,8 @@ def make_parser() -> argparse.ArgumentParser:
 @user_errors(ConfigError, CheckpointError, DataError)
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = (parser or make_parser()).parse_args(argv)
-    print(json.dumps(replay(options.run), indent=1))
+    args = (parser or make_parser()).parse_args(argv)
+    print(json.dumps(replay(args.run), indent=1))
     return 0
 
 

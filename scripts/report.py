@@ -38,18 +38,18 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = parser or make_parser()
-    options = parser.parse_intermixed_args(argv)
-    if options.out is None and len(options.runs) > 1:
+    args = parser.parse_intermixed_args(argv)
+    if args.out is None and len(args.runs) > 1:
         parser.error("several runs: name the file of the report with --out")
-    out = options.out or options.runs[0] / REPORT
+    out = args.out or args.runs[0] / REPORT
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("lipsformer").setLevel(logging.INFO)
     written = write_report(
-        options.runs,
+        args.runs,
         out,
-        markdown=options.markdown,
-        images=options.images,
-        weights=options.weights,
+        markdown=args.markdown,
+        images=args.images,
+        weights=args.weights,
     )
     print(written)
     return 0

@@ -14,8 +14,8 @@ CHECKED = ("lipsformer", "data", "train.py", "eval.py", "scripts", "benchmarks")
 
 LIBRARY = {
     *{"lipsformer", "lipsformer.config", "lipsformer.recipe", "lipsformer._configfile"},
-    *{"lipsformer._commands", "lipsformer._errors", "lipsformer._machine", "lipsformer._modes"},
-    "lipsformer._ranks",
+    *{"lipsformer._commands", "lipsformer._errors", "lipsformer._files", "lipsformer._machine"},
+    *{"lipsformer._modes", "lipsformer._ranks"},
     *{"lipsformer.kernels", "lipsformer.layers", "lipsformer.models", "lipsformer.graph"},
     *{"lipsformer.analysis", "lipsformer.engine", "lipsformer.jsonl"},
 }
@@ -32,6 +32,7 @@ OWN = {
     "lipsformer/completion.py": {"lipsformer._commands", "lipsformer.config"},
     "lipsformer/_configfile.py": set(),
     "lipsformer/_errors.py": set(),
+    "lipsformer/_files.py": set(),
     "lipsformer/jsonl.py": set(),
     "lipsformer/_machine.py": set(),
     "lipsformer/_modes.py": set(),
@@ -47,7 +48,8 @@ OWN = {
     },
     "lipsformer/graph": {
         *{"lipsformer.graph", "lipsformer.layers", "lipsformer.kernels"},
-        *{"lipsformer._configfile", "lipsformer._modes", "lipsformer._ranks", "lipsformer.jsonl"},
+        *{"lipsformer._configfile", "lipsformer._files", "lipsformer._modes"},
+        *{"lipsformer._ranks", "lipsformer.jsonl"},
     },
     "lipsformer/analysis": {
         *{"lipsformer.analysis", "lipsformer.models", "lipsformer.layers", "lipsformer._modes"}
@@ -58,7 +60,7 @@ OWN = {
     "lipsformer/engine": {
         *{"lipsformer.engine", "lipsformer.analysis", "lipsformer.models", "lipsformer.kernels"},
         *{"lipsformer.config", "lipsformer._configfile", "lipsformer._machine"},
-        *{"lipsformer._errors", "lipsformer._ranks", "lipsformer.jsonl"},
+        *{"lipsformer._errors", "lipsformer._files", "lipsformer._ranks", "lipsformer.jsonl"},
     },
     "data": {"data"},
     "data/build.py": {"data", "lipsformer.config"},
@@ -79,6 +81,7 @@ ELSEWHERE = {
     "lipsformer/_configfile.py": {"omegaconf", "yaml"},
     "lipsformer/jsonl.py": set(),
     "lipsformer/_errors.py": set(),
+    "lipsformer/_files.py": set(),
     "lipsformer/_machine.py": set(),
     "lipsformer/_modes.py": {"torch"},
     "lipsformer/_ranks.py": {"torch"},

@@ -18,7 +18,8 @@ from data import build_eval_dataset
 from lipsformer._configfile import make_config, read_config
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
 from lipsformer.config import Config, DataConfig
-from lipsformer.engine.build import build_model, load_initial_weights, timm_config
+from lipsformer.engine.build import build_model, timm_config
+from lipsformer.engine.initial_weights import load_initial_weights
 from lipsformer.engine.run_files import CheckpointError
 from lipsformer.engine.run_folder import RunFolder
 from tests.engine.conftest import fresh_process  # noqa: F401

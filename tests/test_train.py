@@ -11,7 +11,8 @@ from timm.models import save_for_hf
 
 from lipsformer._configfile import ConfigError, read_config
 from lipsformer.config import Config
-from lipsformer.engine.build import build_model, load_initial_weights
+from lipsformer.engine.build import build_model
+from lipsformer.engine.initial_weights import load_initial_weights
 from lipsformer.engine.optim import parameter_groups
 from scripts import check_data
 from tests.data.trees import write_tree

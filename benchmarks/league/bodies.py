@@ -19,8 +19,7 @@ from benchmarks.league.pointwise_norms import Derf, DyT
 from benchmarks.league.residual_scales import layer_scale_, rezero_
 from benchmarks.league.sigma_reparam import sigma_reparam_
 from benchmarks.league.simple_norm import RMSNorm, simple_norm_
-from lipsformer.analysis.instruments import SpectralCap, UpdateLimit
-from lipsformer.engine.instrument import Instrument
+from lipsformer.analysis.instruments import InstrumentBase, SpectralCap, UpdateLimit
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 from lipsformer.models.lipsformer import LipsFormerBlock
 from lipsformer.models.lipsformer_swin import WindowAttention
@@ -220,7 +219,7 @@ class Body:
 
     change: Callable[[Model, int], None]
     weight_decay: bool = True
-    instruments: tuple[Callable[[Model], Instrument], ...] = ()
+    instruments: tuple[Callable[[Model], InstrumentBase], ...] = ()
 
 
 # Largest ratio of sigma_1(update) to sigma_1(weight) of UpdateLimit, and the cap of SpectralCap:

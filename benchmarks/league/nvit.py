@@ -3,7 +3,6 @@
 Every token, and every vector of a weight along the channels of the tokens, has length 1.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.league.attention import DotProductAttention
+from lipsformer.analysis.instruments import InstrumentBase
 from lipsformer.layers import DepthwiseConv2d, Linear
 from lipsformer.models.lipsformer_swin import WindowAttention
 
@@ -187,7 +187,7 @@ def make_normalized(model: Any, blocks: int) -> None:
     NormalizeWeights(model).after_step(0)
 
 
-class NormalizeWeights:
+class NormalizeWeights(InstrumentBase):
     """Bring every vector of the weights along the tokens' channels back to length 1.
 
     These are the rows of a weight that reads tokens and the columns of one that writes them: the
@@ -209,13 +209,6 @@ class NormalizeWeights:
             if isinstance(layer, (nn.Linear, nn.Conv2d, DepthwiseConv2d)) and layer not in writing
         ]
 
-    def before_step(self, step: int) -> None:
-        """Do nothing: only new weights need normalizing.
-
-        Args:
-            step: Number of steps made before the current one.
-        """
-
     @torch.no_grad()
     def after_step(self, step: int) -> None:
         """Normalize the weights.
@@ -227,18 +220,3 @@ class NormalizeWeights:
             weight.copy_(F.normalize(weight, dim=0))
         for weight in self.rows:
             weight.copy_(F.normalize(weight.flatten(1), dim=1).view_as(weight))
-
-    def before_eval(self) -> Mapping[str, Mapping[str, float]]:
-        """Return no figures: the weights are normalized after every step."""
-        return {}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return nothing: the next step depends on the weights alone."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load nothing.
-
-        Args:
-            state: The result of `state_dict`.
-        """

@@ -1,10 +1,10 @@
 """Training and evaluation of image models; the only part of the library that knows Accelerate.
 
 `trainer` decides when to log, evaluate, save and stop; `steps` makes steps and `evaluation`
-evaluates, on the objects of `train_state`; `build` makes them from a config; `run_files` names the
-files of a run, `run_folder` says which of its weights a command uses, and `weights` reads them. The
-engine counts optimizer steps; `data`, files, settings and messages call one "update", with the same
-numbers.
+evaluates, on the objects of `train_state`; `build` makes them from a config, and `initial_weights`
+loads the weights that the config names; `run_files` names the files of a run, `run_folder` says
+which of its weights a command uses, and `weights` reads them. The engine counts optimizer steps;
+`data`, files, settings and messages call one "update", with the same numbers.
 
 The life of a checkpoint:
 

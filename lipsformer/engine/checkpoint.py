@@ -10,7 +10,6 @@ functions of the seed, the step, the micro-step and the rank. `run_folder` finds
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lipsformer._files import flush
 from lipsformer._renamed import renamed
 from lipsformer.engine.run_files import MANIFEST, PREFIX, CheckpointError, manifest_entry
 from lipsformer.engine.run_folder import Checkpoints
@@ -110,23 +110,6 @@ class CheckpointFolder(Checkpoints):
                 shutil.rmtree(path.rename(hidden))
             except OSError as error:
                 logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of a file, or leave it unchanged if that fails."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    flush(temporary)
-    temporary.replace(path)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 __getattr__ = renamed(__name__)

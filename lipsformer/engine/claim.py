@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lipsformer._configfile import ConfigError, dump_config
+from lipsformer._files import replacing, write_atomically
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
+from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.run_files import CONFIG, ENVIRONMENT, EXIT, METRICS, SKIPPED, find_fault
 from lipsformer.engine.run_folder import RunFolder, better_kind
 
@@ -122,9 +123,8 @@ class Claim:
         write_atomically(path / CONFIG, dump_config(config))
         if config.data.skip_list is not None:
             # The list may be the run's own copy, and a full disk must not cut that copy short.
-            temporary = path / f".{SKIPPED}"
-            shutil.copyfile(config.data.skip_list, temporary)
-            temporary.replace(path / SKIPPED)
+            with replacing(path / SKIPPED) as temporary:
+                shutil.copyfile(config.data.skip_list, temporary)
         (path / EXIT).unlink(missing_ok=True)
 
     def complete(self) -> None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lipsformer._configfile import read_json
+from lipsformer._files import write_atomically
 from lipsformer._ranks import launched_first_here
-from lipsformer.engine.checkpoint import write_atomically
 from lipsformer.engine.run_files import EXIT
 
 # Exit codes. 75 is EX_TEMPFAIL of sysexits.h: the caller shall run the same command again.

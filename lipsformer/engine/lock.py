@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.checkpoint import flush
+from lipsformer._files import flush
 from lipsformer.engine.run_files import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -86,18 +86,18 @@ def _run_once(
         model = build_model(config, classes)
         _require_memory(config, model)
         _require_targets(config, model)
+        described = describe_model(config)
         for training, count, size in trials:
             key = "data.img_size" if size == config.data.img_size else "augment.img_sizes"
-            model_text = describe_model(config)
-            refusal = f"{model_text} does not take images of {key}={size} in batches of {count}"
+            refusal = f"{described} does not take images of {key}={size} in batches of {count}"
             images = torch.zeros(count, 3, size, size)
             outputs = try_images(model.train(training), images, refusal)
             expected = (count, len(classes))
             if not isinstance(outputs, Tensor) or outputs.shape != expected:
                 found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs)
                 raise ConfigError(
-                    f"{describe_model(config)} gives no logits: expected a tensor of shape "
-                    f"{expected}, found {found}"
+                    f"{described} gives no logits: expected a tensor of shape {expected}, found "
+                    f"{found}"
                 )
 
 

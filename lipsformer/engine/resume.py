@@ -7,6 +7,7 @@ from typing import Any
 from lipsformer._configfile import ConfigError, dotted, read_config
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
+from lipsformer.engine.distributed import StepShare
 from lipsformer.engine.preflight import check_folder
 from lipsformer.engine.run_files import CONFIG, METRICS, SKIPPED, find_fault, read_state
 from lipsformer.engine.run_folder import RunFolder
@@ -180,18 +181,19 @@ def require_same_data(start: Path, state: dict[str, Any], **own: Any) -> None:
 
 
 def require_same_world(
-    start: Path, state: dict[str, Any], now: tuple[int, int, int], allowed: bool
+    start: Path, state: dict[str, Any], *, world_size: int, share: StepShare, allowed: bool
 ) -> None:
     """Raise unless a checkpoint was made with as many processes, or another number is allowed.
 
     Args:
         start: The checkpoint.
         state: Its state.
-        now: Number of processes, samples of a micro-batch, and micro-batches per step and process.
+        world_size: Number of processes.
+        share: The share of each process in a step.
         allowed: Only log the difference.
     """
-    # The key "micro_batch" holds the two numbers of the step share.
     before = (state["world_size"], *state["micro_batch"])
+    now = (world_size, *share)
     if before == now:
         return
     template = "{} processes x {} samples x {} micro-batches before, {} x {} x {} now"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lipsformer._configfile import ConfigError
-from lipsformer.engine.instrument import Instrument
+from lipsformer.analysis.instruments import InstrumentBase
 from lipsformer.engine.optim import load_state, state_numbers, state_tensors
 from lipsformer.engine.run_files import EMA, INSTRUMENTS, MODEL, OPTIMIZER, read_state
 from lipsformer.engine.weights import check_fit
@@ -71,7 +71,7 @@ class TrainState:
     seed: int
     ema: ModelEmaV3 | None = None
     teacher: str | None = None
-    instruments: Sequence[Instrument] = ()
+    instruments: Sequence[InstrumentBase] = ()
     before_change: Callable[[], None] = lambda: None
 
     def weights(self) -> dict[str, nn.Module]:

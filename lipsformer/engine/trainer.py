@@ -16,9 +16,10 @@ import torch
 
 from lipsformer import kernels
 from lipsformer._configfile import ConfigError, dump_config
+from lipsformer._files import write_atomically
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
-from lipsformer.engine.checkpoint import CheckpointFolder, write_atomically
+from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.claim import Claim
 from lipsformer.engine.distributed import environment, memory_gib
 from lipsformer.engine.evaluation import evaluate
@@ -312,7 +313,6 @@ class Trainer:
             "run_id": self.run_id,
             "metrics_bytes": self.tracking.size(),
             "world_size": self.accelerator.num_processes,
-            # This key holds the whole step share: samples of a micro-batch, and micro-batches.
             "micro_batch": list(self.parts.step_share),
             **self._data(),
             "kernels": kernels.verdicts(),
@@ -352,9 +352,13 @@ class Trainer:
         """Restore a checkpoint; return the length that metrics.jsonl had at its step."""
         state = read_state(start)
         require_same_data(start, state, updates_per_epoch=self.steps_per_epoch, **self._data())
-        share = self.parts.step_share
-        world = (self.accelerator.num_processes, share.samples, share.micro_batches)
-        require_same_world(start, state, world, self.config.run.allow_world_size_change)
+        require_same_world(
+            start,
+            state,
+            world_size=self.accelerator.num_processes,
+            share=self.parts.step_share,
+            allowed=self.config.run.allow_world_size_change,
+        )
         self.state.load_checkpoint(start)
         self.step = state["update"]
         self.history = state["history"]
@@ -433,8 +437,7 @@ class Trainer:
             "samples": self.parts.train_batches.indices(epoch, position),
             "checkpoint": None if newest is None else newest.name,
             "world_size": self.accelerator.num_processes,
-            # Unlike in a checkpoint, this key holds the samples of a micro-batch only.
-            "micro_batch": self.parts.step_share.samples,
+            "samples_per_micro_batch": self.parts.step_share.samples,
         }
         write_atomically(self.folder.path / REPLAY, json.dumps(record, indent=1))
         logger.error("lipsformer replay %s  finds where it began", self.folder.path)

@@ -19,6 +19,7 @@ from lipsformer._configfile import ConfigError
 from lipsformer._errors import first_line
 from lipsformer.engine.run_files import TIMM_CONFIG, CheckpointError
 from lipsformer.engine.run_folder import Weights, find_weights
+from lipsformer.models.official_weights import unwrap
 from lipsformer.models.pretrained import UNTRAINED
 
 logger = logging.getLogger(__name__)
@@ -177,12 +178,10 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} is not a file of weights: {reason}") from None
     except Exception as error:  # both readers raise whatever their parsers raise
         raise CheckpointError(f"{file} is not a file of weights: {first_line(error)}") from None
-    for key in ("model", "state_dict"):
-        if isinstance(weights, dict) and isinstance(weights.get(key), dict):
-            weights = weights[key]
-    if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
-        raise CheckpointError(f"{file} does not hold a mapping of names to tensors")
-    return {strip_wrappers(name): tensor for name, tensor in weights.items()}
+    try:
+        return {strip_wrappers(name): tensor for name, tensor in unwrap(weights).items()}
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not a file of weights: {error}") from None
 
 
 def strip_wrappers(name: str) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric import seed_everything
 
+from lipsformer._files import replacing, write_atomically
 from lipsformer._ranks import (
     gather_from_ranks,
     on_first_rank,
@@ -218,9 +218,8 @@ class Training:
             "epoch": self.epoch,
             "seconds": self.seconds,
         }
-        partial = path.with_suffix(".tmp")
-        torch.save(state, partial)
-        os.replace(partial, path)
+        with replacing(path) as temporary:
+            torch.save(state, temporary)
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint that `save` wrote, in this version or an earlier one.
@@ -349,9 +348,7 @@ def fit(
 def _drop_records(log: Path, epoch: int) -> None:
     """Remove the records from `epoch` on, which are computed again, and create the file."""
     kept = [json.dumps(record) for record in read_jsonl(log) if record["epoch"] < epoch]
-    partial = log.with_suffix(".tmp")
-    partial.write_text("".join(f"{line}\n" for line in kept))
-    os.replace(partial, log)  # a full disk or a killed process loses nothing
+    write_atomically(log, "".join(f"{line}\n" for line in kept))
 
 
 __getattr__ = renamed(__name__)

@@ -194,12 +194,6 @@ def create(
     )
 
 
-def unwrap(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights of a checkpoint that may hold them under ``model`` or ``state_dict``."""
-    checkpoint = checkpoint.get("model", checkpoint)
-    return dict(checkpoint.get("state_dict", checkpoint))
-
-
 def model_cfg(**kwargs: Any) -> dict[str, Any]:
     """Return timm's default configuration of a LipsFormer.
 

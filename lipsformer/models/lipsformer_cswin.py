@@ -26,13 +26,14 @@ from lipsformer.layers import (
     attend_in_windows,
     pad_to_even,
 )
-from lipsformer.models._timm import create, model_cfg, unwrap
+from lipsformer.models._timm import create, model_cfg
 from lipsformer.models.folding import fold_norm_behind, register_fold
 from lipsformer.models.lipsformer import Device, LipsFormer, fit_window
 from lipsformer.models.official_weights import (
     check_same_form,
     official_cswin_to_lipsformer,
     rename_earlier_version,
+    unwrap,
 )
 from lipsformer.models.pretrained import register_with_weights
 
@@ -286,8 +287,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
         model: The model to be loaded.
 
     Raises:
-        ValueError: If the weights were made with the other form of the attention, the paper's or
-            the released code's.
+        ValueError: If there are no weights, or if they were made with the other form of the
+            attention, the paper's or the released code's.
     """
     state_dict = official_cswin_to_lipsformer(unwrap(state_dict))
     rename_earlier_version(state_dict)

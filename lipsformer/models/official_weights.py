@@ -1,6 +1,7 @@
-"""Parameter names of the released checkpoints and of earlier versions, translated to today's."""
+"""Weights in released checkpoints and those of earlier versions, under today's names."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,34 @@ _CSWIN_BLOCK_RULES = (
     (r"\.proj\.(weight|bias)$", r".attn.branch.proj.\1"),
     (r"\.attns\.(\d)\.get_v\.", r".attn.branch.lepe.\1."),
 )
+
+
+def unwrap(checkpoint: Any) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint, which may hold them in a `model` or `state_dict` entry.
+
+    Args:
+        checkpoint: Names to tensors, or a mapping that holds them.
+
+    Raises:
+        ValueError: If it holds no mapping of names to tensors.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.official_weights import unwrap
+        >>> unwrap({"model": {"head.bias": torch.zeros(2)}, "epoch": 3})
+        {'head.bias': tensor([0., 0.])}
+    """
+    for key in ("model", "state_dict"):
+        if isinstance(checkpoint, Mapping) and isinstance(checkpoint.get(key), Mapping):
+            checkpoint = checkpoint[key]
+    if not isinstance(checkpoint, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in checkpoint.items()
+    ):
+        raise ValueError(
+            "it holds no mapping of names to tensors, neither at the top nor in an entry 'model' "
+            "or 'state_dict'"
+        )
+    return dict(checkpoint)
 
 
 def official_swin_to_lipsformer(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import torch
 
 import eval as evaluation
 import train
-from lipsformer.engine.build import build_model, load_initial_weights
+from lipsformer.engine.build import build_model
+from lipsformer.engine.initial_weights import load_initial_weights
 from lipsformer.engine.run_folder import RunFolder
 from lipsformer.engine.weights import load_model
 from scripts import export_model, measure_lipschitz

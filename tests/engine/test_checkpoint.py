@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -235,6 +236,16 @@ def test_wrappers_leave_no_trace_in_names(tmp_path: Path, name: str) -> None:
     assert strip_wrappers(name) == "a.b"
     torch.save({"state_dict": {name: torch.arange(3.0)}}, tmp_path / "w.pth")
     assert torch.equal(read_weights(tmp_path / "w.pth")["a.b"], torch.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [torch.ones(2), {"model": [torch.ones(2)]}, {1: torch.ones(2)}, {"state_dict": {"a.b": 3}}],
+)
+def test_a_file_without_a_mapping_of_tensors_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="it holds no mapping of names to tensors"):
+        read_weights(tmp_path / "w.pth")
 
 
 def test_weights_that_need_unpickling_are_refused(tmp_path: Path) -> None:

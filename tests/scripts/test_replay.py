@@ -64,9 +64,10 @@ def test_the_update_of_two_ranks_is_replayed_on_one_process(
     (expected,) = [r for r in records if r["kind"] == "train" and r["update"] == 5]
 
     # As if update 4 of 7 had been the one that failed.
-    record = {"update": 4, "samples": [], "checkpoint": None, "world_size": 2, "micro_batch": 24}
-    (tmp_path / "out" / "replay.json").write_text(json.dumps(record))
-    assert replay.main([str(tmp_path / "out")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["loss"] == f"{expected['loss']:.6g}"
-    assert found["grad_norm"] == f"{expected['grad_norm']:.6g}"
+    record = {"update": 4, "samples": [], "checkpoint": None, "world_size": 2}
+    for key in ("samples_per_micro_batch", "micro_batch"):  # today's name and the earlier one
+        (tmp_path / "out" / "replay.json").write_text(json.dumps({**record, key: 24}))
+        assert replay.main([str(tmp_path / "out")]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["loss"] == f"{expected['loss']:.6g}"
+        assert found["grad_norm"] == f"{expected['grad_norm']:.6g}"

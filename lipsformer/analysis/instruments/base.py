@@ -1,4 +1,4 @@
-"""What the instruments share."""
+"""The contract between the trainer and the instruments, and the state that they share."""
 
 from collections.abc import Mapping
 
@@ -8,13 +8,15 @@ from lipsformer.analysis.sigma import SigmaTracker
 
 
 class InstrumentBase:
-    """Base of the instruments: methods that do nothing, and the state of the sigma trackers.
+    """Base of the objects that act around every optimizer step and before every evaluation.
 
-    The trackers keep singular vectors from step to step. The vectors decide the last digits of
-    records and of capped weights, so a run that is resumed needs them to continue exactly.
+    The trainer calls the methods on every rank, in the order of its list of instruments. The
+    methods of this class do nothing, except that they save and restore the sigma trackers. The
+    trackers keep singular vectors from step to step. The vectors decide the last digits of records
+    and of capped weights, so a run that is resumed needs them to continue exactly.
 
     Example:
-        >>> from lipsformer.analysis.instruments.base import InstrumentBase
+        >>> from lipsformer.analysis.instruments import InstrumentBase
         >>> class PrintSteps(InstrumentBase):
         ...     def after_step(self, step):
         ...         print(f"{step + 1} steps are completed")
@@ -25,14 +27,14 @@ class InstrumentBase:
     trackers: Mapping[str, SigmaTracker] = {}
 
     def before_step(self, step: int) -> None:
-        """Act before the optimizer step, when the gradients are final.
+        """Act when the gradients are final and the weights have not changed yet.
 
         Args:
             step: Number of optimizer steps completed before this one.
         """
 
     def after_step(self, step: int) -> None:
-        """Act after the optimizer step, when the weights have changed.
+        """Act when the weights have changed.
 
         Args:
             step: Number of optimizer steps completed before this one: the same value as in
@@ -40,7 +42,9 @@ class InstrumentBase:
         """
 
     def before_eval(self) -> Mapping[str, Mapping[str, float]]:
-        """Act before the weights are evaluated or saved.
+        """Prepare the weights at the end of an epoch, before they are evaluated or saved.
+
+        An exception stops the run before these weights are saved.
 
         Returns:
             Figures to add to the records of the evaluation, by kind of weights ("raw" or "ema").
@@ -48,7 +52,7 @@ class InstrumentBase:
         return {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors on which the next step depends."""
+        """Return the tensors on which the next step depends, for a checkpoint."""
         return {
             f"{name}.{key}": vectors
             for name, tracker in self.trackers.items()
@@ -56,7 +60,7 @@ class InstrumentBase:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a state. Trackers that are missing in it start anew.
+        """Restore a state. Trackers that are missing in it start anew.
 
         Args:
             state: The result of `state_dict`.
