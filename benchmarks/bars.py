@@ -71,7 +71,8 @@ def ratios() -> Iterator[Ratio]:
 def _ratios_of_processor(processor: str) -> Iterator[Ratio]:
     for kind in ("models", "infer"):
         for path in sorted(RESULTS.glob(f"{kind}_*_{processor}*.json")):
-            yield from _ratios_of_models(json.loads(path.read_text()), path.name)
+            if "_avx2_" not in path.name:  # on a processor whose AVX-512 was switched off
+                yield from _ratios_of_models(json.loads(path.read_text()), path.name)
     for path in sorted(RESULTS.glob(f"deployment_{processor}.json")):
         record = json.loads(path.read_text())
         for model, precision, batch, ratio, _ in fastest_ratios(record):

@@ -94,8 +94,25 @@ class Study:
         return [*self.overrides, *self.rows[row].split(), f"train.seed={seed}"]
 
     def run_config(self, row: str, seed: int) -> Config:
-        """Return the config of a run, without its folder."""
-        return read_config(Config, ROOT / self.config, self.settings(row, seed))
+        """Return the config of a run, without its folder.
+
+        Raises:
+            ConfigError: If the config is wrong, or the images and products of the run are not those
+                of equal updates.
+        """
+        config = read_config(Config, ROOT / self.config, self.settings(row, seed))
+        for key, value, plain in (
+            ("train.drop_last", config.train.drop_last, True),
+            ("augment.img_sizes", config.augment.img_sizes, ()),
+            ("loss.teacher", config.loss.teacher, None),
+        ):
+            require(value == plain, key, value, f"a study counts costs only with {key}={plain}")
+        return config
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines of the finished runs that the study names."""
+        runs = self.runs()
+        return [x for x in read_jsonl(ROOT / self.results) if (x["row"], x["seed"]) in runs]
 
 
 class Processes:
@@ -203,7 +220,7 @@ def run(study: Study, name: str, runs: Path, workers: int, only: Sequence[str]) 
     Returns:
         The exit code of the command.
     """
-    done = {(line["row"], line["seed"]) for line in read_jsonl(ROOT / study.results)}
+    done = {(line["row"], line["seed"]) for line in study.lines()}
     missing = [r for r in study.runs() if r not in done and (not only or r[0] in only)]
     path, lock = ROOT / study.results, threading.Lock()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,10 +255,8 @@ def stale(study: Study) -> list[str]:
     line of the run.
     """
     sentences = []
-    for line in read_jsonl(ROOT / study.results):
+    for line in study.lines():
         row, seed = line["row"], line["seed"]
-        if (row, seed) not in study.runs():
-            continue
         config = study.run_config(row, seed)
         then, now = yaml.safe_load(line["config"]), yaml.safe_load(dump_config(config))
         keys = [key.split(".") for key in config_identity(config)]
@@ -277,7 +292,7 @@ def table(study: Study) -> str:
 
     The column of the seeds names the exit codes of runs that ended early, such as diverged ones.
     """
-    results = list(read_jsonl(ROOT / study.results))
+    results = study.lines()
     lines = []
     for row in study.rows:
         own = [line for line in results if line["row"] == row]
@@ -316,7 +331,7 @@ def plot(study: Study, path: Path) -> None:
     figure = Figure(figsize=(8.0, 5.0), layout="constrained")
     axes = figure.subplots()
     rows = list(study.rows)
-    results = list(read_jsonl(ROOT / study.results))
+    results = study.lines()
     for row in rows:
         for index, line in enumerate(own for own in results if own["row"] == row):
             raw = [entry for entry in line["evaluations"] if entry["kind"] == "raw"]

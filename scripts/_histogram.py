@@ -12,24 +12,26 @@ WIDTH = 40  # characters of the longest bar
 
 
 def histogram(radii: Sequence[float]) -> dict[str, Any]:
-    """Count distances in ten bins of equal width in log10, and those that are 0.
+    """Count distances in ten bins of equal width in log10, those that are 0, and infinite ones.
 
     Args:
         radii: Certified distances, >= 0.
 
     Returns:
-        `zero`, `edges` (eleven distances, or none) and `images` (ten counts, or none).
+        `zero`, `edges` (eleven distances, or none), `images` (ten counts, or none) and `infinite`.
 
     Example:
         >>> histogram([0.0, 1.0, 1.0, 100.0])["images"]
         [2, 0, 0, 0, 0, 0, 0, 0, 0, 1]
     """
     logs = [math.log10(radius) for radius in radii if 0.0 < radius < math.inf]
-    if not logs:
-        return {"zero": len(radii), "edges": [], "images": []}
-    counts, edges = np.histogram(logs, bins=BINS)
-    zero = sum(radius == 0.0 for radius in radii)
-    return {"zero": zero, "edges": (10.0**edges).tolist(), "images": counts.tolist()}
+    counts, edges = np.histogram(logs, bins=BINS) if logs else (np.array([]), np.array([]))
+    return {
+        "zero": sum(radius == 0.0 for radius in radii),
+        "edges": (10.0**edges).tolist(),
+        "images": counts.tolist(),
+        "infinite": sum(radius == math.inf for radius in radii),
+    }
 
 
 def bars(counted: dict[str, Any]) -> list[str]:
@@ -40,6 +42,9 @@ def bars(counted: dict[str, Any]) -> list[str]:
         *(f"{low:.2g} to {high:.2g}" for low, high in itertools.pairwise(edges)),
     ]
     counts = [counted["zero"], *counted["images"]]
+    if counted["infinite"]:
+        names.append("inf")
+        counts.append(counted["infinite"])
     most, width = max(*counts, 1), max(map(len, names))
     return [
         f"{name:>{width}}  {count:6d}  {'#' * round(WIDTH * count / most)}".rstrip()

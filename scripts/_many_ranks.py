@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +29,7 @@ from lipsformer._configfile import ConfigError
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
 from lipsformer.engine.distributed import StepShare, share_of_step
+from lipsformer.engine.loss import make_criterion
 from lipsformer.engine.optim import make_optimizer
 
 # Images for training and validation, and classes, for machines without the data.
@@ -82,7 +82,7 @@ def predict_run(config: Config, world_size: int, shard: int = 1) -> dict[str, An
         "micro_batches": step_share.micro_batches,
         "steps_per_epoch": batches.updates_per_epoch,
         "steps": batches.updates_per_epoch * config.train.epochs,
-        "memory": _memory(config, step, shard, step_share.micro_batches),
+        "memory": _memory(config, step, world_size, shard, step_share.micro_batches),
         "collectives": _collectives(config, step, world_size, shard, step_share.micro_batches),
         "samplers": _check_samplers(batches, val_set, world_size, step_share.samples)
         | {"data": "found" if found else f"not found; {config.data.name} as published"},
@@ -185,6 +185,7 @@ def _fake_step(config: Config, classes: list[str], step_share: StepShare) -> _St
             live.hold(*model.parameters(), *model.buffers())
         model.train()
         optimizer = make_optimizer(model, config.optim)
+        criterion = make_criterion(config, len(classes), model)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(arrived.append)
         weights, live.peak = live.now, 0
@@ -194,7 +195,7 @@ def _fake_step(config: Config, classes: list[str], step_share: StepShare) -> _St
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
                 logits = model(images).float()
             targets = torch.zeros(step_share.samples, len(classes))
-            F.cross_entropy(logits, targets, reduction="sum").backward()
+            criterion(logits, targets).backward()
             del images, logits, targets
         limit = float("inf") if config.optim.clip_grad is None else config.optim.clip_grad
         nn.utils.clip_grad_norm_(model.parameters(), limit)
@@ -206,7 +207,9 @@ def _fake_step(config: Config, classes: list[str], step_share: StepShare) -> _St
     return _Step(model, arrived, weights, moments, peak)
 
 
-def _memory(config: Config, step: _Step, shard: int, num_micro_batches: int) -> dict[str, int]:
+def _memory(
+    config: Config, step: _Step, world_size: int, shard: int, num_micro_batches: int
+) -> dict[str, int]:
     """Return bytes of one rank by purpose; their sum is `peak`.
 
     With shards it is an estimate, which was not compared with a run.
@@ -218,9 +221,9 @@ def _memory(config: Config, step: _Step, shard: int, num_micro_batches: int) -> 
         "average of the weights": step.weights if config.train.ema_decay else 0,
         "gradients, activations and temporary": step.peak - step.weights - step.moments,
     }
-    if shard == 1:
+    if world_size > 1 and shard == 1:
         found["buckets of DDP"] = learned
-    else:
+    if shard > 1:
         for name in ("weights", "moments", "average of the weights"):
             found[name] = -(-found[name] // shard)
         if num_micro_batches == 1:  # FSDP2 shards gradients after the last micro-batch only

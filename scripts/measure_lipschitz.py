@@ -88,7 +88,7 @@ def measure(
         estimates[""] = max(estimates[""], raised.max().item())
     rows = []
     for part, bound in parts.items():
-        estimate = math.log10(estimates[part]) if estimates[part] > 0.0 else -math.inf
+        estimate = -math.inf if estimates[part] == 0.0 else math.log10(estimates[part])
         rows.append(
             {
                 "name": part,
@@ -96,7 +96,7 @@ def measure(
                 "bound": bound.log10,
                 "paper_bound": bound.paper_log10,
                 "estimate": estimate,
-                "slack": bound.log10 - estimate if bound.log10 > estimate else 0.0,
+                "slack": 0.0 if bound.log10 == estimate else bound.log10 - estimate,
             }
         )
     return {

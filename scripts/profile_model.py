@@ -58,11 +58,11 @@ def profile_model(
             size = (size[0], img_size, img_size)
             resize_input(model, name, size[0], img_size)
         images = torch.randn(batch_size, *size, device=target)
-        parts = part_costs(model, images[:1])
         step = _training_step if train else _inference_step
         seconds = median_seconds(
             step(model, images, PRECISIONS[precision]), target, repeats=repeats
         )
+    parts = part_costs(model, images[:1])  # after the peak was read, because tracing takes memory
     return {
         "model": name,
         "input_size": list(size),

@@ -27,7 +27,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(900)]
 
 
 @contextlib.contextmanager
-def started(kind: str, folder: Path, *overrides: str) -> Iterator[subprocess.Popen]:
+def started(
+    kind: str, folder: Path, *overrides: str, preempt_time: str = "None"
+) -> Iterator[subprocess.Popen]:
     """A launch file that runs on two ranks of this machine; their outputs go to `folder`/log."""
     config, out = folder / "run.yaml", folder / "out"
     environment = {
@@ -39,8 +41,12 @@ def started(kind: str, folder: Path, *overrides: str) -> Iterator[subprocess.Pop
     more = " ".join(["train.batch_size_per_device=24", *overrides])
     if kind == "slurm":
         scripts = {
-            "srun": 'exec "$@"',
-            "scontrol": f'echo "$@" >> {folder}/calls; [ "$1" != show ] || echo 127.0.0.1',
+            "srun": f'echo "$1" >> {folder}/calls; shift; exec "$@"',
+            "scontrol": f"""echo "$@" >> {folder}/calls
+                case "$1 $2" in
+                  "show hostnames") echo 127.0.0.1 ;;
+                  "show job") echo "   SuspendTime=None PreemptTime={preempt_time}" ;;
+                esac""",
         }
         for name, body in scripts.items():
             (folder / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -126,6 +132,24 @@ def test_a_stop_of_the_cluster_saves_on_all_ranks(tmp_path: Path, kind: str) -> 
     if kind == "slurm":
         assert "requeue 17" in (tmp_path / "calls").read_text()
     assert (status == 0) == (kind == "slurm")
+
+
+@pytest.mark.parametrize("preempt_time", ["None", "2026-11-28T03:00:00"])
+def test_a_preempted_job_of_slurm_returns_to_the_queue(tmp_path: Path, preempt_time: str) -> None:
+    """SLURM signals the tasks of a job that it preempts, but not its script."""
+    write_config(tmp_path, LONG, tmp_path / "out")
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    with started("slurm", tmp_path, preempt_time=preempt_time) as process:
+        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGTERM)
+        status = process.wait()
+    assert json.loads((tmp_path / "out" / "exit.json").read_text())["code"] == 75
+    calls = (tmp_path / "calls").read_text()
+    assert "--cpus-per-task=2" in calls
+    assert ("requeue 17" in calls) == (status == 0) == (preempt_time != "None")
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes", "skypilot"])

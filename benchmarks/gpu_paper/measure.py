@@ -1,6 +1,7 @@
 """Measure on a GPU what was predicted for it."""
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -106,8 +107,8 @@ def _measure(record: Record, mode: str, device: torch.device) -> dict[str, float
     figures[f"s of the first step, {mode}"] = _seconds(step, device)
     for _ in range(3):
         step()
-    times = sorted(_seconds(step, device) for _ in range(ROUNDS))
-    figures[f"ms of a step, {mode}"] = 1e3 * times[ROUNDS // 2]
+    times = [_seconds(step, device) for _ in range(ROUNDS)]
+    figures[f"ms of a step, {mode}"] = 1e3 * statistics.median(times)
     if mode == "eager":
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             step()

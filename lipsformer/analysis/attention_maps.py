@@ -15,6 +15,7 @@ from lipsformer.layers import (
     ScaledCosineAttention,
     cosine_normalize,
 )
+from lipsformer.layers.cosine_attention import additive_bias
 from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
 
 
@@ -75,7 +76,9 @@ def attention_scores(
         q: Queries, [B, H, N, d].
         k: Keys, [B, H, N, d].
         v: Values, [B, H, N, d].
-        bias: Bias that is added to the scores, broadcastable to [B, H, N, N]; None for none.
+        bias: Bias that is added to the scores, broadcastable to [B, H, N, N]; if it is boolean,
+            True marks the keys that take part, and a query without a key has the same score for
+            all. None for none.
 
     Returns:
         The scores, [B, H, N, N]. Rows are queries.
@@ -86,6 +89,7 @@ def attention_scores(
     else:
         q = q * dense_quadratic_scale(q, k, v)
     scores = q @ k.transpose(-2, -1)
+    bias, _ = additive_bias(bias, q)
     return scores if bias is None else scores + bias
 
 
@@ -105,8 +109,7 @@ def probe_attention(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
     def measure(name: str) -> Callable[[Any, tuple[Tensor, ...]], None]:
         def hook(core: Any, args: tuple[Tensor, ...]) -> None:
             scores = attention_scores(core, *args).float()
-            log_attn = scores.log_softmax(-1)
-            record[f"attn_entropy/{name}"] = -(log_attn.exp() * log_attn).sum(-1).mean()
+            record[f"attn_entropy/{name}"] = torch.special.entr(scores.softmax(-1)).sum(-1).mean()
             record[f"max_score/{name}"] = scores.amax()
 
         return hook

@@ -80,7 +80,12 @@ def part_costs(model: nn.Module, images: Tensor) -> list[PartCost]:
     finally:
         for handle in handles:
             handle.remove()
-    parameters = {name: count_parameters(model.get_submodule(name)) for name in names}
+    counted: set[nn.Parameter] = set()
+    parameters: dict[str, int] = {}
+    for name in names:  # a shared parameter counts in its first part
+        own = set(model.get_submodule(name).parameters()) - counted
+        parameters[name] = sum(parameter.numel() for parameter in own)
+        counted |= own
     parameters["(rest)"] = count_parameters(model) - sum(parameters.values())
     counts["(rest)"] = counts[""]
     for name in names:
@@ -252,7 +257,7 @@ def saved_bytes(
 
     Args:
         model: The model. It runs once in training mode and is set back to its mode. Its gradients
-            do not change.
+            do not change, but running statistics, as those of BatchNorm, do.
         images: [B, 3, H, W], on the device of the model.
         autocast: Function that returns the context manager of the forward pass.
     """
@@ -301,7 +306,7 @@ def training_bytes(
     Returns:
         Bytes by purpose. Their sum is the estimate.
     """
-    weights = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     learned = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     one, two = (saved_bytes(model, images[:number], autocast) for number in (1, 2))
     found = {

@@ -133,7 +133,7 @@ def adversarial_lipschitz(
 
 
 def capture_inputs(model: nn.Module, names: Iterable[str], x: Tensor) -> dict[str, Tensor]:
-    """Run a model and return the input of each named submodule.
+    """Run a model and return the input of each named submodule, of its last call.
 
     Args:
         model: The model, in evaluation mode.
@@ -159,6 +159,8 @@ def estimate_submodules(
     model: nn.Module, names: Iterable[str], x: Tensor, *, num_iters: int = 20
 ) -> dict[str, float]:
     """Estimate the local constants of submodules at the inputs that they receive from real data.
+
+    A submodule that the model calls several times is estimated at the input of its last call.
 
     Args:
         model: The model. It runs in evaluation mode and is set back to its mode.

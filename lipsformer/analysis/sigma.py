@@ -192,6 +192,7 @@ class SigmaTracker:
         Args:
             tracked: The operators.
         """
+        self.names = [op.name for op in tracked]
         self.convolutions = [op for op in tracked if not op.is_matrix]
         self.groups: dict[tuple[int, int], list[Operator]] = defaultdict(list)
         for op in tracked:
@@ -216,7 +217,7 @@ class SigmaTracker:
         }
 
     def measure(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the largest singular value of each operator, as a scalar tensor by name.
+        """Return the largest singular value of each operator, as a scalar tensor by name, in order.
 
         It is estimated from below for a matrix, and bounded from above for a convolution.
 
@@ -242,7 +243,7 @@ class SigmaTracker:
             sigmas.update(zip((op.name for op in group), found, strict=True))
         for op in self.convolutions:
             sigmas[op.name] = conv_sigma_bound(weights[op.name], op.stride, op.groups).amax()
-        return sigmas
+        return {name: sigmas[name] for name in self.names}
 
 
 __getattr__ = renamed(__name__)

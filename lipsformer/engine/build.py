@@ -161,9 +161,9 @@ def make_instruments(
             strength=options.cap_strength,
             residual_scale=options.residual_scale_cap,
             gain=options.gain_cap,
+            average=state.weights().get("ema"),
         )
-        # Caps the initial weights. The EMA needs none: its first step replaces its initial weights.
-        cap.before_eval()
+        cap.before_eval()  # for initial weights above the caps
         instruments.append(cap)
     if options.orthogonal:
         instruments.append(Orthogonal(module))

@@ -164,14 +164,17 @@ class Training:
         self.epoch += 1
 
     def _train(self, batches: Batches) -> tuple[float, float]:
-        """Return the loss and gradient norm of the last batch, or of the first not finite one."""
+        """Return the mean loss and the last gradient norm, or those of a batch with other values.
+
+        Those are infinite or NaN, and end the epoch.
+        """
         self.model.train()
         clip = math.inf if self.settings.clip_grad is None else self.settings.clip_grad
-        loss, gradient_norm = math.nan, math.nan
+        total, count, gradient_norm = 0.0, 0, math.nan
         for batch in on_device(batches, self.device):
-            self.optimizer.zero_grad(set_to_none=True)
             if batch.num_train == 0:
                 continue
+            self.optimizer.zero_grad(set_to_none=True)
             mask = batch.masks["train"]
             logits = self.parallel(batch.x, batch.edges)[mask]
             share = F.cross_entropy(logits, batch.y[mask], reduction="sum") / batch.num_train
@@ -179,9 +182,10 @@ class Training:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
             loss, gradient_norm = sum_over_ranks(share.detach()).item(), norm.item()
             if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
-                break
+                return loss, gradient_norm
             self.optimizer.step()
-        return loss, gradient_norm
+            total, count = total + loss * batch.num_train, count + batch.num_train
+        return total / count if count else math.nan, gradient_norm
 
     def _evaluate(self, batches: Batches) -> dict[str, Any]:
         record: dict[str, Any] = evaluate(self.model, batches, self.device)

@@ -147,6 +147,8 @@ def _tiles(runs: Sequence[RunLog]) -> list[Tile]:
             tiles.append(Tile(name, "–", "", "not evaluated yet"))
             continue
         note = f"after epoch {run.best['epoch']} of {run.config.train.epochs}"
+        if run.config.train.ema_decay:
+            note += f" ({run.best['kind']} weights)"
         last = run.evaluations[-1]["top1"]
         note += f", {last:.2f} % at the end; {run.best['images']} images"
         tiles.append(Tile(name, f"{run.best['top1']:.2f}", "% top-1", note))

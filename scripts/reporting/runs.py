@@ -59,9 +59,8 @@ class RunLog:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The records of evaluations, of the EMA weights if the run averages."""
-        kind = "ema" if self.config.train.ema_decay else "raw"
-        return [r for r in self.records if r["kind"] == kind]
+        """The records of evaluations of the kind of weights, raw or EMA, with the highest top-1."""
+        return [r for r in self.records if self.best and r["kind"] == self.best["kind"]]
 
     @property
     def best(self) -> dict[str, Any] | None:

@@ -1,11 +1,19 @@
 """Attention maps against attention computed in float64 from the projections, one head at a time."""
 
+import math
+
 import pytest
 import timm
 import torch
+from torch import nn
 
 import lipsformer
-from lipsformer.analysis.attention_maps import attention_maps
+from lipsformer.analysis.attention_maps import (
+    attention_maps,
+    attention_scores,
+    probe_attention,
+)
+from lipsformer.layers import ScaledCosineAttention
 
 TAU, EPS = 12.0, 1e-2
 
@@ -120,6 +128,31 @@ def test_lipschitznorm_scores_are_divided_by_the_norms():
     bias = model.get_submodule(f"{name}.branch").position_bias(3, 3)[0, 0].double()
     expected = (q @ k.T / scale + bias).softmax(1).sum(0).view(3, 3)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("boolean", [False, True])
+def test_masked_keys_have_no_weight_and_no_entropy(boolean):
+    torch.manual_seed(0)
+    core = ScaledCosineAttention(num_heads=1, value_scale=None).double()
+    q, k, v = torch.randn(3, 2, 1, 5, 7, dtype=torch.float64)
+    keys = torch.rand(5, 5) < 0.5
+    keys.fill_diagonal_(True)
+    mask = keys if boolean else torch.zeros(5, 5, dtype=q.dtype).masked_fill(~keys, -math.inf)
+    weights = attention_scores(core, q, k, v, mask).softmax(-1)
+    torch.testing.assert_close(weights @ v, core(q, k, v, mask))
+    assert (weights.masked_select(~keys) == 0.0).all()
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.core = core
+
+        def forward(self, x):
+            return self.core(q, k, v, mask)
+
+    entropy = -(weights * weights.clamp_min(1e-300).log()).sum(-1).mean()
+    found = probe_attention(Masked(), q)["attn_entropy/core"]
+    torch.testing.assert_close(found.double(), entropy, rtol=1e-5, atol=1e-6)
 
 
 def test_other_attention_is_refused():

@@ -8,7 +8,7 @@ import time
 import pytest
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -105,6 +105,22 @@ def test_shared_parameters_count_once():
 
 
 @pytest.mark.slow
+def test_a_weight_of_two_parts_belongs_to_the_first() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(11, 11), nn.Linear(11, 11)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x.flatten(1)[:, :11]))
+
+    images = torch.zeros(2, 3, 5, 7)
+    counted = {part.name: part.parameters for part in part_costs(Tied(), images[:1])}
+    assert counted == {"first": 11 * 11 + 11, "second": 11}
+    assert training_bytes(Tied(), images, micro_batch=2)["weights"] == 4 * (11 * 11 + 2 * 11)
+
+
 def test_peak_memory_sees_what_was_held_and_freed():
     """In a process of its own: what other tests left behind may be freed at any time."""
     lines = [

@@ -259,6 +259,34 @@ def test_soft_cap_removes_a_fraction_and_before_eval_the_rest():
         assert svd_sigma(weight) <= 1.0 + 1e-5, name
 
 
+def test_a_soft_cap_holds_for_the_average_too_when_it_is_evaluated():
+    torch.manual_seed(0)
+    model = small_model()
+    average = small_model()
+    with torch.no_grad():
+        average.head.fc.weight.mul_(3.0)
+    SpectralCap(model, 1.0, mode="soft", average=average).before_eval()
+    for name, weight in (matrices_of(model) | matrices_of(average)).items():
+        assert svd_sigma(weight) <= 1.0 + 1e-5, name
+
+
+@pytest.mark.parametrize("strength", [0.25, 1.0])
+def test_a_shared_weight_is_shortened_once(strength):
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    with torch.no_grad():
+        first.weight.copy_(torch.diag(torch.tensor([4.0, 1.0, 1.0, 1.0])))
+    cap = SpectralCap(nn.Sequential(first, second), 1.0, mode="soft", strength=strength)
+    cap.after_step(0)
+    assert svd_sigma(first.weight) == pytest.approx(4.0 - strength * 3.0, rel=1e-5)
+
+
+def test_singular_values_come_in_the_order_of_the_modules():
+    tracked = operators(small_model())
+    found = SigmaTracker(tracked).measure({op.name: op.weight for op in tracked})
+    assert list(found) == [op.name for op in tracked]
+
+
 def test_update_limit_shortens_large_updates_only():
     torch.manual_seed(0)
     model = small_model()

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,15 @@ def test_the_table_has_the_last_epoch_its_deviation_and_what_was_not_run(tmp_pat
     lines = [line("a", 0, 90.0, 71.0), line("a", 1, 10.0, 74.0)]
     lines = [{**entry, "wall_seconds": 1800.0} for entry in lines]
     results.write_text("".join(f"{json.dumps(entry)}\n" for entry in lines))
+    with results.open("a") as file:
+        file.write(json.dumps({**line("a", 9, 1.0), "wall_seconds": 5.0}) + "\n")  # no seed of it
     rows = {"a": "optim.lr=1e-3", "b": ""}
     study = Study(title="", config="", results=str(results), rows=rows, seeds=(0, 1))
     *_, row, _, missing = table(study).splitlines()
     cells = "| a | 72.50 ± 2.12 | 2 | 2.11 | 34.1 | 0.102 | 117 | 1.00 |"
     assert row == cells  # the standard deviation of 71 and 74 is 3 / sqrt(2)
     assert missing == "Not run: `b` (seed 0), `b` (seed 1)."
+    study = replace(study, row_seeds={"a": (0, 1, 2)})
     with results.open("a") as file:  # a mean over the seeds that did not diverge must say so
         file.write(json.dumps({"row": "a", "seed": 2, "exit_code": 3, "evaluations": []}) + "\n")
     cells = cells.replace("| 2 |", "| 2, and exit code 3 |")

@@ -100,6 +100,32 @@ def test_layers_and_ends_have_their_own_weight_decay(graph):
         torch.testing.assert_close(parameter.detach(), expected)
 
 
+def test_batches_without_training_nodes_change_no_record(graph):
+    """The loss is the mean over the training nodes, and the last gradients stay to be read."""
+
+    def plain():
+        return create_model("deep_gat", 5, 4, 2, 2, dropout=0.0, attn_dropout=0.0)
+
+    nodes = torch.arange(40)
+    halves = [graph.subgraph(nodes < 25), graph.subgraph(nodes >= 25)]
+    empty = graph.clone()
+    empty.train_mask = torch.zeros_like(graph.train_mask)
+    records = []
+    for batches in (halves, [*halves, empty]):
+        torch.manual_seed(0)
+        training = Training(plain(), replace(SETTINGS, lr=1e-12, profile_every=1), "cpu")
+        training.run_epoch(batches, [graph])
+        records.append(training.record)
+    assert records[0] == records[1]
+    assert min(records[1]["profile"]["training_gradient_norm"]) > 0.0
+    torch.manual_seed(0)
+    model = plain()
+    parts = [model(half.x, half.edge_index) for half in halves]
+    mask = torch.cat([half.train_mask for half in halves])
+    expected = torch.nn.functional.cross_entropy(torch.cat(parts)[mask], graph.y[mask])
+    assert records[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_evaluate_counts_over_batches_as_over_the_whole(graph):
     model = build().eval()
     nodes = torch.arange(40)

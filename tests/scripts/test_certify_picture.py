@@ -51,7 +51,7 @@ def test_distances_of_a_linear_classifier_are_those_to_its_nearest_border():
 
 
 def test_a_histogram_counts_every_distance_once():
-    radii = [0.0, 0.0, 1e-3, 2e-3, 0.1, 0.1, 1.0, 10.0]
+    radii = [0.0, 0.0, 1e-3, 2e-3, 0.1, 0.1, 1.0, 10.0, math.inf]
     counted = histogram(radii)
     edges = counted["edges"]
     assert counted["zero"] == 2 and math.isclose(edges[0], 1e-3) and math.isclose(edges[-1], 10.0)
@@ -60,8 +60,9 @@ def test_a_histogram_counts_every_distance_once():
     assert counted["images"] == inside
     lines = bars(counted)
     assert [int(line.split()[-2]) for line in lines if "#" in line] == [
-        n for n in [2, *inside] if n
+        n for n in [2, *inside, 1] if n
     ]
+    assert histogram([0.0, math.inf])["infinite"] == histogram([0.0, math.inf])["zero"] == 1
 
 
 def test_half_of_all_images_have_the_median_that_the_text_states():

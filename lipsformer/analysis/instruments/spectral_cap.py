@@ -58,6 +58,7 @@ class SpectralCap(InstrumentBase):
         strength: float = 0.1,
         residual_scale: float | None = None,
         gain: float | None = None,
+        average: nn.Module | None = None,
     ) -> None:
         """Find the weights to cap.
 
@@ -70,6 +71,9 @@ class SpectralCap(InstrumentBase):
                 has no effect on a model without weighted residuals or layer scales.
             gain: Largest allowed |gamma| of CenterNorm; None for no limit. It has no effect on a
                 model without CenterNorm.
+            average: A moving average of the model, whose weights are projected before every
+                evaluation. An average of weights that `soft` has not yet moved to the cap exceeds
+                it. None for no average.
 
         Raises:
             ValueError: If an argument is out of range, or if `sigma` is given and the model has no
@@ -87,6 +91,7 @@ class SpectralCap(InstrumentBase):
         self.sigma = math.inf if sigma is None else sigma
         self.mode, self.strength = mode, strength
         self.operators = [] if sigma is None else _every_operator(model)
+        self.averaged = [] if sigma is None or average is None else _every_operator(average)
         if sigma is not None and not self.operators:
             raise ValueError(
                 f"sigma={sigma} has no effect: the model has no linear layer or 2-d convolution"
@@ -126,8 +131,8 @@ class SpectralCap(InstrumentBase):
 
     @torch.no_grad()
     def before_eval(self) -> Mapping[str, Mapping[str, float]]:
-        """Project every weight exactly, in both modes."""
-        for op in self.operators:
+        """Project every weight of the model and of its average exactly, in both modes."""
+        for op in (*self.operators, *self.averaged):
             weight = full_tensor(op.weight)
             if op.is_matrix:
                 assign(op.weight, clip_singular_values(weight, self.sigma))
@@ -151,11 +156,14 @@ class SpectralCap(InstrumentBase):
 
 
 def _every_operator(model: nn.Module) -> list[Operator]:
-    """Return the operators of a model, or raise if one of them cannot be capped."""
+    """Return the operators of a model, or raise if one of them cannot be capped.
+
+    A weight that several modules share stands there once for each way in which they apply it.
+    """
     for name, module in model.named_modules():
         if isinstance(module, OTHERS) and not isinstance(module, nn.Conv2d):
             raise ValueError(
                 f"{name or 'the model'} is of {type(module).__name__}, which cannot be capped: "
                 "only linear layers and 2-d convolutions can"
             )
-    return operators(model)
+    return list({(id(op.weight), op.stride, op.groups): op for op in operators(model)}.values())
