@@ -374,22 +374,12 @@ class LipsFormer(TimmInterface):
             needs_reset: Reset all other parameters and the buffers first, as after ``to_empty``.
         """
         if needs_reset:
-            for module in self.modules():
-                if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()  # pyright: ignore[reportCallIssue]
+            self._reset_modules()
         spectral_init_modules_(self, zero_conv_bias=not self.official_compat)
         if self.unit_norm:
             for module in self.modules():
                 if isinstance(module, CenterNorm):
                     module.reset_parameters(unit=True)
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Return the last feature map, [B, H', W', C]; H' is H / 32 with the default sizes."""
-        return self.norm(self.stages(self.patch_embed(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Classify images [B, 3, H, W]; returns logits [B, num_classes]."""
-        return self.forward_head(self.forward_features(x))
 
 
 def _check_settings(

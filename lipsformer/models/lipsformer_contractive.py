@@ -11,7 +11,7 @@ import math
 from typing import Any, cast
 
 import torch
-from timm.layers import ClassifierHead, register_notrace_function, to_2tuple
+from timm.layers import ClassifierHead, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
@@ -133,7 +133,9 @@ class LipsFormerContractive(TimmInterface):
             dtype: Data type of the parameters.
 
         Raises:
-            ValueError: If a size does not fit or an argument is out of range.
+            ValueError: Unless ``dims``, ``depths`` and ``window_size`` have one length, the image
+                size is a multiple of ``patch_size * 2 ** (number of stages - 1)``, every other
+                argument is in its range, and the heads divide the channels of attention.
         """
         super().__init__()
         height, width = cast(tuple[int, int], to_2tuple(img_size))
@@ -169,7 +171,7 @@ class LipsFormerContractive(TimmInterface):
                 downsample = PatchMerging(dims[stage - 1], dim, **dd)
                 downsample.norm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
             window = window_size[stage]
-            attns = [self.make_attn(dim, window, dd) for _ in range(depth)]
+            attns = [self._make_window_attention(dim, window, dd) for _ in range(depth)]
             blocks = [ContractiveBlock(dim, attn, **dd) for attn in attns]
             stages.append(LipsFormerStage(downsample, blocks))
             self.feature_info.append(
@@ -185,8 +187,13 @@ class LipsFormerContractive(TimmInterface):
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
 
-    def make_attn(self, dim: int, window_size: int, dd: dict[str, Any]) -> nn.Module:
-        """Build the attention of a block with its residual, or an identity for none."""
+    def _make_window_attention(self, dim: int, window_size: int, dd: dict[str, Any]) -> nn.Module:
+        """Build the attention of a block with its residual, or an identity for none.
+
+        Raises:
+            ValueError: Unless the number of heads, ``max(1, attended // head_dim)``, divides the
+                number of channels on which the block attends.
+        """
         attended = round(dim * self.attn_share)
         if attended == 0:
             return nn.Identity()
@@ -212,9 +219,7 @@ class LipsFormerContractive(TimmInterface):
             needs_reset: Reset all other parameters and the buffers first, as after ``to_empty``.
         """
         if needs_reset:
-            for module in self.modules():
-                if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()  # pyright: ignore[reportCallIssue]
+            self._reset_modules()
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)) and not module.weight.is_meta:
                 for part in orthogonal_parts(f"{name}.weight", module.weight):
@@ -260,14 +265,12 @@ class LipsFormerContractive(TimmInterface):
     def forward_features(self, x: Tensor) -> Tensor:
         """Return all tokens of the last stage as one, [B, 1, 1, H' W' C]."""
         check_size(x, self.img_size)
-        return self.norm(self.stages(self.patch_embed(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Classify images [B, 3, H, W]; returns logits [B, num_classes]."""
-        return self.forward_head(self.forward_features(x))
+        return super().forward_features(x)
 
 
-@register_notrace_function  # FX cannot trace the check of the size
+# FX cannot trace the check. timm's `register_notrace_function` would work only in the file that
+# defines `forward`.
+@torch.fx.wrap
 def check_size(images: Tensor, img_size: tuple[int, int]) -> None:
     """Raise a `ValueError` unless ``images`` ([B, C, H, W]) have the size of the model."""
     size = images.shape[-2], images.shape[-1]
