@@ -118,9 +118,9 @@ class TimmInterface(nn.Module):
         """Return the stages' outputs, and the final features unless ``intermediates_only``.
 
         Args:
-            x: Images [B, 3, H, W].
+            x: Images [B, in_chans, H, W].
             indices: Stages to return: the last n if an int, all if None.
-            norm: Apply the final CenterNorm to the last stage's output.
+            norm: Apply the final norm to the last stage's output.
             stop_early: Stop after the last stage wanted.
             output_fmt: "NCHW" or "NHWC", the layout of the intermediates.
             intermediates_only: Return only the list.
@@ -151,7 +151,7 @@ class TimmInterface(nn.Module):
 
         Args:
             indices: Stages to keep reachable: the last n if an int.
-            prune_norm: Drop the final CenterNorm.
+            prune_norm: Drop the final norm.
             prune_head: Drop the classifier and the pooling.
 
         Returns:
