@@ -169,10 +169,10 @@ register_notrace_module(CosineWindowAttention)  # FX cannot trace the choice of 
 
 def convert(
     model: nn.Module,
+    *,
     value_scale: float = 1.0,
     residual_scale: float | None = None,
     spectral_init: bool = True,
-    *,
     attn: Literal["cosine", "lipschitznorm"] = "cosine",
     logit_scale: float = 10.0,
     learn_logit_scale: bool = False,

@@ -205,3 +205,9 @@ def test_set_input_size_refuses_what_forward_refuses(name, size):
     with pytest.raises(ValueError, match=r"is not a (positive )?multiple of"):
         model.set_input_size(size)
     assert {key: tensor.shape for key, tensor in model.state_dict().items()} == before
+
+
+def test_a_logit_scale_of_none_is_that_of_the_conversion():
+    for scale, expected in ((None, 10.0), (3.0, 3.0)):
+        model = timm.create_model("lipsformer_vit_tiny", **VIT, logit_scale=scale)
+        assert {block.attn.attention.tau() for block in model.blocks} == {expected}
