@@ -8,6 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer.layers._checks import check_fraction
 from lipsformer.layers._precision import without_autocast
 
 GROUPS = 8  # of channels: 0 to 3 are folded, 2 to 5 move by one token
@@ -103,8 +104,7 @@ class ContractiveResidual(nn.Module):
             ValueError: If ``least`` is not in [0, 1].
         """
         super().__init__()
-        if not 0.0 <= least <= 1.0:
-            raise ValueError(f"least={least} must be in [0, 1]")
+        check_fraction("least", least)
         self.branch: Any = branch
         self.dim = dim
         self.least = least

@@ -47,7 +47,7 @@ class DepthwiseConv2d(nn.Module):
         """
         super().__init__()
         if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd to keep the map's size, got {kernel_size}")
+            raise ValueError(f"kernel_size={kernel_size} must be odd to keep the size of the map")
         self.dim = dim
         self.padding = kernel_size // 2
         shape = (dim, 1, kernel_size, kernel_size)

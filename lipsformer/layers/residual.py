@@ -9,6 +9,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer.layers._checks import check_drop_path
 from lipsformer.layers._hooks import has_hooks
 
 
@@ -77,8 +78,7 @@ class WeightedResidual(nn.Module):
             ValueError: If ``drop_path`` is outside [0, 1), or ``init_value`` is not finite.
         """
         super().__init__()
-        if not 0.0 <= drop_path < 1.0:
-            raise ValueError(f"drop_path must lie in [0, 1), got {drop_path}")
+        check_drop_path("drop_path", drop_path)
         if not math.isfinite(init_value):
             raise ValueError(f"init_value={init_value} must be finite")
         self.init_value = init_value

@@ -22,6 +22,7 @@ from lipsformer.layers import (
     apply_linear,
     spectral_init_modules_,
 )
+from lipsformer.layers._checks import check_drop_path
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._fused import in_one_call
 from lipsformer.models._timm import TimmInterface
@@ -395,8 +396,7 @@ def _check_settings(
         raise ValueError(f"stem must be 'patch' or 'conv', got {stem!r}")
     if any(side % patch_size != 0 for side in to_2tuple(img_size)):
         raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
-    if not 0.0 <= drop_path_rate < 1.0:
-        raise ValueError(f"drop_path_rate must lie in [0, 1), got {drop_path_rate}")
+    check_drop_path("drop_path_rate", drop_path_rate)
 
 
 def _check_attention(

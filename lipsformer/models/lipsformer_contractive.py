@@ -22,7 +22,7 @@ from lipsformer.layers import (
     Linear,
     ScaledCosineAttention,
 )
-from lipsformer.layers._checks import check_positive
+from lipsformer.layers._checks import check_count, check_fraction, check_positive
 from lipsformer.layers.contractive import orthogonal_parts
 from lipsformer.models._timm import TimmInterface, model_cfg
 from lipsformer.models.embed import PatchEmbed
@@ -149,10 +149,9 @@ class LipsFormerContractive(TimmInterface):
             raise ValueError(f"dims={dims} must be multiples of 8")
         if not len(dims) == len(depths) == len(window_size):
             raise ValueError(f"{dims=}, {depths=} and {window_size=} must be of one length")
-        if not (0.0 <= attn_share <= 1.0 and 0.0 <= attn_least <= 1.0):
-            raise ValueError(f"{attn_share=} and {attn_least=} must lie in [0, 1]")
-        if head_dim < 1:
-            raise ValueError(f"{head_dim=} must be at least 1")
+        check_fraction("attn_share", attn_share)
+        check_fraction("attn_least", attn_least)
+        check_count("head_dim", head_dim)
         check_positive("eps", eps)
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")

@@ -11,6 +11,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 from lipsformer.layers import spectral_init_modules_
+from lipsformer.layers._checks import check_drop_path
 from lipsformer.models._timm import model_cfg
 from lipsformer.models.pretrained import register_with_weights
 from lipsformer.models.timm_conversion import convert
@@ -59,9 +60,7 @@ class LipsFormerViT(VisionTransformer):
         """
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
-        rate = kwargs.get("drop_path_rate", 0.0)
-        if not 0.0 <= rate < 1.0:
-            raise ValueError(f"drop_path_rate must lie in [0, 1), got {rate}")
+        check_drop_path("drop_path_rate", kwargs.get("drop_path_rate", 0.0))
         super().__init__(weight_init="skip", **kwargs)
         given: dict[str, Any] = {} if logit_scale is None else {"logit_scale": logit_scale}
         convert(

@@ -94,7 +94,7 @@ def test_drop_path_is_off_in_evaluation():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0])
 def test_drop_path_out_of_range_is_refused(rate):
-    with pytest.raises(ValueError, match=rf"drop_path must lie in \[0, 1\), got {rate}"):
+    with pytest.raises(ValueError, match=rf"drop_path={rate} must be in \[0, 1\)"):
         WeightedResidual(nn.Identity(), 3, 1.0, drop_path=rate)
 
 
