@@ -226,7 +226,7 @@ class LipsFormer(TimmInterface):
 
     attn_norm: ClassVar[bool] = True  # CenterNorm after the attention's sum
     final_norm: ClassVar[bool] = True  # CenterNorm after the last stage
-    usual_logit_scale: ClassVar[float] = 10.0
+    default_logit_scale: ClassVar[float] = 10.0  # tau without `logit_scale`
     # called with (channels in, channels out, device=, dtype=)
     downsample_layer: ClassVar[Callable[..., nn.Module]]
 
@@ -305,7 +305,7 @@ class LipsFormer(TimmInterface):
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
         self.official_compat, self.attn = official_compat, attn
         self.attn_options: dict[str, Any] = {
-            "logit_scale": self.usual_logit_scale if logit_scale is None else logit_scale,
+            "logit_scale": self.default_logit_scale if logit_scale is None else logit_scale,
             "learn_logit_scale": learn_logit_scale,
             "value_scale": None if official_compat else value_scale,
             "eps": RELEASED_EPS if official_compat else DEFAULT_EPS,

@@ -217,7 +217,7 @@ class LipsFormerCSwin(LipsFormer):
     attn_norm = False
     final_norm = False
     downsample_layer = ConvMerging
-    usual_logit_scale = 12.0
+    default_logit_scale = 12.0
 
     def __init__(
         self,

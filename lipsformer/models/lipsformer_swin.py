@@ -216,8 +216,6 @@ class LipsFormerSwin(LipsFormer):
         torch.Size([1, 5])
     """
 
-    attn_norm = True
-    final_norm = True
     downsample_layer = PatchMerging
 
     def __init__(
