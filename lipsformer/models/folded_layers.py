@@ -208,8 +208,7 @@ class FoldedConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``x`` ([B, H, W, C])."""
         conv = self.depthwise
-        obstacle = lambda: self._obstacle(x)  # noqa: E731
-        if kernels.usable("depthwise_gelu", x, conv.weight, unless=obstacle):
+        if kernels.usable("depthwise_gelu", x, conv.weight, unless=lambda: self._obstacle(x)):
             return kernels.depthwise_gelu(x, conv.weight, conv.bias, self.residual_scale)
         y = F.gelu(conv(x))
         if self.residual_scale is None:

@@ -24,7 +24,7 @@ from lipsformer.layers import (
 )
 from lipsformer.layers._checks import check_drop_path
 from lipsformer.models._core import check_attn, make_core
-from lipsformer.models._fused import in_one_call
+from lipsformer.models._fused import computed_at, in_one_call
 from lipsformer.models._timm import TimmInterface
 from lipsformer.models.embed import ConvStem, PatchEmbed
 from lipsformer.models.folded_layers import FoldedConv, FoldedResidual, FrozenLinear
@@ -35,6 +35,7 @@ DEFAULT_EPS = 1e-2  # the paper leaves eps open; ScaledCosineAttention explains 
 RELEASED_EPS = 1e-6  # float32 rounds it away except for short tokens; released: max(|x|, 1e-12)
 
 
+@computed_at("conv1.branch", "conv2.branch")
 class ConvBranch(nn.Module):
     r"""Convolution branch: a depthwise 7x7 convolution with GELU, and a 1x1 convolution with GELU.
 
@@ -77,6 +78,7 @@ class ConvBranch(nn.Module):
         return F.gelu(x) if last_gelu else x
 
 
+@computed_at("mlp.branch")
 class Mlp(nn.Module):
     r"""Two linear layers with GELU between them, over the channels.
 
@@ -115,6 +117,7 @@ class Mlp(nn.Module):
         return self.drop(x)
 
 
+@computed_at("")
 class LipsFormerBlock(nn.Module):
     """Two convolution branches, attention and MLP, each a weighted residual.
 

@@ -26,6 +26,7 @@ from lipsformer.layers import (
     attend_in_windows,
     pad_to_even,
 )
+from lipsformer.models._fused import computed_at
 from lipsformer.models._timm import create, model_cfg, unwrap
 from lipsformer.models.folding import fold_norm_behind, register_fold
 from lipsformer.models.lipsformer import Device, LipsFormer, fit_window
@@ -39,6 +40,7 @@ from lipsformer.models.pretrained import register_with_weights
 __all__ = ["LipsFormerCSwin"]
 
 
+@computed_at("attn.branch")
 class StripeAttention(nn.Module):
     """Attention in vertical and horizontal stripes, with LePE.
 

@@ -30,6 +30,7 @@ from lipsformer.layers import (
     pad_to_even,
     relative_position_index,
 )
+from lipsformer.models._fused import computed_at
 from lipsformer.models._timm import create, model_cfg, unwrap
 from lipsformer.models.folding import fold_norm_before, register_fold
 from lipsformer.models.lipsformer import Device, LipsFormer, fit_window
@@ -43,6 +44,7 @@ from lipsformer.models.pretrained import register_with_weights
 __all__ = ["LipsFormerSwin"]
 
 
+@computed_at("attn.branch")
 class WindowAttention(nn.Module):
     """Attention inside windows, with a relative position bias.
 
