@@ -197,7 +197,7 @@ def _gpu_obstacle(block: Any, x: Tensor) -> str | None:
 def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
     """Return why the CPU's function would not compute what the modules of a block compute.
 
-    The windows are not asked.
+    `cpu_arrangement` checks afterwards whether the kernel can compute the windows of the block.
     """
     modules = _modules(block)
     obstacle = _module_obstacle(block, modules, x)

@@ -32,7 +32,9 @@ from lipsformer.models.folding import register_fold, require_plain
 
 Device = torch.device | str | None
 DEFAULT_EPS = 1e-2  # the paper leaves eps open; ScaledCosineAttention explains this value
-RELEASED_EPS = 1e-6  # float32 rounds it away except for short tokens; released: max(|x|, 1e-12)
+# The released code divides by max(|x|, 1e-12). In float32, |x|^2 + 1e-6 is rounded to |x|^2 if |x|
+# is at least 6, so that the two differ only for shorter tokens.
+RELEASED_EPS = 1e-6
 
 
 @computed_at("conv1.branch", "conv2.branch")
