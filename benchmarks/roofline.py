@@ -66,16 +66,26 @@ class Attention(nn.Module):
 class Given(nn.Module):
     """A branch whose result is known."""
 
+    ends_in: str | None = None
     result: Tensor
-
-    def __init__(self, ends_in: str | None) -> None:
-        """Take over how the branch ends."""
-        super().__init__()
-        self.ends_in = ends_in
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         """Return the known result."""
         return self.result
+
+
+class GivenScaled(Given):
+    """A branch that takes the residual scale."""
+
+    ends_in = "linear"
+    forward = Given.forward  # WeightedResidual reads `ends_in` beside it
+
+
+class GivenBeforeGelu(Given):
+    """A branch whose last GELU the residual applies."""
+
+    ends_in = "gelu"
+    forward = Given.forward
 
 
 class Sum(nn.Module):
@@ -84,7 +94,8 @@ class Sum(nn.Module):
     def __init__(self, residual: WeightedResidual) -> None:
         """Take over the scale of ``residual``."""
         super().__init__()
-        self.given = Given(getattr(residual.branch, "ends_in", None))
+        ends_in = getattr(residual.branch, "ends_in", None)
+        self.given = {"linear": GivenScaled, "gelu": GivenBeforeGelu}.get(ends_in, Given)()
         self.sum = WeightedResidual(self.given, len(residual.residual_scale), 1.0)
         self.sum.residual_scale = residual.residual_scale
         self.train(residual.training)

@@ -70,6 +70,12 @@ NAMES = {
     "lipsformer.graph.diagnostics.adjacency_norm": "adjacency_sigma_bound",
     "lipsformer.graph.diagnostics.mu": "distance_from_mean",
     "lipsformer.graph.training.NodeBatch": "lipsformer.graph.batches.NodeBatch",
+    "lipsformer.layers.ContractiveResidual": (
+        "lipsformer.models.lipsformer_contractive.ContractiveResidual"
+    ),
+    "lipsformer.layers.contractive.ContractiveResidual": (
+        "lipsformer.models.lipsformer_contractive.ContractiveResidual"
+    ),
     "lipsformer.layers.cosine_windows": "attend_in_windows",
     "lipsformer.layers.fit_window": "lipsformer.models.lipsformer.fit_window",
     "lipsformer.layers.kept_samples": "WeightedResidual(branch, ...), which owns its branch",

@@ -21,7 +21,8 @@ from lipsformer.analysis.bounds.rounding import (
     outward,
     power_of_ten,
 )
-from lipsformer.layers import ContractiveResidual, Linear
+from lipsformer.layers import Linear
+from lipsformer.models.lipsformer_contractive import ContractiveResidual
 
 LEVELS = 16  # of the norms of an image, for which the error of float32 is bounded once
 

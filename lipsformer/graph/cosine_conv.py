@@ -19,7 +19,7 @@ from lipsformer.graph.edge_attention.csr import (
 )
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention
-from lipsformer.layers._checks import check_count, check_dropout
+from lipsformer.layers._checks import check_count, check_fraction
 from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
 from lipsformer.layers.spectral import spectral_init_
 
@@ -83,7 +83,7 @@ class ScaledCosineConv(MessagePassing):
             ValueError: If `heads`, `logit_scale`, `value_scale` or `dropout` is out of range.
         """
         check_count("heads", heads)
-        check_dropout("dropout", dropout)
+        check_fraction("dropout", dropout)
         super().__init__(aggr="add", node_dim=0)
         self.in_channels = in_channels
         self.out_channels = out_channels

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lipsformer.layers._checks import check_dropout
+from lipsformer.layers._checks import check_fraction
 
 __all__ = ["Dropout"]
 
@@ -29,7 +29,7 @@ class Dropout(nn.Dropout):
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         """Store the probability, which must be in [0, 1]; `torch.nn.Dropout` accepts NaN."""
-        check_dropout("dropout", p)
+        check_fraction("dropout", p)
         super().__init__(p, inplace)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from lipsformer.graph.edge_attention.csr import (
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
 from lipsformer.graph.norm import check_score_norm
-from lipsformer.layers._checks import check_count, check_dropout, check_positive
+from lipsformer.layers._checks import check_count, check_fraction, check_positive
 from lipsformer.layers.lipschitz_norm import (
     linear_scale,
     released_linear_scale,
@@ -119,7 +119,7 @@ class LipschitzGATConv(GATConv):
         if min_att_norm is not None and not 0 < min_att_norm < att_norm:
             raise ValueError(f"min_att_norm={min_att_norm} must lie in (0, att_norm={att_norm})")
         super().__init__(in_channels, out_channels, heads, *args, **kwargs)
-        check_dropout("dropout", self.dropout)
+        check_fraction("dropout", self.dropout)
         self.score_norm = score_norm
         self.att_norm = att_norm
         self.min_att_norm = min_att_norm

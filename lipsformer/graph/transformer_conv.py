@@ -20,7 +20,7 @@ from lipsformer.graph.edge_attention.operator import (
     with_squared_norm,
 )
 from lipsformer.graph.norm import check_score_norm
-from lipsformer.layers._checks import check_count, check_dropout
+from lipsformer.layers._checks import check_count, check_fraction
 from lipsformer.layers.lipschitz_norm import quadratic_scale, segment_max, squared_norm
 
 __all__ = ["LipschitzTransformerConv"]
@@ -83,7 +83,7 @@ class LipschitzTransformerConv(TransformerConv):
         check_count("heads", heads)
         check_score_norm(score_norm, released_code)
         super().__init__(in_channels, out_channels, heads, *args, **kwargs)
-        check_dropout("dropout", self.dropout)
+        check_fraction("dropout", self.dropout)
         self.score_norm = score_norm
         self.released_code = released_code
 

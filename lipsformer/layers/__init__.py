@@ -3,7 +3,6 @@
 from lipsformer._renamed import renamed
 from lipsformer.layers.center_norm import CenterNorm
 from lipsformer.layers.contractive import (
-    ContractiveResidual,
     FoldShift,
     JoinTokens,
     orthogonalize,
@@ -30,7 +29,6 @@ from lipsformer.layers.windows import (
 __all__ = [
     "Arrangement",
     "CenterNorm",
-    "ContractiveResidual",
     "DepthwiseConv2d",
     "FoldShift",
     "JoinTokens",

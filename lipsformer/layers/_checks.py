@@ -9,10 +9,16 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name}={value} must be > 0 and finite")
 
 
-def check_dropout(name: str, probability: float) -> None:
-    """Raise a `ValueError` that names the setting unless a dropout probability is in [0, 1]."""
-    if not 0 <= probability <= 1:
-        raise ValueError(f"{name}={probability} must be in [0, 1]")
+def check_fraction(name: str, fraction: float) -> None:
+    """Raise a `ValueError` that names the setting unless a share or probability is in [0, 1]."""
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"{name}={fraction} must be in [0, 1]")
+
+
+def check_drop_path(name: str, rate: float) -> None:
+    """Raise a `ValueError` that names the setting unless a drop path rate is in [0, 1)."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name}={rate} must be in [0, 1)")
 
 
 def check_count(name: str, count: int) -> None:

@@ -1,13 +1,11 @@
 """Layers with the Lipschitz constant 1, whose products lose nothing: for certified models."""
 
-import math
-from typing import Any
-
 import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer._renamed import renamed
 from lipsformer.layers._precision import without_autocast
 
 GROUPS = 8  # of channels: 0 to 3 are folded, 2 to 5 move by one token
@@ -52,94 +50,6 @@ class FoldShift(nn.Module):
 
 
 register_notrace_module(FoldShift)  # FX cannot trace the choice of a kernel
-
-
-class ContractiveResidual(nn.Module):
-    r"""Mix the last channels with a window attention, so that the constant stays 1.
-
-    .. math:: y = [x_1, (1 - a) x_2 + \frac{a}{L} f(x_2)], \quad
-        L = \nu \epsilon^{-1/2} (\tau \sqrt{1 + \min(m, N/2)} + \sqrt m)
-
-    Here f is scaled cosine attention in windows of N tokens with normalized values, and m bounds
-    the column sums of its attention matrices (Theorem 9). The constant of f is at most L if the
-    projections of queries, keys and values and the output projection have norms of at most 1. Then
-    the constant of y is 1, because :math:`x_1` does not enter f. The weight a in [least, 1] and the
-    position biases, on which m depends, are learned.
-
-    Shape:
-        x: [B, H, W, C]; the output has the same shape.
-
-    Example:
-        >>> import torch
-        >>> from lipsformer.layers import ContractiveResidual, ScaledCosineAttention
-        >>> from lipsformer.models.lipsformer_swin import WindowAttention
-        >>> attn = WindowAttention(8, 1, window_size=4, attention=ScaledCosineAttention(1))
-        >>> ContractiveResidual(attn, dim=8)(torch.zeros(1, 4, 4, 24)).shape
-        torch.Size([1, 4, 4, 24])
-
-    Reference:
-        Theorem 31 of docs/theorems.md.
-    """
-
-    def __init__(
-        self,
-        branch: nn.Module,
-        dim: int,
-        least: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Create the weight a.
-
-        Args:
-            branch: f, a `WindowAttention` on maps of ``dim`` channels with a fixed logit scale.
-            dim: Number of channels of f, at the end of those of the input.
-            least: Smallest weight a, in [0, 1]. Training for margins tends to turn attention off,
-                because a mean of values is shorter than the values.
-            device: Device of the parameter.
-            dtype: Data type of the parameter.
-
-        Raises:
-            ValueError: If ``least`` is not in [0, 1].
-        """
-        super().__init__()
-        if not 0.0 <= least <= 1.0:
-            raise ValueError(f"least={least} must be in [0, 1]")
-        self.branch: Any = branch
-        self.dim = dim
-        self.least = least
-        self.mix = nn.Parameter(torch.empty((), device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight a to the middle of its interval."""
-        nn.init.constant_(self.mix, 0.5 * (self.least + 1.0))
-
-    def weight(self) -> Tensor:
-        """Return the weight a that applies."""
-        return self.mix.clamp(self.least, 1.0)
-
-    def divisor(self, height: int, width: int) -> Tensor:
-        """Return L on a map of the given size, in the precision of the table of biases."""
-        h, w = self.branch.window(height, width)
-        core = self.branch.attention
-        bias = self.branch.position_bias(h, w)[0]
-        p = bias.double().softmax(-1)  # in float32 both p and the exponential may underflow
-        mass = (p / (p + (1.0 - p) * math.exp(-2.0 * core.tau()))).sum(-2)
-        mass = mass.amax((0, 1))  # amax without axes has no form in ONNX
-        scores = (1.0 + mass.clamp(max=h * w / 2)).sqrt()
-        return ((core.tau() * scores + mass.sqrt()) * (core.value_scale * core.eps**-0.5)).to(bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix the last channels of ``x`` ([B, H, W, C])."""
-        kept, x = x.tensor_split([x.shape[-1] - self.dim], dim=-1)
-        a = self.weight()
-        factor = (a / self.divisor(x.shape[1], x.shape[2])).expand(self.dim)
-        mixed = self.branch(x, output_scale=factor)
-        return torch.cat([kept, torch.addcmul(mixed, x, (1.0 - a).to(x.dtype))], dim=-1)
-
-
-register_notrace_module(ContractiveResidual)  # FX cannot trace windows that depend on the map
 
 
 class JoinTokens(nn.Module):
@@ -188,8 +98,8 @@ def orthogonalize(weight: Tensor, exact: bool = False) -> Tensor:
 def orthogonal_parts(name: str, weight: Tensor) -> tuple[Tensor, ...]:
     """Return the matrices of a weight that are orthogonal one by one, as views of it.
 
-    The projections to queries, keys and values are three matrices, because `ContractiveResidual`
-    needs a norm of at most 1 of each.
+    The projections to queries, keys and values are three matrices, because `ContractiveResidual` of
+    `lipsformer.models.lipsformer_contractive` needs a norm of at most 1 of each.
 
     Args:
         name: Name of the parameter, such as "attn.qkv.weight".
@@ -213,3 +123,6 @@ def _nearest(matrix: Tensor) -> Tensor:
         if (matrix - before).norm() <= CONVERGED * matrix.norm():
             break
     return matrix
+
+
+__getattr__ = renamed(__name__)

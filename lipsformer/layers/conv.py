@@ -47,7 +47,7 @@ class DepthwiseConv2d(nn.Module):
         """
         super().__init__()
         if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd to keep the map's size, got {kernel_size}")
+            raise ValueError(f"kernel_size={kernel_size} must be odd to keep the size of the map")
         self.dim = dim
         self.padding = kernel_size // 2
         shape = (dim, 1, kernel_size, kernel_size)
@@ -63,8 +63,9 @@ class DepthwiseConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``x`` ([B, H, W, C]) without copying it to another layout."""
-        obstacle = lambda: self.obstacle(x)  # noqa: E731
-        if kernels.usable("depthwise", x, self.weight, training=self.training, unless=obstacle):
+        if kernels.usable(
+            "depthwise", x, self.weight, training=self.training, unless=lambda: self.obstacle(x)
+        ):
             return kernels.depthwise_conv(x, self.weight, self.bias)
         x = x.permute(0, 3, 1, 2)
         y = F.conv2d(x, self.weight, self.bias, padding=self.padding, groups=self.dim)

@@ -11,7 +11,7 @@ from timm.layers import register_notrace_function, register_notrace_module, use_
 from torch import Tensor, nn
 
 from lipsformer import kernels
-from lipsformer.layers._checks import check_count, check_dropout, check_positive
+from lipsformer.layers._checks import check_count, check_fraction, check_positive
 
 MAX_LOGIT_SCALE = 100.0  # the ceiling of a learned logit scale, as in SwinV2
 
@@ -119,11 +119,11 @@ class ScaledCosineAttention(nn.Module):
         super().__init__()
         check_count("num_heads", num_heads)
         if not 0.0 < logit_scale <= MAX_LOGIT_SCALE:
-            raise ValueError(f"logit_scale must lie in (0, {MAX_LOGIT_SCALE:g}], got {logit_scale}")
+            raise ValueError(f"logit_scale={logit_scale} must be in (0, {MAX_LOGIT_SCALE:g}]")
         if value_scale is not None:
             check_positive("value_scale", value_scale)
         check_positive("eps", eps)
-        check_dropout("attn_drop", attn_drop)
+        check_fraction("attn_drop", attn_drop)
         self.num_heads = num_heads
         self.init_logit_scale = float(logit_scale)  # YAML gives an int for 12
         self.init_value_scale = value_scale

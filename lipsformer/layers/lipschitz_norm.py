@@ -15,7 +15,7 @@ import torch
 from timm.layers import register_notrace_module, use_fused_attn
 from torch import Tensor, nn
 
-from lipsformer.layers._checks import check_count, check_dropout
+from lipsformer.layers._checks import check_count, check_fraction
 from lipsformer.layers.cosine_attention import attend
 
 __all__ = [
@@ -228,7 +228,7 @@ class LipschitzNormAttention(nn.Module):
         """
         super().__init__()
         check_count("num_heads", num_heads)
-        check_dropout("attn_drop", attn_drop)
+        check_fraction("attn_drop", attn_drop)
         self.num_heads = num_heads
         self.attn_drop = attn_drop
         self.fused_attn = use_fused_attn()

@@ -9,6 +9,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer.layers._checks import check_drop_path
 from lipsformer.layers._hooks import has_hooks
 
 
@@ -32,8 +33,10 @@ class WeightedResidual(nn.Module):
 
     In training on a CPU, the samples that drop path drops do not enter the branch, if its class has
     ``treats_samples_alone = True``, which says that no sample changes the result of another one.
-    The attribute belongs into the class that has the forward function. With further arguments,
-    which may belong to the samples, all of them enter.
+    With further arguments, which may belong to the samples, all of them enter.
+
+    Both attributes belong in the class that defines ``forward``. A subclass that defines its own
+    ``forward`` sets them again if they hold for it.
 
     Shape:
         x: [B, ..., C], channels last; the output has the same shape.
@@ -75,8 +78,7 @@ class WeightedResidual(nn.Module):
             ValueError: If ``drop_path`` is outside [0, 1), or ``init_value`` is not finite.
         """
         super().__init__()
-        if not 0.0 <= drop_path < 1.0:
-            raise ValueError(f"drop_path must lie in [0, 1), got {drop_path}")
+        check_drop_path("drop_path", drop_path)
         if not math.isfinite(init_value):
             raise ValueError(f"init_value={init_value} must be finite")
         self.init_value = init_value
@@ -101,28 +103,32 @@ class WeightedResidual(nn.Module):
             x: [B, ..., C].
             *context: Further arguments of the branch, such as the edges of a graph.
         """
-        mask, kept = self.draw(x) if not context else (self.draw_mask(x), None)
-        if mask is not None and len(mask) == 0:  # all enter, so that each parameter has a gradient
-            mask, kept = mask.new_zeros(len(x), *mask.shape[1:]), None
+        mask, kept = self._draw_or_keep_all(x, context)
         x, inputs = self._enter(x, kept)
-        ends_in = getattr(self.branch, "ends_in", None)
+        ends_in = _declared(self.branch, "ends_in")
         if ends_in == "linear":
             scaled = self.branch(inputs, *context, output_scale=self.residual_scale)
-            fits = scaled.shape == inputs.shape  # the kernel does not check it
-            if mask is not None and fits and self._usable(x, scaled):
-                return kernels.residual(x, scaled, mask, kept)
-            return _add(x, scaled, mask, kept)
+            return self._add_scaled(x, inputs, scaled, mask, kept)
         scale = self.residual_scale if mask is None else self.residual_scale * mask
-        if (
-            ends_in == "gelu"
-            and kernels.usable("gelu_residual", x, scale, training=self.training)
-            and not has_hooks(self.branch)  # they see the output with GELU
-        ):
+        if ends_in == "gelu" and self._applies_gelu(x, scale):
             z = self.branch(inputs, *context, last_gelu=False)
-            if z.shape == inputs.shape:  # the kernel does not check it
-                return kernels.gelu_residual(x, z, scale, kept)
-            return _add(x, F.gelu(z), scale, kept)
+            return _add_gelu(x, inputs, z, scale, kept)
         return _add(x, self.branch(inputs, *context), scale, kept)
+
+    def _draw_or_keep_all(
+        self, x: Tensor, context: tuple[Any, ...]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Draw as `draw` does, but let all samples enter the branch in two cases.
+
+        There are further arguments, which may belong to the samples. Or no sample is kept, and then
+        the factors are 0, so that each parameter has a gradient.
+        """
+        if context:
+            return self.draw_mask(x), None
+        mask, kept = self.draw(x)
+        if mask is not None and len(mask) == 0:
+            return mask.new_zeros(len(x), *mask.shape[1:]), None
+        return mask, kept
 
     def _enter(self, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return x for the sum, and the samples of x that enter the branch."""
@@ -133,6 +139,20 @@ class WeightedResidual(nn.Module):
     def _usable(self, *tensors: Tensor) -> bool:
         return kernels.usable("residual", *tensors, training=self.training)
 
+    def _add_scaled(
+        self, x: Tensor, inputs: Tensor, scaled: Tensor, mask: Tensor | None, kept: Tensor | None
+    ) -> Tensor:
+        """Add the output of a branch that is already multiplied by alpha."""
+        fits = scaled.shape == inputs.shape  # the kernel does not check it
+        if mask is not None and fits and self._usable(x, scaled):
+            return kernels.residual(x, scaled, mask, kept)
+        return _add(x, scaled, mask, kept)
+
+    def _applies_gelu(self, x: Tensor, scale: Tensor) -> bool:
+        """Return whether one kernel computes the last GELU of the branch and the sum."""
+        usable = kernels.usable("gelu_residual", x, scale, training=self.training)
+        return usable and not has_hooks(self.branch)  # a hook sees the output with GELU
+
     def draw(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Draw which samples of ``x`` ([B, ..., C]) enter the branch.
 
@@ -141,7 +161,7 @@ class WeightedResidual(nn.Module):
             their indices, [K], or None for all samples. K may be 0.
         """
         mask = self.draw_mask(x)
-        kept = _kept_samples(x, mask) if _treats_samples_alone(self.branch) else None
+        kept = _kept_samples(x, mask) if _declared(self.branch, "treats_samples_alone") else None
         return mask if mask is None or kept is None else mask[kept], kept
 
     def draw_mask(self, x: Tensor) -> Tensor | None:
@@ -169,15 +189,13 @@ class WeightedResidual(nn.Module):
 register_notrace_module(WeightedResidual)  # FX cannot trace drop path
 
 
-def _treats_samples_alone(branch: Any) -> bool:
-    """Return what the class says that has the forward function of a branch.
+def _declared(branch: Any, name: str) -> Any:
+    """Return ``name`` of the class that defines the branch's forward function, None without it.
 
-    A subclass with a function of its own inherits the attribute, but not what it promises.
+    A subclass with its own forward function inherits the attribute, but need not do what it says.
     """
-    if torch.compiler.is_compiling():  # which computes all samples
-        return False
     cls = next(cls for cls in type(branch).__mro__ if "forward" in vars(cls))
-    return vars(cls).get("treats_samples_alone", False)
+    return vars(cls).get(name)
 
 
 def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -198,3 +216,10 @@ def _add(x: Tensor, output: Tensor, scale: Tensor | None, kept: Tensor | None) -
         output = output if scale is None else output * scale
         return x.index_add(0, kept, output.to(x.dtype))
     return x + output if scale is None else torch.addcmul(x, output, scale).to(x.dtype)
+
+
+def _add_gelu(x: Tensor, inputs: Tensor, z: Tensor, scale: Tensor, kept: Tensor | None) -> Tensor:
+    """Return x + scale * GELU(z), where z may hold only the samples ``kept``."""
+    if z.shape == inputs.shape:  # the kernel does not check it
+        return kernels.gelu_residual(x, z, scale, kept)
+    return _add(x, F.gelu(z), scale, kept)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,10 @@ from lipsformer.layers._window_kernels import (
 )
 from lipsformer.layers.windows import Arrangement
 
-# The classes that the kernels compute, by their place in a block. Those of the branches are
-# recognized by their names and files, which import this one.
-_PLACES = {
+Module = TypeVar("Module", bound=nn.Module)
+# The classes that the kernels compute, by their place in a block. `computed_at` adds the classes of
+# the files that import this one.
+_PLACES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("conv1", "conv2", "attn", "mlp"), (WeightedResidual,)),
     **dict.fromkeys(("pointwise", "qkv", "proj", "fc1", "fc2"), (Linear,)),
     **dict.fromkeys(("drop", "proj_drop"), (nn.Dropout,)),
@@ -39,8 +40,23 @@ _PLACES = {
     "lepe": (nn.ModuleList,),
     **dict.fromkeys(("0", "1"), (ScaledCosineAttention, DepthwiseConv2d)),  # of the two stripes
 }
-_BRANCHES = ("ConvBranch", "ConvBranch", "Mlp")  # beside the attention's, which may differ
-_FILES = tuple(f"lipsformer.models.lipsformer{body}" for body in ("", "_cswin", "_swin"))
+
+
+def computed_at(*places: str) -> Callable[[type[Module]], type[Module]]:
+    """Say that the kernels compute a class at some places of a block; see `in_one_call`.
+
+    This holds for the class itself and not for its subclasses, which may compute something else.
+
+    Args:
+        *places: Names in a block, such as "mlp.branch"; "" is the block itself.
+    """
+
+    def add(cls: type[Module]) -> type[Module]:
+        for place in places:
+            _PLACES[place] = (*_PLACES.get(place, ()), cls)
+        return cls
+
+    return add
 
 
 def in_one_call(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
@@ -99,8 +115,9 @@ def usable_on_gpu(block: Any, x: Tensor) -> bool:
     """Return whether the GPU's kernels may compute a block on the map ``x`` ([B, H, W, C])."""
     if isinstance(x, torch.fx.Proxy):  # FX cannot trace the choice of a kernel
         return False
-    obstacle = lambda: _gpu_obstacle(block, x)  # noqa: E731
-    return kernels.usable("block.gpu", x, training=block.training, unless=obstacle)
+    return kernels.usable(
+        "block.gpu", x, training=block.training, unless=lambda: _gpu_obstacle(block, x)
+    )
 
 
 def cpu_arrangement(block: Any, x: Tensor) -> Arrangement | None:
@@ -110,8 +127,9 @@ def cpu_arrangement(block: Any, x: Tensor) -> Arrangement | None:
     """
     if isinstance(x, torch.fx.Proxy) or not torch.is_grad_enabled():
         return None
-    obstacle = lambda: _cpu_obstacle(block, x)  # noqa: E731
-    if not kernels.usable("block", x, training=block.training, unless=obstacle):
+    if not kernels.usable(
+        "block", x, training=block.training, unless=lambda: _cpu_obstacle(block, x)
+    ):
         return None
     arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
     obstacle = cpu_obstacle(x.shape[-1] // len(arrangement.attentions), arrangement)
@@ -179,7 +197,7 @@ def _gpu_obstacle(block: Any, x: Tensor) -> str | None:
 def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
     """Return why the CPU's function would not compute what the modules of a block compute.
 
-    The windows are not asked.
+    `cpu_arrangement` checks afterwards whether the kernel can compute the windows of the block.
     """
     modules = _modules(block)
     obstacle = _module_obstacle(block, modules, x)
@@ -201,12 +219,18 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
 
 
 def _modules(block: Any) -> list[tuple[str, Any]]:
-    """Return a block and all modules in it with their places in their parents."""
+    """Return a block and all modules in it with their places.
+
+    The place of a residual's branch begins with that of the residual, as in "mlp.branch". All other
+    places are names in the parent.
+    """
     found, left = [], [("", block)]
     while left:
-        found.append(left.pop())
-        children = found[-1][1]._modules.items()
-        left += [(name, child) for name, child in children if child is not None]
+        place, module = left.pop()
+        found.append((place, module))
+        for name, child in module._modules.items():
+            if child is not None:
+                left.append((f"{place}.branch" if name == "branch" else name, child))
     return found
 
 
@@ -216,25 +240,21 @@ def _module_obstacle(block: Any, modules: list[tuple[str, Any]], x: Tensor) -> s
         return "a residual is folded or replaced"
     if not all("residual_scale" in residual._parameters for residual in residuals(block)):
         return "the parameters are not the modules' own, as in replicas of DataParallel"
-    conv1, conv2, attn, mlp = (residual.branch for residual in residuals(block))
-    names = tuple(type(branch).__name__ for branch in (conv1, conv2, mlp))
-    if names != _BRANCHES or conv1.pointwise is None or conv2.pointwise is not None:
-        return "a branch is replaced"
-    if not hasattr(attn, "arrangement"):
-        return f"the attention is {type(attn).__name__}"
-    if getattr(attn, "attn_factor", 1.0) != 1.0:
-        return "the attention's output has a factor"
     for place, module in modules:
         if isinstance(module, nn.Dropout) and module.p > 0.0:
             return "there is dropout"
-        kind, own = type(module), place in ("", "branch")
-        known = kind.__module__ in _FILES if own else kind in _PLACES.get(place, ())
-        if not known or module.__dict__.get("forward") is not None:
+        kind = type(module)
+        if kind not in _PLACES.get(place, ()) or module.__dict__.get("forward") is not None:
             return f"a module is {kind.__name__}"
         if module is not block and has_hooks(module):
             return "a module has hooks, which the kernels would not call"
     if not torch.compiler.is_compiling() and torch.nn.modules.module._has_any_global_hook():
         return "a module has hooks, which the kernels would not call"
+    conv1, conv2, attn, _ = (residual.branch for residual in residuals(block))
+    if conv1.pointwise is None or conv2.pointwise is not None:
+        return "a branch is replaced"
+    if getattr(attn, "attn_factor", 1.0) != 1.0:
+        return "the attention's output has a factor"
     # The kernels would read beyond tensors of other shapes. Products have shapes of their own.
     if attn.qkv.weight.shape[0] != 3 * x.shape[-1]:
         return "the projection to queries, keys and values was replaced by one of another shape"

@@ -33,6 +33,21 @@ class TimmInterface(nn.Module):
         rename_earlier_version(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Return the last feature map after the final norm, [B, H', W', C]."""
+        return self.norm(self.stages(self.patch_embed(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify images [B, in_chans, H, W]; returns logits [B, num_classes]."""
+        return self.forward_head(self.forward_features(x))
+
+    def _reset_modules(self) -> None:
+        """Reset the parameters and buffers of every module that has ``reset_parameters``."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+
     def no_weight_decay(self) -> set[str]:
         """Return the names of the scales, gains, biases and position tables."""
         names = ("residual_scale", "relative_position_bias_table", "log_logit_scale")
@@ -103,9 +118,9 @@ class TimmInterface(nn.Module):
         """Return the stages' outputs, and the final features unless ``intermediates_only``.
 
         Args:
-            x: Images [B, 3, H, W].
+            x: Images [B, in_chans, H, W].
             indices: Stages to return: the last n if an int, all if None.
-            norm: Apply the final CenterNorm to the last stage's output.
+            norm: Apply the final norm to the last stage's output.
             stop_early: Stop after the last stage wanted.
             output_fmt: "NCHW" or "NHWC", the layout of the intermediates.
             intermediates_only: Return only the list.
@@ -136,7 +151,7 @@ class TimmInterface(nn.Module):
 
         Args:
             indices: Stages to keep reachable: the last n if an int.
-            prune_norm: Drop the final CenterNorm.
+            prune_norm: Drop the final norm.
             prune_head: Drop the classifier and the pooling.
 
         Returns:

@@ -105,13 +105,17 @@ register_notrace_module(FrozenLinear)  # FX cannot trace the choice of a kernel
 
 
 class _Packed:
-    """The copy of a layer's weight in another layout, and of what it was made."""
+    """A copy of a layer's parameters, with the weight in the layout of the fastest product.
+
+    It remembers the tensors that it was made from, so that it can say whether they have changed.
+    """
 
     def __init__(self, dtype: torch.dtype, tensors: list[Tensor]) -> None:
         weight, *bias = (tensor.to(dtype) for tensor in tensors)
         self.weight = kernels.pack_weight(weight)
         self.bias = bias[0].expand(len(weight)).contiguous() if bias else None
-        self.sources = [tensor.detach() for tensor in tensors]  # so that no address is used again
+        # The sources are kept alive, so that no other tensor can get one of their addresses.
+        self.sources = [tensor.detach() for tensor in tensors]
         self.state = self._state(dtype, tensors)
 
     def is_stale(self, dtype: torch.dtype, tensors: list[Tensor]) -> bool:
@@ -208,8 +212,7 @@ class FoldedConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``x`` ([B, H, W, C])."""
         conv = self.depthwise
-        obstacle = lambda: self._obstacle(x)  # noqa: E731
-        if kernels.usable("depthwise_gelu", x, conv.weight, unless=obstacle):
+        if kernels.usable("depthwise_gelu", x, conv.weight, unless=lambda: self._obstacle(x)):
             return kernels.depthwise_gelu(x, conv.weight, conv.bias, self.residual_scale)
         y = F.gelu(conv(x))
         if self.residual_scale is None:

@@ -22,8 +22,9 @@ from lipsformer.layers import (
     apply_linear,
     spectral_init_modules_,
 )
+from lipsformer.layers._checks import check_drop_path
 from lipsformer.models._core import check_attn, make_core
-from lipsformer.models._fused import in_one_call
+from lipsformer.models._fused import computed_at, in_one_call
 from lipsformer.models._timm import TimmInterface
 from lipsformer.models.embed import ConvStem, PatchEmbed
 from lipsformer.models.folded_layers import FoldedConv, FoldedResidual, FrozenLinear
@@ -31,9 +32,12 @@ from lipsformer.models.folding import register_fold, require_plain
 
 Device = torch.device | str | None
 DEFAULT_EPS = 1e-2  # the paper leaves eps open; ScaledCosineAttention explains this value
-RELEASED_EPS = 1e-6  # float32 rounds it away except for short tokens; released: max(|x|, 1e-12)
+# The released code divides by max(|x|, 1e-12). In float32, |x|^2 + 1e-6 is rounded to |x|^2 if |x|
+# is at least 6, so that the two differ only for shorter tokens.
+RELEASED_EPS = 1e-6
 
 
+@computed_at("conv1.branch", "conv2.branch")
 class ConvBranch(nn.Module):
     r"""Convolution branch: a depthwise 7x7 convolution with GELU, and a 1x1 convolution with GELU.
 
@@ -76,6 +80,7 @@ class ConvBranch(nn.Module):
         return F.gelu(x) if last_gelu else x
 
 
+@computed_at("mlp.branch")
 class Mlp(nn.Module):
     r"""Two linear layers with GELU between them, over the channels.
 
@@ -114,6 +119,7 @@ class Mlp(nn.Module):
         return self.drop(x)
 
 
+@computed_at("")
 class LipsFormerBlock(nn.Module):
     """Two convolution branches, attention and MLP, each a weighted residual.
 
@@ -225,7 +231,7 @@ class LipsFormer(TimmInterface):
 
     attn_norm: ClassVar[bool] = True  # CenterNorm after the attention's sum
     final_norm: ClassVar[bool] = True  # CenterNorm after the last stage
-    usual_logit_scale: ClassVar[float] = 10.0
+    default_logit_scale: ClassVar[float] = 10.0  # tau without `logit_scale`
     # called with (channels in, channels out, device=, dtype=)
     downsample_layer: ClassVar[Callable[..., nn.Module]]
 
@@ -304,7 +310,7 @@ class LipsFormer(TimmInterface):
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
         self.official_compat, self.attn = official_compat, attn
         self.attn_options: dict[str, Any] = {
-            "logit_scale": self.usual_logit_scale if logit_scale is None else logit_scale,
+            "logit_scale": self.default_logit_scale if logit_scale is None else logit_scale,
             "learn_logit_scale": learn_logit_scale,
             "value_scale": None if official_compat else value_scale,
             "eps": RELEASED_EPS if official_compat else DEFAULT_EPS,
@@ -374,22 +380,12 @@ class LipsFormer(TimmInterface):
             needs_reset: Reset all other parameters and the buffers first, as after ``to_empty``.
         """
         if needs_reset:
-            for module in self.modules():
-                if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()  # pyright: ignore[reportCallIssue]
+            self._reset_modules()
         spectral_init_modules_(self, zero_conv_bias=not self.official_compat)
         if self.unit_norm:
             for module in self.modules():
                 if isinstance(module, CenterNorm):
                     module.reset_parameters(unit=True)
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Return the last feature map, [B, H', W', C]; H' is H / 32 with the default sizes."""
-        return self.norm(self.stages(self.patch_embed(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Classify images [B, 3, H, W]; returns logits [B, num_classes]."""
-        return self.forward_head(self.forward_features(x))
 
 
 def _check_settings(
@@ -405,8 +401,7 @@ def _check_settings(
         raise ValueError(f"stem must be 'patch' or 'conv', got {stem!r}")
     if any(side % patch_size != 0 for side in to_2tuple(img_size)):
         raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
-    if not 0.0 <= drop_path_rate < 1.0:
-        raise ValueError(f"drop_path_rate must lie in [0, 1), got {drop_path_rate}")
+    check_drop_path("drop_path_rate", drop_path_rate)
 
 
 def _check_attention(

@@ -11,18 +11,17 @@ import math
 from typing import Any, cast
 
 import torch
-from timm.layers import ClassifierHead, register_notrace_function, to_2tuple
+from timm.layers import ClassifierHead, register_notrace_module, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
 from lipsformer.layers import (
-    ContractiveResidual,
     FoldShift,
     JoinTokens,
     Linear,
     ScaledCosineAttention,
 )
-from lipsformer.layers._checks import check_positive
+from lipsformer.layers._checks import check_count, check_fraction, check_positive
 from lipsformer.layers.contractive import orthogonal_parts
 from lipsformer.models._timm import TimmInterface, model_cfg
 from lipsformer.models.embed import PatchEmbed
@@ -31,6 +30,95 @@ from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention, che
 from lipsformer.models.pretrained import register_with_weights
 
 __all__ = ["LipsFormerContractive"]
+
+
+class ContractiveResidual(nn.Module):
+    r"""Mix the last channels with a window attention, so that the constant stays 1.
+
+    .. math:: y = [x_1, (1 - a) x_2 + \frac{a}{L} f(x_2)], \quad
+        L = \nu \epsilon^{-1/2} (\tau \sqrt{1 + \min(m, N/2)} + \sqrt m)
+
+    Here f is scaled cosine attention in windows of N tokens with normalized values, and m bounds
+    the column sums of its attention matrices (Theorem 9). The constant of f is at most L if the
+    projections of queries, keys and values and the output projection have norms of at most 1. Then
+    the constant of y is 1, because :math:`x_1` does not enter f. The weight a in [least, 1] and the
+    position biases, on which m depends, are learned.
+
+    Shape:
+        x: [B, H, W, C]; the output has the same shape.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers import ScaledCosineAttention
+        >>> from lipsformer.models.lipsformer_contractive import ContractiveResidual
+        >>> from lipsformer.models.lipsformer_swin import WindowAttention
+        >>> attn = WindowAttention(8, 1, window_size=4, attention=ScaledCosineAttention(1))
+        >>> ContractiveResidual(attn, dim=8)(torch.zeros(1, 4, 4, 24)).shape
+        torch.Size([1, 4, 4, 24])
+
+    Reference:
+        Theorem 31 of docs/theorems.md.
+    """
+
+    def __init__(
+        self,
+        branch: WindowAttention,
+        dim: int,
+        least: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create the weight a.
+
+        Args:
+            branch: f, on maps of ``dim`` channels, with a `ScaledCosineAttention` that has a fixed
+                logit scale and normalizes its values.
+            dim: Number of channels of f, at the end of those of the input.
+            least: Smallest weight a, in [0, 1]. Training for margins tends to turn attention off,
+                because a mean of values is shorter than the values.
+            device: Device of the parameter.
+            dtype: Data type of the parameter.
+
+        Raises:
+            ValueError: If ``least`` is not in [0, 1].
+        """
+        super().__init__()
+        check_fraction("least", least)
+        self.branch = branch
+        self.dim = dim
+        self.least = least
+        self.mix = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight a to the middle of its interval."""
+        nn.init.constant_(self.mix, 0.5 * (self.least + 1.0))
+
+    def weight(self) -> Tensor:
+        """Return the weight a that applies."""
+        return self.mix.clamp(self.least, 1.0)
+
+    def divisor(self, height: int, width: int) -> Tensor:
+        """Return L on a map of the given size, in the precision of the table of biases."""
+        h, w = self.branch.window(height, width)
+        core: Any = self.branch.attention
+        bias = self.branch.position_bias(h, w)[0]
+        p = bias.double().softmax(-1)  # in float32 both p and the exponential may underflow
+        mass = (p / (p + (1.0 - p) * math.exp(-2.0 * core.tau()))).sum(-2)
+        mass = mass.amax((0, 1))  # amax without axes has no form in ONNX
+        scores = (1.0 + mass.clamp(max=h * w / 2)).sqrt()
+        return ((core.tau() * scores + mass.sqrt()) * (core.value_scale * core.eps**-0.5)).to(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix the last channels of ``x`` ([B, H, W, C])."""
+        kept, x = x.tensor_split([x.shape[-1] - self.dim], dim=-1)
+        a = self.weight()
+        factor = (a / self.divisor(x.shape[1], x.shape[2])).expand(self.dim)
+        mixed = self.branch(x, output_scale=factor)
+        return torch.cat([kept, torch.addcmul(mixed, x, (1.0 - a).to(x.dtype))], dim=-1)
+
+
+register_notrace_module(ContractiveResidual)  # FX cannot trace windows that depend on the map
 
 
 class ContractiveBlock(nn.Module):
@@ -133,7 +221,9 @@ class LipsFormerContractive(TimmInterface):
             dtype: Data type of the parameters.
 
         Raises:
-            ValueError: If a size does not fit or an argument is out of range.
+            ValueError: Unless ``dims``, ``depths`` and ``window_size`` have one length, the image
+                size is a multiple of ``patch_size * 2 ** (number of stages - 1)``, every other
+                argument is in its range, and the heads divide the channels of attention.
         """
         super().__init__()
         height, width = cast(tuple[int, int], to_2tuple(img_size))
@@ -147,10 +237,9 @@ class LipsFormerContractive(TimmInterface):
             raise ValueError(f"dims={dims} must be multiples of 8")
         if not len(dims) == len(depths) == len(window_size):
             raise ValueError(f"{dims=}, {depths=} and {window_size=} must be of one length")
-        if not (0.0 <= attn_share <= 1.0 and 0.0 <= attn_least <= 1.0):
-            raise ValueError(f"{attn_share=} and {attn_least=} must lie in [0, 1]")
-        if head_dim < 1:
-            raise ValueError(f"{head_dim=} must be at least 1")
+        check_fraction("attn_share", attn_share)
+        check_fraction("attn_least", attn_least)
+        check_count("head_dim", head_dim)
         check_positive("eps", eps)
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
@@ -169,7 +258,7 @@ class LipsFormerContractive(TimmInterface):
                 downsample = PatchMerging(dims[stage - 1], dim, **dd)
                 downsample.norm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
             window = window_size[stage]
-            attns = [self.make_attn(dim, window, dd) for _ in range(depth)]
+            attns = [self._make_window_attention(dim, window, dd) for _ in range(depth)]
             blocks = [ContractiveBlock(dim, attn, **dd) for attn in attns]
             stages.append(LipsFormerStage(downsample, blocks))
             self.feature_info.append(
@@ -185,8 +274,13 @@ class LipsFormerContractive(TimmInterface):
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
 
-    def make_attn(self, dim: int, window_size: int, dd: dict[str, Any]) -> nn.Module:
-        """Build the attention of a block with its residual, or an identity for none."""
+    def _make_window_attention(self, dim: int, window_size: int, dd: dict[str, Any]) -> nn.Module:
+        """Build the attention of a block with its residual, or an identity for none.
+
+        Raises:
+            ValueError: Unless the number of heads, ``max(1, attended // head_dim)``, divides the
+                number of channels on which the block attends.
+        """
         attended = round(dim * self.attn_share)
         if attended == 0:
             return nn.Identity()
@@ -212,9 +306,7 @@ class LipsFormerContractive(TimmInterface):
             needs_reset: Reset all other parameters and the buffers first, as after ``to_empty``.
         """
         if needs_reset:
-            for module in self.modules():
-                if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()  # pyright: ignore[reportCallIssue]
+            self._reset_modules()
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv2d)) and not module.weight.is_meta:
                 for part in orthogonal_parts(f"{name}.weight", module.weight):
@@ -233,7 +325,7 @@ class LipsFormerContractive(TimmInterface):
         for module in self.modules():
             if isinstance(module, ContractiveResidual):
                 module.reset_parameters()
-                attention: WindowAttention = module.branch
+                attention = module.branch
                 rows, columns = (
                     torch.arange(1 - side, side).square() for side in attention.window_size
                 )
@@ -260,14 +352,12 @@ class LipsFormerContractive(TimmInterface):
     def forward_features(self, x: Tensor) -> Tensor:
         """Return all tokens of the last stage as one, [B, 1, 1, H' W' C]."""
         check_size(x, self.img_size)
-        return self.norm(self.stages(self.patch_embed(x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Classify images [B, 3, H, W]; returns logits [B, num_classes]."""
-        return self.forward_head(self.forward_features(x))
+        return super().forward_features(x)
 
 
-@register_notrace_function  # FX cannot trace the check of the size
+# FX cannot trace the check. timm's `register_notrace_function` would work only in the file that
+# defines `forward`.
+@torch.fx.wrap
 def check_size(images: Tensor, img_size: tuple[int, int]) -> None:
     """Raise a `ValueError` unless ``images`` ([B, C, H, W]) have the size of the model."""
     size = images.shape[-2], images.shape[-1]

@@ -26,6 +26,7 @@ from lipsformer.layers import (
     attend_in_windows,
     pad_to_even,
 )
+from lipsformer.models._fused import computed_at
 from lipsformer.models._timm import create, model_cfg
 from lipsformer.models.folding import fold_norm_behind, register_fold
 from lipsformer.models.lipsformer import Device, LipsFormer, fit_window
@@ -40,6 +41,7 @@ from lipsformer.models.pretrained import register_with_weights
 __all__ = ["LipsFormerCSwin"]
 
 
+@computed_at("attn.branch")
 class StripeAttention(nn.Module):
     """Attention in vertical and horizontal stripes, with LePE.
 
@@ -218,7 +220,7 @@ class LipsFormerCSwin(LipsFormer):
     attn_norm = False
     final_norm = False
     downsample_layer = ConvMerging
-    usual_logit_scale = 12.0
+    default_logit_scale = 12.0
 
     def __init__(
         self,

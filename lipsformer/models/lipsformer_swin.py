@@ -30,6 +30,7 @@ from lipsformer.layers import (
     pad_to_even,
     relative_position_index,
 )
+from lipsformer.models._fused import computed_at
 from lipsformer.models._timm import create, model_cfg
 from lipsformer.models.folding import fold_norm_before, register_fold
 from lipsformer.models.lipsformer import Device, LipsFormer, fit_window
@@ -44,6 +45,7 @@ from lipsformer.models.pretrained import register_with_weights
 __all__ = ["LipsFormerSwin"]
 
 
+@computed_at("attn.branch")
 class WindowAttention(nn.Module):
     """Attention inside windows, with a relative position bias.
 
@@ -217,8 +219,6 @@ class LipsFormerSwin(LipsFormer):
         torch.Size([1, 5])
     """
 
-    attn_norm = True
-    final_norm = True
     downsample_layer = PatchMerging
 
     def __init__(

@@ -11,6 +11,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 from lipsformer.layers import spectral_init_modules_
+from lipsformer.layers._checks import check_drop_path
 from lipsformer.models._timm import model_cfg
 from lipsformer.models.pretrained import register_with_weights
 from lipsformer.models.timm_conversion import convert
@@ -35,7 +36,7 @@ class LipsFormerViT(VisionTransformer):
         value_scale: float = 1.0,
         residual_scale: float | None = None,
         attn: Literal["cosine", "lipschitznorm"] = "cosine",
-        logit_scale: float = 10.0,
+        logit_scale: float | None = None,
         learn_logit_scale: bool = False,
         weight_init: str = "",
         **kwargs: Any,
@@ -48,7 +49,7 @@ class LipsFormerViT(VisionTransformer):
                 blocks).
             attn: "cosine" for the paper's scaled cosine attention, "lipschitznorm" for dot products
                 normalized by LipschitzNorm, which has neither tau nor nu.
-            logit_scale: tau, which multiplies the cosines, in (0, 100].
+            logit_scale: tau, which multiplies the cosines, in (0, 100]; None for 10.
             learn_logit_scale: Learn tau per head and block.
             weight_init: "" for spectral initialization, "skip" for none.
             **kwargs: Arguments of ``timm.models.VisionTransformer``.
@@ -59,18 +60,17 @@ class LipsFormerViT(VisionTransformer):
         """
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
-        rate = kwargs.get("drop_path_rate", 0.0)
-        if not 0.0 <= rate < 1.0:
-            raise ValueError(f"drop_path_rate must lie in [0, 1), got {rate}")
+        check_drop_path("drop_path_rate", kwargs.get("drop_path_rate", 0.0))
         super().__init__(weight_init="skip", **kwargs)
+        given: dict[str, Any] = {} if logit_scale is None else {"logit_scale": logit_scale}
         convert(
             self,
-            value_scale,
-            residual_scale,
+            value_scale=value_scale,
+            residual_scale=residual_scale,
             spectral_init=False,
             attn=attn,
-            logit_scale=logit_scale,
             learn_logit_scale=learn_logit_scale,
+            **given,
         )
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
@@ -131,7 +131,10 @@ class LipsFormerViT(VisionTransformer):
         spectral_init_modules_(self.head)
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> LipsFormerViT:
+def _create(
+    variant: str, pretrained: bool, args: dict[str, Any], kwargs: dict[str, Any]
+) -> LipsFormerViT:
+    kwargs = {**args, **kwargs}
     out_indices = kwargs.pop("out_indices", 3)
     return build_model_with_cfg(
         LipsFormerViT,
@@ -160,18 +163,18 @@ default_cfgs = generate_default_cfgs(
 def lipsformer_vit_tiny(pretrained: bool = False, **kwargs: Any) -> LipsFormerViT:
     """ViT-Tiny/16 in the Lipschitz form, 5.7 M parameters."""
     args = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
-    return _create("lipsformer_vit_tiny", pretrained, **{**args, **kwargs})
+    return _create("lipsformer_vit_tiny", pretrained, args, kwargs)
 
 
 @register_with_weights
 def lipsformer_vit_small(pretrained: bool = False, **kwargs: Any) -> LipsFormerViT:
     """ViT-Small/16 in the Lipschitz form, 22.1 M parameters."""
     args = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
-    return _create("lipsformer_vit_small", pretrained, **{**args, **kwargs})
+    return _create("lipsformer_vit_small", pretrained, args, kwargs)
 
 
 @register_with_weights
 def lipsformer_vit_base(pretrained: bool = False, **kwargs: Any) -> LipsFormerViT:
     """ViT-Base/16 in the Lipschitz form, 86.6 M parameters."""
     args = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
-    return _create("lipsformer_vit_base", pretrained, **{**args, **kwargs})
+    return _create("lipsformer_vit_base", pretrained, args, kwargs)

@@ -169,10 +169,10 @@ register_notrace_module(CosineWindowAttention)  # FX cannot trace the choice of 
 
 def convert(
     model: nn.Module,
+    *,
     value_scale: float = 1.0,
     residual_scale: float | None = None,
     spectral_init: bool = True,
-    *,
     attn: Literal["cosine", "lipschitznorm"] = "cosine",
     logit_scale: float = 10.0,
     learn_logit_scale: bool = False,
@@ -228,7 +228,7 @@ def convert(
     }
     check_attn(attn, **options)
     if residual_scale is not None and not math.isfinite(residual_scale):
-        raise ValueError(f"residual_scale must be finite, got {residual_scale}")
+        raise ValueError(f"residual_scale={residual_scale} must be finite")
     make_core(attn, 1, 0.0, **options)  # raises if a number is out of range
     _check_convertible(model)
     blocks = _blocks(model)

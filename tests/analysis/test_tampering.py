@@ -30,12 +30,12 @@ from lipsformer.graph import (
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.layers import (
     CenterNorm,
-    ContractiveResidual,
     DepthwiseConv2d,
     ScaledCosineAttention,
     WeightedResidual,
 )
 from lipsformer.models import convert
+from lipsformer.models.lipsformer_contractive import ContractiveResidual
 from lipsformer.models.lipsformer_cswin import StripeAttention
 from lipsformer.models.lipsformer_swin import WindowAttention
 from tests.hunt.attack import top_singular

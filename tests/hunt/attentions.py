@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lipsformer.layers import (
-    ContractiveResidual,
     LipschitzNormAttention,
     ScaledCosineAttention,
 )
+from lipsformer.models.lipsformer_contractive import ContractiveResidual
 from lipsformer.models.lipsformer_cswin import StripeAttention
 from lipsformer.models.lipsformer_swin import WindowAttention
 from tests.hunt.cases import Subject, kind

@@ -12,12 +12,12 @@ from lipsformer.analysis.bounds import Domain, lipschitz_bound
 from lipsformer.analysis.bounds.contractive import divisor
 from lipsformer.analysis.instruments import Orthogonal
 from lipsformer.layers import (
-    ContractiveResidual,
     FoldShift,
     JoinTokens,
     ScaledCosineAttention,
     orthogonalize,
 )
+from lipsformer.models.lipsformer_contractive import ContractiveResidual
 from lipsformer.models.lipsformer_swin import WindowAttention
 
 

@@ -164,8 +164,8 @@ def test_zero_tokens_are_finite_under_autocast(dtype):
     ("arguments", "message"),
     [
         ({"num_heads": 0}, "num_heads=0 must be at least 1"),
-        ({"logit_scale": 0.0}, r"logit_scale must lie in \(0, 100\], got 0.0"),
-        ({"logit_scale": 101.0}, r"logit_scale must lie in \(0, 100\], got 101.0"),
+        ({"logit_scale": 0.0}, r"logit_scale=0.0 must be in \(0, 100\]"),
+        ({"logit_scale": 101.0}, r"logit_scale=101.0 must be in \(0, 100\]"),
         ({"value_scale": -1.0}, "value_scale=-1.0 must be > 0 and finite"),
         ({"value_scale": math.nan}, "value_scale=nan must be > 0 and finite"),
         ({"eps": 0.0}, "eps=0.0 must be > 0 and finite"),

@@ -94,7 +94,7 @@ def test_drop_path_is_off_in_evaluation():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0])
 def test_drop_path_out_of_range_is_refused(rate):
-    with pytest.raises(ValueError, match=rf"drop_path must lie in \[0, 1\), got {rate}"):
+    with pytest.raises(ValueError, match=rf"drop_path={rate} must be in \[0, 1\)"):
         WeightedResidual(nn.Identity(), 3, 1.0, drop_path=rate)
 
 
@@ -313,3 +313,28 @@ def test_a_subclass_does_not_inherit_that_samples_are_alone():
     residual = WeightedResidual(WithBatchNorm(), 3, 0.5, drop_path=0.5).train()
     residual(torch.randn(23, 3))
     assert residual.branch.seen == [23]
+
+
+class Squashed(LinearEnd):
+    """A subclass that changes the output, so that alpha can no longer be multiplied inside it."""
+
+    def forward(self, x, output_scale=None):
+        return super().forward(x, output_scale).tanh()
+
+
+class SquashedGelu(GeluEnd):
+    def forward(self, x, last_gelu=True):
+        return super().forward(x, last_gelu).tanh()
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("branch", [Squashed, SquashedGelu])
+def test_a_subclass_does_not_inherit_how_the_branch_ends(branch, training):
+    torch.manual_seed(0)
+    residual = WeightedResidual(branch(), 3, 0.3).train(training)
+    x = torch.randn(5, 2, 7, 3)
+    with torch.set_grad_enabled(training):
+        y = residual(x)
+    expected = x + 0.3 * residual.branch(x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)

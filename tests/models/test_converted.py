@@ -164,9 +164,9 @@ def test_a_converted_model_is_not_converted_again():
         ({"attn": "lipschitznorm", "logit_scale": 3.0}, "logit_scale=3.0 has no effect"),
         ({"attn": "lipschitznorm", "value_scale": 2.0}, "value_scale=2.0 has no effect"),
         ({"attn": "lipschitznorm", "learn_logit_scale": True}, "learn_logit_scale=True has no"),
-        ({"logit_scale": 0.0}, r"logit_scale must lie in \(0, 100\]"),
+        ({"logit_scale": 0.0}, r"logit_scale=0.0 must be in \(0, 100\]"),
         ({"value_scale": -1.0}, "value_scale=-1.0 must be > 0"),
-        ({"residual_scale": float("nan")}, "residual_scale must be finite, got nan"),
+        ({"residual_scale": float("nan")}, "residual_scale=nan must be finite"),
     ],
 )
 def test_impossible_arguments_leave_the_model_as_it_was(arguments, message):
@@ -205,3 +205,9 @@ def test_set_input_size_refuses_what_forward_refuses(name, size):
     with pytest.raises(ValueError, match=r"is not a (positive )?multiple of"):
         model.set_input_size(size)
     assert {key: tensor.shape for key, tensor in model.state_dict().items()} == before
+
+
+def test_a_logit_scale_of_none_is_that_of_the_conversion():
+    for scale, expected in ((None, 10.0), (3.0, 3.0)):
+        model = timm.create_model("lipsformer_vit_tiny", **VIT, logit_scale=scale)
+        assert {block.attn.attention.tau() for block in model.blocks} == {expected}

@@ -38,6 +38,8 @@ def test_bfloat16_training_takes_the_kernels_and_nothing_else_does():
         "large windows": block(window=9),
         "subclass": block(),
         "small depthwise kernel": block(),
+        "subclass of the attention": block(),
+        "branches in other places": block(),
         "adapter": block(),
         "no windows": LipsFormerBlock(12, nn.Identity(), True, 0.3).train(),
     }
@@ -46,6 +48,10 @@ def test_bfloat16_training_takes_the_kernels_and_nothing_else_does():
     depthwise = changed["small depthwise kernel"].conv1.branch.depthwise
     depthwise.weight = nn.Parameter(torch.randn(12, 1, 3, 3))
     changed["dropout"].mlp.branch.drop.p = 0.1
+    attn = changed["subclass of the attention"].attn.branch
+    attn.__class__ = type("Mine", (type(attn),), {})
+    moved = changed["branches in other places"]
+    moved.conv1.branch, moved.conv2.branch = moved.conv2.branch, moved.conv1.branch
     changed["subclass"].norm1.__class__ = type("Mine", (type(changed["subclass"].norm1),), {})
     with torch.autocast("cpu", torch.bfloat16):
         assert _fused.usable_on_gpu(block(), x)

@@ -26,10 +26,11 @@ from lipsformer.analysis.bounds.core import (
 )
 from lipsformer.analysis.bounds.layers import bias_norm, linear_sigma_bound
 from lipsformer.analysis.bounds.rounding import gamma, outward
-from lipsformer.layers import ContractiveResidual, FoldShift, JoinTokens, ScaledCosineAttention
+from lipsformer.layers import FoldShift, JoinTokens, ScaledCosineAttention
 from lipsformer.layers.contractive import GROUPS
 from lipsformer.models.lipsformer_contractive import (
     ContractiveBlock,
+    ContractiveResidual,
     LipsFormerContractive,
 )
 from lipsformer.models.lipsformer_swin import WindowAttention

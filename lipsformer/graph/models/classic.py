@@ -14,7 +14,7 @@ from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.gcn_conv import SparseGCNConv
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.graph.norm import NodeNorm, parse_norm
-from lipsformer.layers._checks import check_dropout
+from lipsformer.layers._checks import check_fraction
 
 __all__ = ["ClassicGNN"]
 
@@ -116,7 +116,7 @@ class ClassicGNN(GraphNet):
             raise ValueError(f"conv={conv!r} is not known; choose gcn or gat")
         if skip not in ("none", "linear", "identity"):
             raise ValueError(f"skip={skip!r} is not known; choose none, linear or identity")
-        check_dropout("edge_dropout", edge_dropout)
+        check_fraction("edge_dropout", edge_dropout)
         if conv == "gcn" and (heads != 1 or score_norm is not None):
             raise ValueError(f"heads={heads}, norm={norm!r} are not for gcn, which has no scores")
         if conv == "gcn" and attn_dropout != 0:
