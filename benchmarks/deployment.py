@@ -74,7 +74,7 @@ def contestants(
         model: A model in evaluation mode.
         images: At least two images.
         exports: Folder of the model's exports, which are written if they are not there.
-        options: ``forms``, ``precisions`` and ``threads``.
+        options: `forms`, `precisions` and `threads`.
     """
     found: dict[tuple[str, str], Logits] = {}
     traced = cache(lambda: trace(model, images))

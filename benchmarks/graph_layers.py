@@ -101,7 +101,7 @@ class Candidate:
     """Measure one layer on one graph."""
 
     def __init__(self, name: str, channels: int, heads: int, x: Tensor, edge_index: Tensor) -> None:
-        """Create the layer on the device of ``x``."""
+        """Create the layer on the device of `x`."""
         make, self.prepare = LAYERS[name]
         self.conv = make(x.size(1), channels, heads).to(x)
         self.x, self.edge_index = x, edge_index

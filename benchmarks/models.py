@@ -12,7 +12,7 @@
 The models, each in all of its modes and in inference LipsFormers also folded, take turns within
 every round, so that a busy machine slows all alike; the ratio is to the first model in its fastest
 mode, the median over the rounds. The first rounds warm up. A model of another repository joins by
-its import path: ``--peer package.module:function`` (called without arguments).
+its import path: `--peer package.module:function` (called without arguments).
 
 The share of the machine's FLOP/s takes a model's multiply-adds times two, three times over for a
 training step, against the measured rate of a large matrix product; the share of its bandwidth takes
@@ -56,7 +56,7 @@ class Contestant:
     """One model in one mode with its optimizer and the two things it is timed at."""
 
     def __init__(self, model: nn.Module, mode: str, images: Tensor, precision: str) -> None:
-        """Take over a model on the device of ``images``."""
+        """Take over a model on the device of `images`."""
         if images.is_cuda:
             model = model.to(memory_format=torch.channels_last)
         self.model = copy.deepcopy(model) if mode == "regions" else model  # compiled in place
@@ -92,10 +92,10 @@ class Contestant:
 
 
 def build(name: str, img_size: int, depths: tuple[int, ...] | None) -> nn.Module:
-    """A model of timm's, or the peer that ``module:function`` makes.
+    """A model of timm's, or the peer that `module:function` makes.
 
     The image size is given when the model is built, so that Swin keeps its windows of 7 tokens;
-    ``set_input_size`` would scale them with the image.
+    `set_input_size` would scale them with the image.
     """
     if ":" in name:
         module, function = name.split(":")

@@ -52,14 +52,14 @@ class Attention(nn.Module):
     """What an attention does between its projections: normalize, attend in windows, LePE."""
 
     def __init__(self, module: WindowAttention | StripeAttention) -> None:
-        """Take over the parameters of ``module``, those of its projections left out."""
+        """Take over the parameters of `module`, those of its projections left out."""
         super().__init__()
         self.bias = getattr(module, "relative_position_bias_table", None)
         self.lepe = getattr(module, "lepe", None)
         self.attend = module.attend
 
     def forward(self, qkv: Tensor) -> Tensor:
-        """Attend with the projected tokens ``qkv``."""
+        """Attend with the projected tokens `qkv`."""
         return self.attend(qkv)
 
 
@@ -92,7 +92,7 @@ class Sum(nn.Module):
     """What a weighted residual does after its branch."""
 
     def __init__(self, residual: WeightedResidual) -> None:
-        """Take over the scale of ``residual``."""
+        """Take over the scale of `residual`."""
         super().__init__()
         ends_in = getattr(residual.branch, "ends_in", None)
         self.given = {"linear": GivenScaled, "gelu": GivenBeforeGelu}.get(ends_in, Given)()
@@ -101,7 +101,7 @@ class Sum(nn.Module):
         self.train(residual.training)
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
-        """Add ``branch`` to ``x``."""
+        """Add `branch` to `x`."""
         self.given.result = branch
         return self.sum(x)
 

@@ -67,8 +67,8 @@ def kernel_cost(kernel: str, arguments: tuple[Any, ...]) -> tuple[int, int]:
     """Return the operations of a kernel's products, and the bytes that it has to move at least.
 
     Args:
-        kernel: A key of ``lipsformer.kernels.bindings.SIGNATURES``.
-        arguments: As ``lipsformer.kernels.bindings.run`` takes them.
+        kernel: A key of `lipsformer.kernels.bindings.SIGNATURES`.
+        arguments: As `lipsformer.kernels.bindings.run` takes them.
     """
     moved = sum(x.nbytes for x in arguments if isinstance(x, Tensor))
     if kernel.startswith("cosine_windows"):  # its tensors stand for whole maps

@@ -135,7 +135,7 @@ def write(key: str, traced: Callable[[], ExportedProgram], folder: Path) -> Path
     """Write a format into a folder and return the path of its file.
 
     Args:
-        key: A key of ``FORMATS``.
+        key: A key of `FORMATS`.
         traced: Returns the program. It is not called if the folder holds the format's source.
         folder: The folder.
     """
@@ -155,7 +155,7 @@ def load(path: Path, precision: str = "fp32", threads: int = 0) -> Logits:
     """Return a function from images ([B, C, H, W]) to logits ([B, K]) that runs an export.
 
     Args:
-        path: A file that one of ``FORMATS`` wrote.
+        path: A file that one of `FORMATS` wrote.
         precision: "fp32", or for OpenVINO "bf16". Without this choice OpenVINO computes in bf16
             wherever the processor has instructions for it.
         threads: Number of threads of ONNX Runtime and OpenVINO; 0 leaves it to them.

@@ -85,13 +85,13 @@ def export_model(
     which: str = "best",
     note: str | None = None,
 ) -> dict[str, float]:
-    """Export to the folder ``out``, which appears complete or not at all.
+    """Export to the folder `out`, which appears complete or not at all.
 
     Args:
         name: Any timm model. Its weights are loaded if the name has a tag, `local-dir:` or
             `hf-hub:`. Or the folder of a run or of a checkpoint of a run.
         out: Folder to be created.
-        formats: "hf" and keys of ``FORMATS``.
+        formats: "hf" and keys of `FORMATS`.
         checkpoint: Weights to load; None keeps the model's own.
         img_size: Side of the images in pixels; None for the model's own.
         which: Which weights of a run, "best" or "last".
@@ -101,7 +101,7 @@ def export_model(
         Largest difference from the model's logits, relative to the largest, by format.
 
     Raises:
-        ExportError: If ``out`` exists or cannot be written, a package is missing, or an export
+        ExportError: If `out` exists or cannot be written, a package is missing, or an export
             differs from the model.
         CheckpointError: If a run has no usable weights.
         ConfigError: If the model is not known, or the run did not evaluate the weights.

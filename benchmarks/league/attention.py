@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class DotProductAttention(nn.Module):
-    r"""Attend with dot products, in the place of ``ScaledCosineAttention``.
+    r"""Attend with dot products, in the place of `ScaledCosineAttention`.
 
     .. math:: \mathrm{softmax}(q k^T / \sqrt{d} + B) v
 
@@ -32,7 +32,7 @@ class DotProductAttention(nn.Module):
         return q @ k.mT + bias
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores."""
+        """Attend with queries `q`, keys `k` and values `v`, adding `bias` to the scores."""
         q, k = self.normalize(q, k)
         return F.scaled_dot_product_attention(q, k, v, bias, scale=1.0)
 

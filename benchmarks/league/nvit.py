@@ -19,7 +19,7 @@ class UnitNorm(nn.Module):
     """Divide each token by its length."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x`` ([..., C])."""
+        """Normalize `x` ([..., C])."""
         return F.normalize(x, dim=-1)
 
 
@@ -88,7 +88,7 @@ class ScaledGelu(nn.Module):
         self.factor = dim**0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the function to ``x`` ([..., number])."""
+        """Apply the function to `x` ([..., number])."""
         return F.gelu(x * (self.scale() * self.factor))
 
 
@@ -122,7 +122,7 @@ class NormalizedBlock(nn.Module):
         self.steps = nn.ModuleList([Scale(dim, dim, alpha) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to ``x`` ([B, H, W, C])."""
+        """Apply the block to `x` ([B, H, W, C])."""
         branches = (self.conv1, self.conv2, self.attn, self.mlp)
         for branch, step in zip(branches, self.steps, strict=True):
             x = F.normalize(torch.lerp(x, F.normalize(branch(x), dim=-1), step()), dim=-1)
@@ -144,7 +144,7 @@ class NormalizedClassifier(nn.Module):
         self.scale = Scale(num_classes, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of ``x`` ([B, C])."""
+        """Return logits of `x` ([B, C])."""
         return self.fc(x) * self.scale()
 
 
@@ -198,7 +198,7 @@ class NormalizeWeights(InstrumentBase):
         """Sort the weights.
 
         Args:
-            model: Made by ``make_normalized``.
+            model: Made by `make_normalized`.
         """
         writing: list[Any] = [m.proj for m in model.modules() if isinstance(m, WindowAttention)]
         writing += [m.mlp[2] for m in model.modules() if isinstance(m, NormalizedBlock)]

@@ -27,7 +27,7 @@ class DyT(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the function to ``x`` ([..., C])."""
+        """Apply the function to `x` ([..., C])."""
         return torch.addcmul(self.bias, torch.tanh(self.alpha * x), self.weight)
 
 
@@ -52,5 +52,5 @@ class Derf(DyT):
         self.shift = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the function to ``x`` ([..., C])."""
+        """Apply the function to `x` ([..., C])."""
         return torch.addcmul(self.bias, torch.erf(self.alpha * x + self.shift), self.weight)

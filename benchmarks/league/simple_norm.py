@@ -23,7 +23,7 @@ class RMSNorm(nn.RMSNorm):
         self.gain = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x`` ([..., C])."""
+        """Normalize `x` ([..., C])."""
         return super().forward(x.unflatten(-1, (self.parts, -1))).flatten(-2) * self.gain
 
 

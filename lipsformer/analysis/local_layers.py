@@ -255,7 +255,7 @@ class WrittenOut(DepthwiseConv2d):
         self.weight, self.bias = conv.weight, conv.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve ``x`` ([B, H, W, C])."""
+        """Convolve `x` ([B, H, W, C])."""
         size = (x.shape[1], x.shape[2])
         if math.prod(size) > MAX_WRITTEN_OUT_TOKENS:
             return super().forward(x)
@@ -311,7 +311,7 @@ class Pooling(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn ``x`` ([B, H, W, C]) into [B, C]."""
+        """Turn `x` ([B, H, W, C]) into [B, C]."""
         return self.norm(x).mean((1, 2))
 
 

@@ -1,7 +1,7 @@
-"""How a processor computes the formulas of ``lipsformer.layers`` faster, with the same results.
+"""How a processor computes the formulas of `lipsformer.layers` faster, with the same results.
 
-Every function takes tensors and numbers. A layer asks ``usable`` first and otherwise computes its
-formula with PyTorch's operators. ``center`` decides that itself.
+Every function takes tensors and numbers. A layer asks `usable` first and otherwise computes its
+formula with PyTorch's operators. `center` decides that itself.
 
 Example:
     >>> import torch

@@ -1,4 +1,4 @@
-"""The compiled kernels' signatures: a wrong argument, type or order is a ``TypeError``."""
+"""The compiled kernels' signatures: a wrong argument, type or order is a `TypeError`."""
 
 import ctypes
 from functools import cache
@@ -105,7 +105,7 @@ def run(kernel: str, *args: Tensor | int | float | None) -> None:
     """Call a compiled kernel with as many threads as PyTorch uses.
 
     Args:
-        kernel: Name of the function, a key of ``SIGNATURES``.
+        kernel: Name of the function, a key of `SIGNATURES`.
         *args: Tensors, integers and numbers in the order of its signature; None for no tensor.
 
     Raises:

@@ -71,7 +71,7 @@ def block(
         tensors: The parameters in float32. Each mask is [K, 1, 1, 1].
         kept: The indices, [K] and increasing, of the samples that enter each of the four branches;
             None for all. A branch that no sample enters is not computed.
-        partitions: The arguments of the attention from here on are those of ``cosine_windows``.
+        partitions: The arguments of the attention from here on are those of `cosine_windows`.
         tau: [P, heads].
         bias: [1, heads, h * w, h * w] or None.
         lepe: The kernels and then the biases, in float32 and contiguous; empty without them.
@@ -244,14 +244,14 @@ def _add(x: Tensor, branch: Tensor, mask: Tensor | None, kept: Tensor | None) ->
 
 
 def _mask(grad: Tensor, mask: Tensor | None, kept: Tensor | None) -> Tensor:
-    """Return the gradient of the branch of ``_add``."""
+    """Return the gradient of the branch of `_add`."""
     return grad if mask is None else add_masked_backward(grad, mask, kept)
 
 
 def _gelu_backward(
     grad: Tensor, z: Tensor, scale: Tensor, mask: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a sum with GELU(z) with respect to ``z`` and scale."""
+    """Return the gradients of a sum with GELU(z) with respect to `z` and scale."""
     grad_z, grad_scale = add_gelu_backward(grad, z, _times(scale, mask), kept)
     return grad_z, _times(grad_scale, mask).sum_to_size(scale.shape)
 
@@ -280,7 +280,7 @@ def _scaled_backward(
     output: Tensor | None,
     rounded: Tensor | None,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of ``_scaled_linear`` with respect to ``z``, weight, bias and scale."""
+    """Return the gradients of `_scaled_linear` with respect to `z`, weight, bias and scale."""
     if output is None:
         return linear_backward(grad, z, weight, bias, act_before, scale, rounded)
     grads = linear_backward(grad * scale, z, weight, bias, act_before, None, rounded)

@@ -1,4 +1,4 @@
-"""Find the compiled kernels: in the wheel, in the user's cache, or by compiling ``csrc`` once.
+"""Find the compiled kernels: in the wheel, in the user's cache, or by compiling `csrc` once.
 
     python -m lipsformer.kernels.build FOLDER
 
@@ -63,7 +63,7 @@ _logger = logging.getLogger(__name__)
 def compiled_library() -> ctypes.CDLL | None:
     """Find the kernels for this processor in the wheel or in the cache, or compile them.
 
-    ``CXX`` names the compiler, with arguments if need be. A compilation that failed is not tried
+    `CXX` names the compiler, with arguments if need be. A compilation that failed is not tried
     again until the sources or the compiler change, unless memory or disk space was missing or the
     compiler was killed.
 
@@ -121,7 +121,7 @@ def _file_name(command: list[str]) -> str:
 
 
 def _compiler() -> list[str] | None:
-    """Return the command of the compiler; None if there is none and ``CXX`` asks for none."""
+    """Return the command of the compiler; None if there is none and `CXX` asks for none."""
     wanted = shlex.split(os.environ.get("CXX") or "")
     program, *arguments = wanted or ["g++"]
     found = shutil.which(program)
@@ -146,7 +146,7 @@ def _others_may_write(path: Path) -> int:
 
 
 def _load(library: Path, as_safe_as: Path) -> ctypes.CDLL:
-    """Load a library that only those could change who could change ``as_safe_as`` too.
+    """Load a library that only those could change who could change `as_safe_as` too.
 
     Raises:
         OSError: If others could, or if the library is damaged.

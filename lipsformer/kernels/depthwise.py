@@ -13,11 +13,11 @@ DEPTHWISE_SIZES = (3, 7)  # sides K for which csrc/depthwise.cpp is compiled
 
 
 def depthwise_conv(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Convolve every channel of ``x`` with its own kernel.
+    """Convolve every channel of `x` with its own kernel.
 
     Args:
         x: [B, H, W, C] in float32 or bfloat16; autocast casts it.
-        weight: [C, 1, K, K], K in ``DEPTHWISE_SIZES``.
+        weight: [C, 1, K, K], K in `DEPTHWISE_SIZES`.
         bias: [C].
     """
     x = x.to(product_dtype(x))
@@ -31,7 +31,7 @@ def depthwise_gelu(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None
 
     Args:
         x: [B, H, W, C] in float32 or bfloat16; autocast casts it.
-        weight: [C, 1, K, K], K in ``DEPTHWISE_SIZES``.
+        weight: [C, 1, K, K], K in `DEPTHWISE_SIZES`.
         bias: [C].
         scale: [C], or None for the first form.
     """
@@ -60,7 +60,7 @@ class _DepthwiseConv(torch.autograd.Function):
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, flip: bool = False) -> Tensor:
-    """Convolve ``x`` ([B, H, W, C]) with ``weight`` ([C, 1, K, K]), flipped if asked."""
+    """Convolve `x` ([B, H, W, C]) with `weight` ([C, 1, K, K]), flipped if asked."""
     if usable("depthwise.csrc", x, weight):
         x, weight = x.contiguous(), weight.contiguous()
         bias = None if bias is None else bias.contiguous()

@@ -1,7 +1,7 @@
 """Decide whether a call may take a kernel, and say why not.
 
-``LIPSFORMER_NATIVE=0`` switches every kernel off, ``LIPSFORMER_GPU_BLOCKS=0`` those for blocks and
-windows on a GPU. ``LIPSFORMER_LOG=kernels`` prints, once per operator and reason, which calls took
+`LIPSFORMER_NATIVE=0` switches every kernel off, `LIPSFORMER_GPU_BLOCKS=0` those for blocks and
+windows on a GPU. `LIPSFORMER_LOG=kernels` prints, once per operator and reason, which calls took
 a kernel and which did not.
 """
 
@@ -37,13 +37,13 @@ class Needs(NamedTuple):
     Attributes:
         backends: "csrc" for our compiled kernels and "onednn" for PyTorch's, which computes float32
             without autocast only. On its own it also computes bfloat16 for an operator whose
-            ``casts`` is true. One of them must be available. An empty tuple means that the operator
+            `casts` is true. One of them must be available. An empty tuple means that the operator
             consists of PyTorch's operators.
-        dtypes: Data types of the first tensor. Under autocast, an operator whose ``casts`` is true
+        dtypes: Data types of the first tensor. Under autocast, an operator whose `casts` is true
             sees the type that autocast gives it.
         casts: Whether autocast changes the type of the operator's input.
         mixed: Whether the other tensors may have a type that differs from the first one's. For an
-            operator whose ``casts`` is true, this holds only under autocast.
+            operator whose `casts` is true, this holds only under autocast.
         contiguous: Whether all tensors must be contiguous.
         min_dims: Least number of dimensions of the first tensor.
         device: "cpu" or "cuda". The kernels for CUDA are written in Triton and read tensors of all
@@ -133,11 +133,11 @@ def usable(
     """Return whether the kernel of an operator may compute a call.
 
     The gradients of most kernels cannot be differentiated again, so with gradients a kernel is used
-    only in training mode. Evaluation with gradients and ``torch.func`` keep the plain operators,
+    only in training mode. Evaluation with gradients and `torch.func` keep the plain operators,
     which can be differentiated twice. The compiler keeps them too, because it fuses them itself.
 
     Args:
-        operator: A key of ``NEEDS``.
+        operator: A key of `NEEDS`.
         x: Input of the operator.
         *others: Weights and further inputs.
         training: Whether the layer is in training mode.
@@ -161,7 +161,7 @@ def usable(
 
 
 def log(operator: str, obstacle: str | None) -> None:
-    """Print once whether a kernel is used, if ``LIPSFORMER_LOG`` asks for it."""
+    """Print once whether a kernel is used, if `LIPSFORMER_LOG` asks for it."""
     if LOG and (operator, obstacle) not in _said:
         _said.add((operator, obstacle))
         taken = "kernel" if obstacle is None else f"plain operators, because {obstacle}"
@@ -181,7 +181,7 @@ def active_transform() -> str | None:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which a product with ``x`` is computed.
+    """Return the type in which a product with `x` is computed.
 
     Autocast may change it. Like PyTorch's own, it leaves float64 as it is.
     """

@@ -17,7 +17,7 @@ def fold_shift(x: Tensor, groups: int, moves: Moves) -> Tensor:
     Args:
         x: [B, H, W, C].
         groups: Number of groups of channels, a divisor of C.
-        moves: (axis of ``x``, step in tokens) of the groups from the third on.
+        moves: (axis of `x`, step in tokens) of the groups from the third on.
     """
     return _FoldShift.apply(x, groups, moves)
 

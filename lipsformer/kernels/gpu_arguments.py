@@ -14,7 +14,7 @@ class WindowArguments(NamedTuple):
 
     Attributes:
         bias: [1, heads, N, N], added to the scores of windows of N tokens; for one partition only.
-        tau: Factors of the cosines, one [heads, 1, 1] per partition; empty for ``scale`` alone.
+        tau: Factors of the cosines, one [heads, 1, 1] per partition; empty for `scale` alone.
         nu: Length of the normalized values, one number per partition; empty leaves them as they
             are.
         lepe: Weights [C, 1, 3, 3] of the depthwise convolution of the values of each partition
@@ -41,7 +41,7 @@ class WindowArguments(NamedTuple):
         return [self.bias, *self.tau, *self.nu, *self.lepe, *self.lepe_bias]
 
     def with_tensors(self, tensors: Sequence[Any]) -> "WindowArguments":
-        """Return the same arguments with other tensors in the order of ``tensors``."""
+        """Return the same arguments with other tensors in the order of `tensors`."""
         bias, *rest = tensors
         groups = []
         for group in (self.tau, self.nu, self.lepe, self.lepe_bias):

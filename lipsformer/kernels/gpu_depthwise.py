@@ -11,7 +11,7 @@ GPU_DEPTHWISE_SIZE = 7  # side of the kernels, the only one that the Triton kern
 
 @operator
 def depthwise(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:
-    """Return w * x + add; with ``flip`` the kernels are turned by 180 degrees.
+    """Return w * x + add; with `flip` the kernels are turned by 180 degrees.
 
     Args:
         x: [B, H, W, C].

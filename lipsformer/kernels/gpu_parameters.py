@@ -20,7 +20,7 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         dtype: Type of the result.
 
     Returns:
-        One flat tensor in which the first eight start at multiples of ``parameters.ALIGN``. The
+        One flat tensor in which the first eight start at multiples of `parameters.ALIGN`. The
         depthwise kernels [C, 1, 7, 7] become [49, C].
     """
     from lipsformer.kernels.triton import parameters
@@ -43,12 +43,12 @@ def weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
     Args:
         tensors: First the gradients of the five matrices as they were multiplied, in the order of
-            ``cast``. Then four tensors of proj: the weight, the bias, the scale, and the sum of the
+            `cast`. Then four tensors of proj: the weight, the bias, the scale, and the sum of the
             gradients of scale * bias. Then the same four of fc2.
 
     Returns:
         The gradients of the five matrices in float32 in one flat tensor, aligned as those of
-        ``cast``, and those of the bias and the scale of proj and of fc2, [4, C].
+        `cast`, and those of the bias and the scale of proj and of fc2, [4, C].
     """
     from lipsformer.kernels.triton import parameters
 
@@ -74,7 +74,7 @@ def add_programs(sums: Sequence[Tensor]) -> Tensor:
     """Return the sum over the first dimension of each of at most ten tensors, in one launch.
 
     Returns:
-        One flat tensor in which the sums start at multiples of ``parameters.COLUMNS``.
+        One flat tensor in which the sums start at multiples of `parameters.COLUMNS`.
     """
     from lipsformer.kernels.triton import parameters
 
@@ -98,14 +98,14 @@ def _flat(tensors: Sequence[Tensor], align: int, dtype: torch.dtype) -> Tensor:
 
 
 def matrices_in(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the tensors that lie in a flat one of ``cast`` or ``weight_gradients``."""
+    """Return the tensors that lie in a flat one of `cast` or `weight_gradients`."""
     from lipsformer.kernels.triton import parameters
 
     return _parts(flat, shapes, parameters.ALIGN)
 
 
 def sums_in(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the sums that lie in a flat tensor of ``add_programs``."""
+    """Return the sums that lie in a flat tensor of `add_programs`."""
     from lipsformer.kernels.triton import parameters
 
     return _parts(flat, shapes, parameters.COLUMNS)

@@ -1,7 +1,7 @@
 """Biases, GELU, weighted residuals and CenterNorm on a GPU, as operators that PyTorch can compile.
 
 The operators have no autograd formula, because `gpu_block` calls both directions itself. Maps are
-[B, ..., C] and contiguous, parameters are [C] and masks [B]. ``sums`` has one row per program.
+[B, ..., C] and contiguous, parameters are [C] and masks [B]. `sums` has one row per program.
 """
 
 import torch
@@ -37,7 +37,7 @@ def gelu_backward(
     scale: Tensor | None,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the backward pass of ``gelu`` needs.
+    """Return what the backward pass of `gelu` needs.
 
     Returns:
         The sum of both gradients (empty if there is only one), or GELU(z + bias) if there is no
@@ -124,7 +124,7 @@ def center_backward(
     gain: Tensor | None,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the backward pass of ``center``, or of ``residual`` without a gain, needs.
+    """Return what the backward pass of `center`, or of `residual` without a gain, needs.
 
     Returns:
         The gradient of x; that of the branch, which is empty if there is no mask, because it then

@@ -94,7 +94,7 @@ def _sums(qkv: Tensor, arguments: WindowArguments) -> Tensor:
 def window_gradients(
     grad: Tensor, qkv: Tensor, arguments: WindowArguments
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of ``qkv``, and a row per program for `parameter_gradients`."""
+    """Return the gradient of `qkv`, and a row per program for `parameter_gradients`."""
     return torch.ops.lipsformer.cosine_windows_backward(grad.to(qkv.dtype), qkv, *arguments)
 
 

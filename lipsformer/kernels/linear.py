@@ -50,7 +50,7 @@ def fused_linear(
         x: [B, ..., C_in], at least three dimensions; autocast casts it.
         weight: W, [C_out, C_in].
         bias: b, [C_out].
-        act_before: Apply GELU to ``x`` first. The backward pass computes it again.
+        act_before: Apply GELU to `x` first. The backward pass computes it again.
         output_scale: [C_out], multiplied into the weight, or into the output where that has fewer
             numbers. In bfloat16 always into the weight, in the pass that rounds it.
     """
@@ -63,7 +63,7 @@ def fused_linear(
 
 
 def scales_output(x: Tensor) -> bool:
-    """Return whether a layer with the input ``x`` ([..., C_in]) scales its output, not its weight.
+    """Return whether a layer with the input `x` ([..., C_in]) scales its output, not its weight.
 
     The output is the smaller of the two if there are fewer tokens than input channels. bfloat16
     always scales the weight, which it has to round anyway.
@@ -119,7 +119,7 @@ def linear_backward(
     need_x: bool = True,
     need_weight: bool = True,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of ``linear`` with respect to ``x``, weight, bias and scale.
+    """Return the gradients of `linear` with respect to `x`, weight, bias and scale.
 
     The bias gradient is summed separately, because convolution_backward computes it slowly. The
     input gradient is computed first, so that one pass yields both GELU(x), needed for the weight
@@ -130,10 +130,10 @@ def linear_backward(
         x: The input.
         weight: W.
         bias: b.
-        act_before: As in ``linear``.
-        scale: As in ``linear``.
-        rounded: The rounded weight that ``linear`` returned, or None.
-        need_x: Compute the gradient of ``x``; otherwise it is None.
+        act_before: As in `linear`.
+        scale: As in `linear`.
+        rounded: The rounded weight that `linear` returned, or None.
+        need_x: Compute the gradient of `x`; otherwise it is None.
         need_weight: Compute the gradients of the weight and the scale; otherwise they are None.
     """
     if rounded is None or torch.is_grad_enabled():  # the rounded weight has no graph
@@ -267,7 +267,7 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def gelu_backward_(grad: Tensor, z: Tensor) -> Tensor:
-    """Multiply ``grad`` by the derivative of GELU at ``z``, in place, and return GELU(z)."""
+    """Multiply `grad` by the derivative of GELU at `z`, in place, and return GELU(z)."""
     refuse_second_derivatives(grad)
     if usable("gelu.csrc", grad, z):
         activated = torch.empty_like(z)
@@ -278,7 +278,7 @@ def gelu_backward_(grad: Tensor, z: Tensor) -> Tensor:
 
 
 def sum_rows(x: Tensor) -> Tensor:
-    """Return the sum of ``x`` ([..., C]) over all dimensions but the last; bfloat16 in float32."""
+    """Return the sum of `x` ([..., C]) over all dimensions but the last; bfloat16 in float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if usable("sum_rows.csrc", x):
         total = x.new_empty(x.shape[-1], dtype=dtype)

@@ -15,7 +15,7 @@ from lipsformer.kernels.dispatch import is_batch
 def node_terms(
     x: Tensor, source_weight: Tensor, target_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``x`` for further use, its products with two weights per head and its squared norms.
+    """Return `x` for further use, its products with two weights per head and its squared norms.
 
     The backward pass adds the gradients of all four at once. It can be differentiated again.
 

@@ -68,7 +68,7 @@ def center_affine(
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Return factor * gain * (x - mean(x)) + bias, and what its backward pass needs.
 
-    That is the result, the channels that lose the centered input, and ``x``, each of which may be
+    That is the result, the channels that lose the centered input, and `x`, each of which may be
     None. A channel loses the centered input if that cannot be computed from the result.
     """
     y = center(x, gain * factor, bias)
@@ -85,7 +85,7 @@ def center_affine_backward(
     kept: Sequence[Any],
     factor: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``center_affine`` with respect to ``x``, gain and bias."""
+    """Return the gradients of `center_affine` with respect to `x`, gain and bias."""
     y, lost, x = kept
     if y is None:
         zeros = torch.zeros_like(bias)
@@ -102,7 +102,7 @@ def center_affine_backward(
 
 
 def gelu_residual(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:
-    """Return x + scale * GELU(z), where z may hold only the samples of ``index``.
+    """Return x + scale * GELU(z), where z may hold only the samples of `index`.
 
     Args:
         x: [B, ..., C].
@@ -132,10 +132,10 @@ class _GeluResidual(torch.autograd.Function):
 
 
 def residual(x: Tensor, z: Tensor, mask: Tensor, index: Tensor | None = None) -> Tensor:
-    """Return x + mask * z, where z may hold only the samples of ``index``.
+    """Return x + mask * z, where z may hold only the samples of `index`.
 
     Args:
-        x: [B, ..., C], contiguous, as ``z``, which has its type.
+        x: [B, ..., C], contiguous, as `z`, which has its type.
         z: [K, ..., C].
         mask: [K, 1, ..., 1], which gets no gradient.
         index: [K], increasing; None for all samples.
@@ -160,7 +160,7 @@ class _Residual(torch.autograd.Function):
 
 
 def fork(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x`` and its samples ``index``, whose gradients are added in one pass.
+    """Return `x` and its samples `index`, whose gradients are added in one pass.
 
     Args:
         x: [B, ..., C], contiguous.
@@ -184,7 +184,7 @@ class _Fork(torch.autograd.Function):
 
 
 def add_masked(x: Tensor, z: Tensor, mask: Tensor | None, index: Tensor | None) -> Tensor:
-    """Return x + mask * z as ``residual`` does; None is a mask of ones."""
+    """Return x + mask * z as `residual` does; None is a mask of ones."""
     scale = (
         torch.ones(x.shape[-1], dtype=torch.float32, device="cpu")
         if mask is None
@@ -196,7 +196,7 @@ def add_masked(x: Tensor, z: Tensor, mask: Tensor | None, index: Tensor | None) 
 
 
 def add_masked_backward(grad: Tensor, mask: Tensor, index: Tensor | None) -> Tensor:
-    """Return the gradient of ``add_masked`` with respect to ``z``."""
+    """Return the gradient of `add_masked` with respect to `z`."""
     scale = _mask_rows(mask, grad.shape[-1])
     grad_z = grad.new_empty(len(scale), *grad.shape[1:])
     name = f"residual_gradient_{name_of(grad.dtype)}"
@@ -232,7 +232,7 @@ def add_gelu(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -
 def add_gelu_backward(
     grad: Tensor, z: Tensor, scale: Tensor, index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``add_gelu`` with respect to ``z`` and ``scale``."""
+    """Return the gradients of `add_gelu` with respect to `z` and `scale`."""
     if _scale_fits(z, scale) and usable("gelu_residual.csrc", grad, z, scale):
         grad_z, grad_scale = torch.empty_like(z), torch.empty_like(scale)
         sizes = (grad_z, grad_scale, *_sizes(z))
@@ -251,7 +251,7 @@ def center(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
     Args:
         x: [..., C].
         gain: [C].
-        shift: [C] or of the shape of ``x``.
+        shift: [C] or of the shape of `x`.
     """
     # The number of dimensions decides first: sizes of another kind would be compared in an export,
     # which then excludes the batch that is as large as the number of channels.
@@ -270,7 +270,7 @@ def center(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
 def center_backward(
     grad: Tensor, y: Tensor, gain: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of ``center`` with respect to ``x``, and two sums over the rows.
+    """Return the gradient of `center` with respect to `x`, and two sums over the rows.
 
     Args:
         grad: [..., C].
@@ -279,7 +279,7 @@ def center_backward(
         shift: [C].
 
     Returns:
-        The gradient with respect to ``x``, the sum over the rows of grad * (y - shift), and the
+        The gradient with respect to `x`, the sum over the rows of grad * (y - shift), and the
         sum over the rows of grad; both sums are [C].
     """
     fits = gain.dtype == shift.dtype == torch.float32
@@ -299,7 +299,7 @@ def center_backward(
 
 
 def _scale_fits(z: Tensor, scale: Tensor) -> bool:
-    """Return whether ``scale`` has one row, or one row for each sample of ``z`` ([K, ..., C])."""
+    """Return whether `scale` has one row, or one row for each sample of `z` ([K, ..., C])."""
     channels = z.shape[-1]
     per_sample = (len(z), *[1] * (z.ndim - 2), channels)
     shape_fits = z.ndim > 1 and scale.shape in ((channels,), per_sample)

@@ -77,12 +77,12 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, act_afte
 
     Args:
         x: [..., C_in].
-        weight: The copied weight, in the type of ``x``.
-        bias: [C_out] in the type of ``x``, or None.
+        weight: The copied weight, in the type of `x`.
+        bias: [C_out] in the type of `x`, or None.
         act_after: Apply GELU to the output.
 
     Raises:
-        RuntimeError: If ``x`` has another number of channels than the weight.
+        RuntimeError: If `x` has another number of channels than the weight.
     """
     data, outputs, inputs = weight
     if x.shape[-1] != inputs:
@@ -101,7 +101,7 @@ def own_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act_before: bool 
         x: [..., C_in].
         weight: W, [C_out, C_in], also a transposed view.
         bias: b, [C_out], or None.
-        act_before: Apply GELU to ``x`` first.
+        act_before: Apply GELU to `x` first.
     """
     fits = bias is None or bias.shape == weight.shape[:1]
     if x.shape[-1] != weight.shape[1] or not fits:

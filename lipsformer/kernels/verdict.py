@@ -43,7 +43,7 @@ def is_used(
 
     Rank 0 decides for all ranks. A rank that gets no answer takes the plain operators, which are
     always right. With `torch.use_deterministic_algorithms` nothing is timed, and a kernel that is
-    right is used. ``LIPSFORMER_NATIVE=0`` switches all kernels off.
+    right is used. `LIPSFORMER_NATIVE=0` switches all kernels off.
 
     Args:
         name: Operator and class of shapes.

@@ -16,7 +16,7 @@ class Partition(NamedTuple):
     """A group of heads that share the shape of their windows.
 
     Attributes:
-        window: (h, w) in tokens, at most ``MAX_WINDOW_TOKENS`` tokens.
+        window: (h, w) in tokens, at most `MAX_WINDOW_TOKENS` tokens.
         nu: Length of the normalized values; 0 leaves the values as they are.
         eps: Smoothing constant of the normalization.
     """
@@ -108,7 +108,7 @@ def windows_backward(
     lepe: Sequence[Tensor],
     partitions: Sequence[Partition],
 ) -> tuple[Tensor, Tensor | None, Tensor, list[Tensor]]:
-    """Return the gradients of ``windows_forward`` with respect to its tensors."""
+    """Return the gradients of `windows_forward` with respect to its tensors."""
     grad_qkv, grad_tau = torch.empty_like(qkv), torch.zeros_like(tau)
     grad_bias = None if bias is None else torch.zeros_like(bias)
     grad_lepe = [torch.zeros_like(x) for x in lepe]

@@ -24,7 +24,7 @@ def is_proven(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: Ap
         name: The operator with those of its settings that the shape of the input does not show.
         modules: What both ways compute; its parameters get gradients.
         x: [B, ...].
-        kernel: Takes copies of the modules and of ``x``, and computes with the kernel.
+        kernel: Takes copies of the modules and of `x`, and computes with the kernel.
         plain: Does the same with PyTorch's operators.
     """
     if not x.is_cuda:

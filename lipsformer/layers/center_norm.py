@@ -47,7 +47,7 @@ class CenterNorm(nn.Module):
             dtype: Data type of the parameters.
 
         Raises:
-            ValueError: If ``dim`` is below 2.
+            ValueError: If `dim` is below 2.
         """
         super().__init__()
         if dim < 2:
@@ -58,15 +58,15 @@ class CenterNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, unit: bool = False) -> None:
-        """Set the gain to one, or with ``unit`` to (d - 1) / d, and the bias to zero.
+        """Set the gain to one, or with `unit` to (d - 1) / d, and the bias to zero.
 
-        The Lipschitz constant is d / (d - 1) with a gain of one and 1 with ``unit``.
+        The Lipschitz constant is d / (d - 1) with a gain of one and 1 with `unit`.
         """
         nn.init.constant_(self.weight, (self.dim - 1) / self.dim if unit else 1.0)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x`` ([..., C]).
+        """Normalize `x` ([..., C]).
 
         Raises:
             ValueError: If x has another number of channels.

@@ -33,7 +33,7 @@ class FoldShift(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Fold and shift ``x`` ([B, H, W, C]).
+        """Fold and shift `x` ([B, H, W, C]).
 
         Raises:
             ValueError: If C is no multiple of 8.
@@ -63,7 +63,7 @@ class JoinTokens(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Join the tokens of ``x`` ([B, H, W, C])."""
+        """Join the tokens of `x` ([B, H, W, C])."""
         return x.flatten(1)[:, None, None]
 
 

@@ -43,7 +43,7 @@ class DepthwiseConv2d(nn.Module):
             dtype: Data type of the parameters.
 
         Raises:
-            ValueError: If ``kernel_size`` is even: the output would not keep the size of the map.
+            ValueError: If `kernel_size` is even: the output would not keep the size of the map.
         """
         super().__init__()
         if kernel_size % 2 == 0:
@@ -62,7 +62,7 @@ class DepthwiseConv2d(nn.Module):
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve ``x`` ([B, H, W, C]) without copying it to another layout."""
+        """Convolve `x` ([B, H, W, C]) without copying it to another layout."""
         if kernels.usable(
             "depthwise", x, self.weight, training=self.training, unless=lambda: self.obstacle(x)
         ):
@@ -72,7 +72,7 @@ class DepthwiseConv2d(nn.Module):
         return y.permute(0, 2, 3, 1)
 
     def obstacle(self, x: Tensor) -> str | None:
-        """Return why the CPU's kernel does not compute ``x``, or None."""
+        """Return why the CPU's kernel does not compute `x`, or None."""
         size = self.weight.shape[-1]
         if size not in kernels.DEPTHWISE_SIZES:
             return f"it has no kernel of {size} x {size}"

@@ -64,7 +64,7 @@ class ScaledCosineAttention(nn.Module):
         + \sqrt{N} |W^V|\right).
 
     This is Theorem 10 of docs/theorems.md, which uses a smaller number than N where the scores
-    allow it. Theorem 1 of the paper grows with the square of N. With ``value_scale=None`` the
+    allow it. Theorem 1 of the paper grows with the square of N. With `value_scale=None` the
     values enter as they are, as in the released code. The output is then linear in V, and the
     constant is finite on bounded inputs only.
 
@@ -155,7 +155,7 @@ class ScaledCosineAttention(nn.Module):
         return self.log_logit_scale.clamp(max=math.log(MAX_LOGIT_SCALE)).exp()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores.
+        """Attend with queries `q`, keys `k` and values `v`, adding `bias` to the scores.
 
         A boolean bias says which keys take part, as in PyTorch's attention. Queries without a key
         get 0.

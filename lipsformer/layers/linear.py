@@ -13,7 +13,7 @@ Forward = TypeVar("Forward", bound=Callable[..., Tensor])
 
 
 def fuses(forward: Forward) -> Forward:
-    """Say that a forward function takes ``act_before`` and ``output_scale``; see `apply_linear`."""
+    """Say that a forward function takes `act_before` and `output_scale`; see `apply_linear`."""
     forward.__dict__["fuses"] = True
     return forward
 
@@ -23,7 +23,7 @@ class Linear(nn.Linear):
 
     .. math:: y = s \odot (x W^T + b) \quad\text{or}\quad y = s \odot (\mathrm{GELU}(x) W^T + b)
 
-    On the CPU ``lipsformer.kernels`` chooses the fastest product; elsewhere it is ``nn.Linear``.
+    On the CPU `lipsformer.kernels` chooses the fastest product; elsewhere it is `nn.Linear`.
     The 2-norm Lipschitz constant per token is :math:`|W|_2`, times 1.1290 with GELU.
 
     Shape:
@@ -64,7 +64,7 @@ def apply_linear(
 ) -> Tensor:
     """Apply a linear layer, with GELU before it and a scale of its output.
 
-    A layer that a user put in the place of ``Linear``, such as an adapter, knows neither, so they
+    A layer that a user put in the place of `Linear`, such as an adapter, knows neither, so they
     are computed around it.
 
     Args:

@@ -3,7 +3,7 @@
 A score that grows with its inputs gives attention an unbounded gradient. Dividing each score by the
 weight's norm and by the largest input norm of its neighborhood bounds both the score and its
 derivative. The same formulas serve dense attention (the neighborhood is a window) and graphs (it is
-the set of edges that share a target): only ``reduce``, the neighborhood maximum, differs.
+the set of edges that share a target): only `reduce`, the neighborhood maximum, differs.
 
 Reference: Dasoulas, Scaman, Virmaux, "Lipschitz Normalization for Self-Attention Layers with
 Application to Graph Neural Networks", ICML 2021.
@@ -77,21 +77,21 @@ def linear_scale(
     """Return the factor that LipschitzNorm puts on a linear score.
 
     1 / (att_norm |a|_2 sqrt(max_k |h_k|^2 + |h_i|^2)) for the score a_l . h_j + a_r . h_i of
-    target i, a = [a_l || a_r]. With ``target_sq=0`` and ``att_norm=1`` it is the paper's
+    target i, a = [a_l || a_r]. With `target_sq=0` and `att_norm=1` it is the paper's
     normalization of g(X) = Q^T X.
 
     Args:
         neighbor_sq: Squared norms of the inputs, [E, H] for edges or [..., N] for windows.
-        target_sq: Squared norms of the targets, shaped like what ``reduce`` returns.
+        target_sq: Squared norms of the targets, shaped like what `reduce` returns.
         weight: Score weights per head, [H, D]; a single head for windows, [1, D].
-        reduce: Maximum over the neighborhood, such as ``dense_max`` or ``segment_max``.
+        reduce: Maximum over the neighborhood, such as `dense_max` or `segment_max`.
         att_norm: Constant factor, above 0, a number or one per head [H]; the scores then lie within
             1/att_norm. The paper's code uses 4, twice what the theorem asks for.
         scale_individually: One norm of the weight per head, or one over all heads.
         eps: Added to every squared norm, so that zero inputs give score 0 and finite derivatives.
 
     Returns:
-        The factor, shaped like what ``reduce`` returns, in single precision or better.
+        The factor, shaped like what `reduce` returns, in single precision or better.
     """
     weight_sq = squared_norm(weight)
     if not scale_individually:
@@ -120,9 +120,9 @@ def released_linear_scale(
         weight: Score weights per head, [H, D].
         index: Target of each edge, [E].
         num_nodes: Number of targets N.
-        att_norm: See ``linear_scale``.
-        scale_individually: See ``linear_scale``.
-        eps: See ``linear_scale``.
+        att_norm: See `linear_scale`.
+        scale_individually: See `linear_scale`.
+        eps: See `linear_scale`.
 
     Returns:
         One factor per edge and head, [E, H].
@@ -150,14 +150,14 @@ def quadratic_scale(
     1 / max(uv, uw, vw) with u = |Q|_F, v = max_k |k_k|_2 and w = max_k |v_k|_2.
 
     Args:
-        query_sq: Squared Frobenius norm of the queries, shaped like what ``reduce`` returns.
+        query_sq: Squared Frobenius norm of the queries, shaped like what `reduce` returns.
         key_sq: Squared norms of the keys, [E, H] for edges or [..., N] for windows.
-        value_sq: Squared norms of the values, shaped like ``key_sq``.
+        value_sq: Squared norms of the values, shaped like `key_sq`.
         reduce: Maximum over the neighborhood.
         eps: Added to every squared norm, so that zero inputs give score 0 and finite derivatives.
 
     Returns:
-        The factor, shaped like what ``reduce`` returns, in single precision or better.
+        The factor, shaped like what `reduce` returns, in single precision or better.
     """
     u = (query_sq + eps).rsqrt()
     v = (reduce(key_sq) + eps).rsqrt()
@@ -175,7 +175,7 @@ def dense_quadratic_scale(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-12) -
         q: Queries, [B, heads, M, d].
         k: Keys, [B, heads, N, d].
         v: Values, [B, heads, N, d].
-        eps: See ``quadratic_scale``.
+        eps: See `quadratic_scale`.
 
     Returns:
         [B, heads, 1, 1].
@@ -224,7 +224,7 @@ class LipschitzNormAttention(nn.Module):
             attn_drop: Dropout probability of the attention weights in training.
 
         Raises:
-            ValueError: If ``num_heads`` is below 1, or ``attn_drop`` is not in [0, 1].
+            ValueError: If `num_heads` is below 1, or `attn_drop` is not in [0, 1].
         """
         super().__init__()
         check_count("num_heads", num_heads)
@@ -234,7 +234,7 @@ class LipschitzNormAttention(nn.Module):
         self.fused_attn = use_fused_attn()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Attend with queries ``q``, keys ``k`` and values ``v``, adding ``bias`` to the scores.
+        """Attend with queries `q`, keys `k` and values `v`, adding `bias` to the scores.
 
         A boolean bias says which keys take part in the softmax, as in PyTorch's attention. The
         factor of the scores is that of all keys. Queries without a key get 0.

@@ -24,19 +24,19 @@ class WeightedResidual(nn.Module):
     :math:`e^{b \max Lip(f)}`.
 
     A pass over the map is saved if the branch and the residual share the last operator of the
-    branch. Such a branch names this operator in the class attribute ``ends_in``:
+    branch. Such a branch names this operator in the class attribute `ends_in`:
 
-    - ``"linear"``: ``branch(x, output_scale=alpha)`` returns alpha * f(x), because its last linear
+    - `"linear"`: `branch(x, output_scale=alpha)` returns alpha * f(x), because its last linear
       layer multiplies alpha into its weight.
-    - ``"gelu"``: ``branch(x, last_gelu=False)`` returns z with f(x) = GELU(z), and the residual
+    - `"gelu"`: `branch(x, last_gelu=False)` returns z with f(x) = GELU(z), and the residual
       computes x + alpha * GELU(z) at once.
 
     In training on a CPU, the samples that drop path drops do not enter the branch, if its class has
-    ``treats_samples_alone = True``, which says that no sample changes the result of another one.
+    `treats_samples_alone = True`, which says that no sample changes the result of another one.
     With further arguments, which may belong to the samples, all of them enter.
 
-    Both attributes belong in the class that defines ``forward``. A subclass that defines its own
-    ``forward`` sets them again if they hold for it.
+    Both attributes belong in the class that defines `forward`. A subclass that defines its own
+    `forward` sets them again if they hold for it.
 
     Shape:
         x: [B, ..., C], channels last; the output has the same shape.
@@ -75,7 +75,7 @@ class WeightedResidual(nn.Module):
             dtype: Data type of the parameter.
 
         Raises:
-            ValueError: If ``drop_path`` is outside [0, 1), or ``init_value`` is not finite.
+            ValueError: If `drop_path` is outside [0, 1), or `init_value` is not finite.
         """
         super().__init__()
         check_drop_path("drop_path", drop_path)
@@ -97,7 +97,7 @@ class WeightedResidual(nn.Module):
             nn.init.constant_(self.keep_rate, 1.0 - self.drop_path)
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
-        """Return ``x + residual_scale * drop_path(branch(x))``.
+        """Return `x + residual_scale * drop_path(branch(x))`.
 
         Args:
             x: [B, ..., C].
@@ -154,7 +154,7 @@ class WeightedResidual(nn.Module):
         return usable and not has_hooks(self.branch)  # a hook sees the output with GELU
 
     def draw(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Draw which samples of ``x`` ([B, ..., C]) enter the branch.
+        """Draw which samples of `x` ([B, ..., C]) enter the branch.
 
         Returns:
             The factors of those samples, [K, 1, ..., 1], or None if nothing can be dropped, and
@@ -165,7 +165,7 @@ class WeightedResidual(nn.Module):
         return mask if mask is None or kept is None else mask[kept], kept
 
     def draw_mask(self, x: Tensor) -> Tensor | None:
-        """Draw the factor that drop path puts on the branch of each sample of ``x`` ([B, ..., C]).
+        """Draw the factor that drop path puts on the branch of each sample of `x` ([B, ..., C]).
 
         Returns:
             [B, 1, ..., 1]: 0 for a dropped sample, 1 / (1 - drop_path) for any other. None if
@@ -190,7 +190,7 @@ register_notrace_module(WeightedResidual)  # FX cannot trace drop path
 
 
 def _declared(branch: Any, name: str) -> Any:
-    """Return ``name`` of the class that defines the branch's forward function, None without it.
+    """Return `name` of the class that defines the branch's forward function, None without it.
 
     A subclass with its own forward function inherits the attribute, but need not do what it says.
     """
@@ -211,7 +211,7 @@ def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def _add(x: Tensor, output: Tensor, scale: Tensor | None, kept: Tensor | None) -> Tensor:
-    """Return x + scale * output, where the branch's output may hold only the samples ``kept``."""
+    """Return x + scale * output, where the branch's output may hold only the samples `kept`."""
     if kept is not None:
         output = output if scale is None else output * scale
         return x.index_add(0, kept, output.to(x.dtype))
@@ -219,7 +219,7 @@ def _add(x: Tensor, output: Tensor, scale: Tensor | None, kept: Tensor | None) -
 
 
 def _add_gelu(x: Tensor, inputs: Tensor, z: Tensor, scale: Tensor, kept: Tensor | None) -> Tensor:
-    """Return x + scale * GELU(z), where z may hold only the samples ``kept``."""
+    """Return x + scale * GELU(z), where z may hold only the samples `kept`."""
     if z.shape == inputs.shape:  # the kernel does not check it
         return kernels.gelu_residual(x, z, scale, kept)
     return _add(x, F.gelu(z), scale, kept)

@@ -30,7 +30,7 @@ def largest_singular_value(weight: Tensor) -> Tensor:
         A scalar tensor in float32 (or float64); NaN for a weight that is not finite.
 
     Raises:
-        ValueError: If ``weight`` has fewer than two dimensions.
+        ValueError: If `weight` has fewer than two dimensions.
 
     Example:
         >>> import torch
@@ -57,7 +57,7 @@ def spectral_init_(weight: Tensor, generator: torch.Generator | None = None) -> 
     .. math:: W \sim N(0, 2 / (fan_{in} + fan_{out})), \quad W \leftarrow W / \sigma_{max}(W)
 
     A convolution weight is reshaped to [out, in * k * k], as in the released code; for the
-    operator norm of such a convolution see ``lipsformer.analysis``. Half-precision weights are
+    operator norm of such a convolution see `lipsformer.analysis`. Half-precision weights are
     drawn and scaled in float32 and then rounded. A tensor on the meta device is returned as it is.
 
     Args:
@@ -65,7 +65,7 @@ def spectral_init_(weight: Tensor, generator: torch.Generator | None = None) -> 
         generator: Source of randomness; torch's default generator if None.
 
     Returns:
-        ``weight``, whose reshaped largest singular value is 1.
+        `weight`, whose reshaped largest singular value is 1.
 
     Example:
         >>> import torch
@@ -234,7 +234,7 @@ def clip_singular_values(weight: Tensor, cap: float) -> Tensor:
         cap: Largest allowed singular value, > 0.
 
     Raises:
-        ValueError: If ``cap`` is not positive and finite.
+        ValueError: If `cap` is not positive and finite.
 
     Example:
         >>> import torch
@@ -304,7 +304,7 @@ class SpectralScale(nn.Module):
                 Weight decay then acts on it as usual.
 
         Raises:
-            ValueError: If ``bound`` is not positive and finite.
+            ValueError: If `bound` is not positive and finite.
         """
         super().__init__()
         check_positive("bound", bound)

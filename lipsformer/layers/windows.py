@@ -17,7 +17,7 @@ class Arrangement(NamedTuple):
 
     Attributes:
         windows: (h, w) in tokens of each partition.
-        attentions: The attention of each partition, with its ``num_heads``.
+        attentions: The attention of each partition, with its `num_heads`.
         bias: [1, heads, h * w, h * w], added to the scores; for one partition only.
         lepes: For each partition the LePE of CSwin (locally-enhanced positional encoding): a
             depthwise 3x3 convolution of the values, zero padded at the edge of the window, whose
@@ -77,7 +77,7 @@ def partition_heads(x: Tensor, window: tuple[int, int], num_heads: int) -> Tenso
 
 @register_notrace_function  # einops refuses FX proxies
 def merge_heads(x: Tensor, window: tuple[int, int], size: tuple[int, int]) -> Tensor:
-    """Join windows and heads to the feature map: the inverse of ``partition_heads``.
+    """Join windows and heads to the feature map: the inverse of `partition_heads`.
 
     Args:
         x: [B * num_windows, num_heads, h * w, d].

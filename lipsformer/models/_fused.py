@@ -112,7 +112,7 @@ def _alternate_mask(residual: Any, x: Tensor) -> Tensor | None:
 
 
 def usable_on_gpu(block: Any, x: Tensor) -> bool:
-    """Return whether the GPU's kernels may compute a block on the map ``x`` ([B, H, W, C])."""
+    """Return whether the GPU's kernels may compute a block on the map `x` ([B, H, W, C])."""
     if isinstance(x, torch.fx.Proxy):  # FX cannot trace the choice of a kernel
         return False
     return kernels.usable(
@@ -121,7 +121,7 @@ def usable_on_gpu(block: Any, x: Tensor) -> bool:
 
 
 def cpu_arrangement(block: Any, x: Tensor) -> Arrangement | None:
-    """Return the windows of a block on ``x`` ([B, H, W, C]) if the CPU's function may compute it.
+    """Return the windows of a block on `x` ([B, H, W, C]) if the CPU's function may compute it.
 
     Otherwise it is None.
     """
@@ -138,7 +138,7 @@ def cpu_arrangement(block: Any, x: Tensor) -> Arrangement | None:
 
 
 def cpu_block(block: Any, x: Tensor, arrangement: Arrangement) -> Tensor:
-    """Apply a block to ``x`` ([B, H, W, C]) on the CPU."""
+    """Apply a block to `x` ([B, H, W, C]) on the CPU."""
     tau, partitions = cpu_arguments(arrangement)
     masks, kept = zip(*(residual.draw(x) for residual in residuals(block)), strict=True)
     tensors = _tensors(block, masks)
@@ -147,7 +147,7 @@ def cpu_block(block: Any, x: Tensor, arrangement: Arrangement) -> Tensor:
 
 
 def gpu_block(block: Any, x: Tensor) -> Tensor:
-    """Apply a block to ``x`` ([B, H, W, C]) on a GPU."""
+    """Apply a block to `x` ([B, H, W, C]) on a GPU."""
     masks = [r.draw_mask(x) for r in residuals(block)]
     tensors = _tensors(block, [None if mask is None else mask.flatten() for mask in masks])
     arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])

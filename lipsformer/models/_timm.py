@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class TimmInterface(nn.Module):
-    """timm's methods for a model with ``patch_embed``, ``stages``, ``norm`` and ``head``."""
+    """timm's methods for a model with `patch_embed`, `stages`, `norm` and `head`."""
 
     patch_embed: Any
     stages: Any
@@ -42,7 +42,7 @@ class TimmInterface(nn.Module):
         return self.forward_head(self.forward_features(x))
 
     def _reset_modules(self) -> None:
-        """Reset the parameters and buffers of every module that has ``reset_parameters``."""
+        """Reset the parameters and buffers of every module that has `reset_parameters`."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if reset is not None:
@@ -115,7 +115,7 @@ class TimmInterface(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Return the stages' outputs, and the final features unless ``intermediates_only``.
+        """Return the stages' outputs, and the final features unless `intermediates_only`.
 
         Args:
             x: Images [B, in_chans, H, W].
@@ -126,7 +126,7 @@ class TimmInterface(nn.Module):
             intermediates_only: Return only the list.
 
         Raises:
-            ValueError: If ``output_fmt`` is neither.
+            ValueError: If `output_fmt` is neither.
         """
         if output_fmt not in ("NCHW", "NHWC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NHWC', got {output_fmt!r}")
@@ -172,7 +172,7 @@ class TimmInterface(nn.Module):
         """Pool a feature map and classify it, or stop before the classifier.
 
         Args:
-            x: [B, H, W, C] from ``forward_features``.
+            x: [B, H, W, C] from `forward_features`.
             pre_logits: Return the pooled features.
         """
         return self.head(x, pre_logits=True) if pre_logits else self.head(x)
@@ -192,10 +192,10 @@ def create(
         cls: Class of the model.
         variant: Registered name.
         pretrained: Load the weights of the configuration.
-        filter_fn: The ``checkpoint_filter_fn`` of the model's file.
+        filter_fn: The `checkpoint_filter_fn` of the model's file.
         args: Arguments of the variant. Its tuples have one entry for each stage. If the caller
             chooses fewer stages, they are cut to that number.
-        kwargs: Arguments of the caller for the model and timm's builder, which replace ``args``.
+        kwargs: Arguments of the caller for the model and timm's builder, which replace `args`.
     """
     stages = len(kwargs.get("depths", args["depths"]))
     args = {key: x[:stages] if isinstance(x, tuple) else x for key, x in args.items()}

@@ -29,15 +29,15 @@ def converted_to_lipsformer(
     convert_args: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """Build timm's model ``original`` and convert it with ``lipsformer.convert``.
+    """Build timm's model `original` and convert it with `lipsformer.convert`.
 
     Weights are those of a converted model. To convert the weights of the original, use
-    ``convert(timm.create_model(original, pretrained=True), spectral_init=False)``.
+    `convert(timm.create_model(original, pretrained=True), spectral_init=False)`.
 
     Args:
         pretrained: Load the weights of the folder or repository that is opened.
         original: Name of timm's ViT, DeiT or Swin.
-        convert_args: Arguments of ``lipsformer.convert``.
+        convert_args: Arguments of `lipsformer.convert`.
         **kwargs: Arguments of the original and of timm's builder.
 
     Example:

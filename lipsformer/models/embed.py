@@ -50,7 +50,7 @@ class PatchEmbed(nn.Module):
             patch_size: Side of a patch in pixels p, kernel and stride of the convolution.
             in_chans: Number of channels of the image or map.
             dim: Number of channels C of a token.
-            **dd: ``device`` and ``dtype`` of the parameters.
+            **dd: `device` and `dtype` of the parameters.
         """
         super().__init__()
         self.patch_size = patch_size
@@ -58,7 +58,7 @@ class PatchEmbed(nn.Module):
         self.norm = CenterNorm(dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn ``x`` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C].
+        """Turn `x` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C].
 
         Raises:
             ValueError: If H or W is not a multiple of p.
@@ -95,7 +95,7 @@ class ConvStem(nn.Module):
             patch_size: Side of a patch in pixels p.
             in_chans: Number of image channels.
             dim: Number of channels C of the convolution and of a token.
-            **dd: ``device`` and ``dtype`` of the parameters.
+            **dd: `device` and `dtype` of the parameters.
         """
         super().__init__()
         self.patch_size = patch_size
@@ -103,7 +103,7 @@ class ConvStem(nn.Module):
         self.patches = PatchEmbed(patch_size, dim, dim, **dd)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn ``x`` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C]."""
+        """Turn `x` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C]."""
         return self.patches(F.gelu(self.proj(x)))
 
 

@@ -23,7 +23,7 @@ class FrozenLinear(nn.Linear):
     in the layout of the fastest product, with GELU in the same pass. The copy is made at the first
     call and again when a parameter was written or replaced or the type has changed.
     Elsewhere, and for parameters that were made in inference mode, whose changes PyTorch does not
-    count, it is ``nn.Linear`` and GELU.
+    count, it is `nn.Linear` and GELU.
 
     Shape:
         x: [..., C_in]; the output is [..., C_out].
@@ -170,7 +170,7 @@ class FoldedResidual(nn.Module):
         self.register_buffer("gain", gain)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the residual to ``x`` ([B, ..., C])."""
+        """Apply the residual to `x` ([B, ..., C])."""
         if self.gain is None:
             return x + self.branch(x)
         return kernels.center(x, self.gain, self.branch(x))
@@ -210,7 +210,7 @@ class FoldedConv(nn.Module):
         self.residual_scale = residual_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to ``x`` ([B, H, W, C])."""
+        """Apply the layer to `x` ([B, H, W, C])."""
         conv = self.depthwise
         if kernels.usable("depthwise_gelu", x, conv.weight, unless=lambda: self._obstacle(x)):
             return kernels.depthwise_gelu(x, conv.weight, conv.bias, self.residual_scale)

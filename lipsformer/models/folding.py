@@ -1,6 +1,6 @@
 """How affine layers are folded into their neighbors, and which function folds which module.
 
-A model's own file registers how its modules are folded, with ``register_fold``.
+A model's own file registers how its modules are folded, with `register_fold`.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def fold_obstacle(module: nn.Module) -> str | None:
 
 
 def fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
-    """Change ``linear`` so that it also computes the ``norm`` that stood before it."""
+    """Change `linear` so that it also computes the `norm` that stood before it."""
     require_plain(norm, linear)
     weight = linear.weight.double()
     shift = weight @ norm.bias.double()
@@ -91,7 +91,7 @@ def fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
 
 
 def fold_norm_behind(layer: nn.Linear | nn.Conv2d, norm: CenterNorm) -> None:
-    """Change ``layer`` so that it also computes the ``norm`` that followed it."""
+    """Change `layer` so that it also computes the `norm` that followed it."""
     require_plain(norm, layer)
     weight, gain = layer.weight.double(), full_gain(norm)
     bias = weight.new_zeros(norm.dim) if layer.bias is None else layer.bias.double()
@@ -100,7 +100,7 @@ def fold_norm_behind(layer: nn.Linear | nn.Conv2d, norm: CenterNorm) -> None:
 
 
 def scale_output(linear: nn.Linear, scale: Tensor) -> None:
-    """Change ``linear`` so that it also multiplies its output by ``scale`` ([C_out])."""
+    """Change `linear` so that it also multiplies its output by `scale` ([C_out])."""
     require_plain(linear)
     scale = scale.double()
     bias = None if linear.bias is None else linear.bias.double() * scale

@@ -28,20 +28,20 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     :math:`CN(Wx + b)` is folded in the same way. Residual scales enter the last linear layer of
     their branch. Everything is computed in float64 and rounded once. On the CPU in float32, linear
     layers run from a copy of their weights in another layout, GELU included, which doubles the
-    memory of the weights. The last CenterNorm is not folded, because ``forward_features`` returns
+    memory of the weights. The last CenterNorm is not folded, because `forward_features` returns
     its result, and neither are scales after a GELU.
 
     On the CPU without gradients, the second batch of images of the same shape records the calls of
-    all operators, and later calls repeat that list without the modules (``RecordedForward``), which
+    all operators, and later calls repeat that list without the modules (`RecordedForward`), which
     gives the same bits. It saves most where images are few or small. More than 4 images of 224 px
     for each thread, or 8 in bf16, and as many pixels of other sizes, are computed in parts.
 
     The copy gives the same logits and features. Its parameters have other names and no gradients;
     keep the model itself for training, checkpoints and Lipschitz bounds. Weights, modules and hooks
     that are written or replaced later are noticed, except weights that are written in ways that
-    PyTorch does not count as writes: through ``weight.data``, ``weight.numpy()`` or DLPack, by
-    optimizers with ``fused=True``, and by collectives of ``torch.distributed``. Changes of other
-    attributes, such as ``value_scale``, are not noticed: make them in the model and fold it again.
+    PyTorch does not count as writes: through `weight.data`, `weight.numpy()` or DLPack, by
+    optimizers with `fused=True`, and by collectives of `torch.distributed`. Changes of other
+    attributes, such as `value_scale`, are not noticed: make them in the model and fold it again.
 
     Example:
         >>> import timm, torch
@@ -51,8 +51,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         torch.Size([1, 1000])
 
     Args:
-        model: A LipsFormer (CSwin, Swin, ViT, contractive), also with ``features_only``, or a
-            model made by ``convert``, in evaluation mode.
+        model: A LipsFormer (CSwin, Swin, ViT, contractive), also with `features_only`, or a
+            model made by `convert`, in evaluation mode.
 
     Raises:
         ValueError: If the model is in training mode.

@@ -1,7 +1,7 @@
 """The block, the stages and the base model of LipsFormer, to be read beside the paper.
 
 Paper: Qi et al., "LipsFormer: Introducing Lipschitz Continuity to Vision Transformers", ICLR 2023,
-arXiv:2304.09856. ``lipsformer_swin.py`` and ``lipsformer_cswin.py`` add the attention and the
+arXiv:2304.09856. `lipsformer_swin.py` and `lipsformer_cswin.py` add the attention and the
 downsampling of their backbones. Tokens are channels last throughout.
 """
 
@@ -66,14 +66,14 @@ class ConvBranch(nn.Module):
         Args:
             dim: Number of channels C.
             pointwise: Add the 1x1 convolution and its GELU.
-            **dd: ``device`` and ``dtype`` of the parameters.
+            **dd: `device` and `dtype` of the parameters.
         """
         super().__init__()
         self.depthwise = DepthwiseConv2d(dim, 7, **dd)
         self.pointwise = Linear(dim, dim, **dd) if pointwise else None
 
     def forward(self, x: Tensor, last_gelu: bool = True) -> Tensor:
-        """Apply the branch to ``x`` ([B, H, W, C]), with or without its last GELU."""
+        """Apply the branch to `x` ([B, H, W, C]), with or without its last GELU."""
         x = self.depthwise(x)
         if self.pointwise is not None:
             x = apply_linear(self.pointwise, x, act_before=True)  # the GELU between the two
@@ -106,7 +106,7 @@ class Mlp(nn.Module):
             dim: Number of channels C.
             hidden_dim: Width between the layers.
             drop: Dropout probability after the second layer.
-            **dd: ``device`` and ``dtype`` of the parameters.
+            **dd: `device` and `dtype` of the parameters.
         """
         super().__init__()
         self.fc1 = Linear(dim, hidden_dim, **dd)
@@ -114,7 +114,7 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, output_scale: Tensor | None = None) -> Tensor:
-        """Apply the layers to ``x`` ([B, H, W, C]) and multiply by ``output_scale`` ([C])."""
+        """Apply the layers to `x` ([B, H, W, C]) and multiply by `output_scale` ([C])."""
         x = apply_linear(self.fc2, self.fc1(x), act_before=True, output_scale=output_scale)
         return self.drop(x)
 
@@ -158,7 +158,7 @@ class LipsFormerBlock(nn.Module):
             mlp_ratio: Hidden width of the MLP divided by C.
             proj_drop: Dropout probability after the MLP.
             drop_path: Drop path rate, the same for every branch.
-            **dd: ``device`` and ``dtype`` of the parameters.
+            **dd: `device` and `dtype` of the parameters.
         """
         super().__init__()
 
@@ -174,7 +174,7 @@ class LipsFormerBlock(nn.Module):
 
     @in_one_call
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to ``x`` ([B, H, W, C])."""
+        """Apply the block to `x` ([B, H, W, C])."""
         x = self.conv1(x)
         x = self.conv2(x)
         x = self.norm1(self.attn(x))
@@ -205,7 +205,7 @@ class LipsFormerStage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the stage to ``x`` ([B, H, W, C])."""
+        """Apply the stage to `x` ([B, H, W, C])."""
         x = self.downsample(x)
         if self.grad_checkpointing and self.training:
             return checkpoint_seq(self.blocks, x)
@@ -215,7 +215,7 @@ class LipsFormerStage(nn.Module):
 class LipsFormer(TimmInterface):
     """LipsFormer on a hierarchical backbone.
 
-    A subclass adds a backbone: it sets the class attributes and implements ``make_attn``. Every
+    A subclass adds a backbone: it sets the class attributes and implements `make_attn`. Every
     image size that is a multiple of the patch size is accepted at run time.
 
     Example:
@@ -364,20 +364,20 @@ class LipsFormer(TimmInterface):
             self.init_weights(needs_reset=False)
 
     def make_attn(self, stage: int, block: int, dim: int) -> nn.Module:
-        """Build the attention of one block on [B, H, W, C]; ``block`` counts within the stage."""
+        """Build the attention of one block on [B, H, W, C]; `block` counts within the stage."""
         raise NotImplementedError
 
     def make_core(self, num_heads: int) -> nn.Module:
-        """Build the attention that ``attn`` names, which ``make_attn`` puts between projections."""
+        """Build the attention that `attn` names, which `make_attn` puts between projections."""
         return make_core(self.attn, num_heads, **self.attn_options)
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialize every linear and convolution weight spectrally and set the biases to zero.
 
-        With ``official_compat`` the biases of convolutions keep PyTorch's random values.
+        With `official_compat` the biases of convolutions keep PyTorch's random values.
 
         Args:
-            needs_reset: Reset all other parameters and the buffers first, as after ``to_empty``.
+            needs_reset: Reset all other parameters and the buffers first, as after `to_empty`.
         """
         if needs_reset:
             self._reset_modules()
@@ -423,9 +423,9 @@ def _check_attention(
 
 
 def fit_window(size: int, max_window: int) -> int:
-    """Return the side of the equal windows that cover ``size`` with the least padding.
+    """Return the side of the equal windows that cover `size` with the least padding.
 
-    The side is the smallest one that needs no more windows than ``max_window`` does: 24 in windows
+    The side is the smallest one that needs no more windows than `max_window` does: 24 in windows
     of at most 7 gives 6, and 16 gives 6 (three windows, two rows of padding instead of five).
 
     Args:

@@ -71,7 +71,7 @@ class ContractiveResidual(nn.Module):
         """Create the weight a.
 
         Args:
-            branch: f, on maps of ``dim`` channels, with a `ScaledCosineAttention` that has a fixed
+            branch: f, on maps of `dim` channels, with a `ScaledCosineAttention` that has a fixed
                 logit scale and normalizes its values.
             dim: Number of channels of f, at the end of those of the input.
             least: Smallest weight a, in [0, 1]. Training for margins tends to turn attention off,
@@ -80,7 +80,7 @@ class ContractiveResidual(nn.Module):
             dtype: Data type of the parameter.
 
         Raises:
-            ValueError: If ``least`` is not in [0, 1].
+            ValueError: If `least` is not in [0, 1].
         """
         super().__init__()
         check_fraction("least", least)
@@ -110,7 +110,7 @@ class ContractiveResidual(nn.Module):
         return ((core.tau() * scores + mass.sqrt()) * (core.value_scale * core.eps**-0.5)).to(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix the last channels of ``x`` ([B, H, W, C])."""
+        """Mix the last channels of `x` ([B, H, W, C])."""
         kept, x = x.tensor_split([x.shape[-1] - self.dim], dim=-1)
         a = self.weight()
         factor = (a / self.divisor(x.shape[1], x.shape[2])).expand(self.dim)
@@ -144,7 +144,7 @@ class ContractiveBlock(nn.Module):
         Args:
             dim: Number of channels C, a multiple of 8.
             attn: Attention with its residual, on [B, H, W, C]; an identity for none.
-            **dd: ``device`` and ``dtype`` of the parameters.
+            **dd: `device` and `dtype` of the parameters.
         """
         super().__init__()
         self.fc1 = Linear(dim, dim, **dd)
@@ -154,7 +154,7 @@ class ContractiveBlock(nn.Module):
         self.act2 = FoldShift()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to ``x`` ([B, H, W, C])."""
+        """Apply the block to `x` ([B, H, W, C])."""
         x = self.attn(self.act1(self.fc1(x)))
         return self.act2(self.fc2(x))
 
@@ -221,8 +221,8 @@ class LipsFormerContractive(TimmInterface):
             dtype: Data type of the parameters.
 
         Raises:
-            ValueError: Unless ``dims``, ``depths`` and ``window_size`` have one length, the image
-                size is a multiple of ``patch_size * 2 ** (number of stages - 1)``, every other
+            ValueError: Unless `dims`, `depths` and `window_size` have one length, the image
+                size is a multiple of `patch_size * 2 ** (number of stages - 1)`, every other
                 argument is in its range, and the heads divide the channels of attention.
         """
         super().__init__()
@@ -278,7 +278,7 @@ class LipsFormerContractive(TimmInterface):
         """Build the attention of a block with its residual, or an identity for none.
 
         Raises:
-            ValueError: Unless the number of heads, ``max(1, attended // head_dim)``, divides the
+            ValueError: Unless the number of heads, `max(1, attended // head_dim)`, divides the
                 number of channels on which the block attends.
         """
         attended = round(dim * self.attn_share)
@@ -303,7 +303,7 @@ class LipsFormerContractive(TimmInterface):
         """Initialize every matrix orthogonally, and set the biases to zero.
 
         Args:
-            needs_reset: Reset all other parameters and the buffers first, as after ``to_empty``.
+            needs_reset: Reset all other parameters and the buffers first, as after `to_empty`.
         """
         if needs_reset:
             self._reset_modules()
@@ -359,7 +359,7 @@ class LipsFormerContractive(TimmInterface):
 # defines `forward`.
 @torch.fx.wrap
 def check_size(images: Tensor, img_size: tuple[int, int]) -> None:
-    """Raise a `ValueError` unless ``images`` ([B, C, H, W]) have the size of the model."""
+    """Raise a `ValueError` unless `images` ([B, C, H, W]) have the size of the model."""
     size = images.shape[-2], images.shape[-1]
     if size != img_size:
         raise ValueError(f"image size {size} must be {img_size}: resize or pad the images")

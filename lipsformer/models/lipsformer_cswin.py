@@ -5,7 +5,7 @@ The paper's LipsFormer-Tiny has 24 M parameters and 4.7 GMACs at 224 px.
 Paper: Qi, Wang, Chen, Shi, Zhang, "LipsFormer: Introducing Lipschitz Continuity to Vision
 Transformers", ICLR 2023, arXiv:2304.09856; backbone: Dong et al., "CSWin Transformer", CVPR 2022.
 
-By default the models follow the paper's text; ``official_compat=True`` gives the numerics of the
+By default the models follow the paper's text; `official_compat=True` gives the numerics of the
 released code, which its checkpoints need. docs/deviations.md lists the differences.
 """
 
@@ -45,7 +45,7 @@ __all__ = ["LipsFormerCSwin"]
 class StripeAttention(nn.Module):
     """Attention in vertical and horizontal stripes, with LePE.
 
-    ``attention`` selects its kind: scaled cosine attention or LipschitzNorm. The heads form two
+    `attention` selects its kind: scaled cosine attention or LipschitzNorm. The heads form two
     partitions: half of them attend within vertical stripes, half within horizontal ones. Without a
     split size there is one partition, and all heads attend over the whole map. LePE adds a
     depthwise 3x3 convolution of the values, zero padded at the edge of the stripe. Stripes have
@@ -86,7 +86,7 @@ class StripeAttention(nn.Module):
             split_size: Largest width of a stripe in tokens, at least 1; None attends over the whole
                 map.
             attention: One attention per partition (two, or one without a split size), such as
-                ``ScaledCosineAttention``.
+                `ScaledCosineAttention`.
             official_compat: Divide each partition's output by the root of its number of heads.
             proj_drop: Dropout probability after the output projection.
             device: Device of the parameters.
@@ -121,7 +121,7 @@ class StripeAttention(nn.Module):
         return fit_window(height, self.split_size), width
 
     def forward(self, x: Tensor, output_scale: Tensor | None = None) -> Tensor:
-        """Attend within the stripes of ``x``.
+        """Attend within the stripes of `x`.
 
         Args:
             x: [B, H, W, C].
@@ -133,7 +133,7 @@ class StripeAttention(nn.Module):
         return self.proj_drop(apply_linear(self.proj, x, output_scale=output_scale))
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
+        """Attend with the projected tokens `qkv` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
         arrangement = self.arrangement(qkv.shape[1], qkv.shape[2])
         qkv = qkv.unflatten(-1, (3, self.num_partitions, self.dim // self.num_partitions))
         return attend_in_windows(qkv, *arrangement)
@@ -197,7 +197,7 @@ class ConvMerging(nn.Module):
         self.norm = CenterNorm(out_dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn ``x`` ([B, H, W, C]) into [B, ceil(H / 2), ceil(W / 2), out_dim]."""
+        """Turn `x` ([B, H, W, C]) into [B, ceil(H / 2), ceil(W / 2), out_dim]."""
         x = self.conv(pad_to_even(x).permute(0, 3, 1, 2))
         return self.norm(x.permute(0, 2, 3, 1))
 
@@ -242,10 +242,10 @@ class LipsFormerCSwin(LipsFormer):
             split_sizes: Largest stripe width of each stage in tokens, at least 1; None for the
                 whole map.
             residual_scale: Initial weight of the residual branches; None for 1 / (number of
-                blocks), or 0.2 with ``official_compat``.
-            official_compat: Numerics of the released code: besides what ``LipsFormer``
+                blocks), or 0.2 with `official_compat`.
+            official_compat: Numerics of the released code: besides what `LipsFormer`
                 says, the attention's output is divided by the root of the heads.
-            **kwargs: Arguments of ``LipsFormer``.
+            **kwargs: Arguments of `LipsFormer`.
 
         Raises:
             ValueError: If there is not one number of heads and one split size for each stage, a
@@ -267,7 +267,7 @@ class LipsFormerCSwin(LipsFormer):
         )
 
     def make_attn(self, stage: int, block: int, dim: int) -> StripeAttention:
-        """Build the stripe attention of one block of a stage, on maps of ``dim`` channels."""
+        """Build the stripe attention of one block of a stage, on maps of `dim` channels."""
         num_heads, split_size = self.num_heads[stage], self.split_sizes[stage]
         num_partitions = count_partitions(dim, num_heads, split_size)
         cores = nn.ModuleList(
@@ -282,7 +282,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
     """Bring a checkpoint to this file's names.
 
     Accepts the checkpoints of this project and its earlier versions, those of the released code,
-    and any of them inside a ``model`` or ``state_dict`` entry.
+    and any of them inside a `model` or `state_dict` entry.
 
     Args:
         state_dict: Names to tensors, or a mapping that holds them.

@@ -4,7 +4,7 @@ Paper: Qi, Wang, Chen, Shi, Zhang, "LipsFormer: Introducing Lipschitz Continuity
 Transformers", ICLR 2023, arXiv:2304.09856. The windows are never shifted: the depthwise
 convolutions carry information across them.
 
-By default the models follow the paper's text; ``official_compat=True`` gives the numerics of the
+By default the models follow the paper's text; `official_compat=True` gives the numerics of the
 authors' released code, which its checkpoints need. docs/deviations.md lists the differences.
 """
 
@@ -49,8 +49,8 @@ __all__ = ["LipsFormerSwin"]
 class WindowAttention(nn.Module):
     """Attention inside windows, with a relative position bias.
 
-    ``attention`` selects its kind: scaled cosine attention or LipschitzNorm. The map is cut into
-    equal windows of at most ``window_size`` with the least padding. The bias depends only on the
+    `attention` selects its kind: scaled cosine attention or LipschitzNorm. The map is cut into
+    equal windows of at most `window_size` with the least padding. The bias depends only on the
     offset of two tokens, so one table serves every map. The projected tokens are padded with zeros
     and not masked: the score of a padded key is the bias alone, and its value is zero.
 
@@ -86,7 +86,7 @@ class WindowAttention(nn.Module):
             num_heads: Number of heads, a divisor of C.
             window_size: Largest side, or (height, width), of a window in tokens, each at least 1.
             attention: Called with q, k, v of shape [windows, heads, N, d] and a bias, such as
-                ``ScaledCosineAttention``.
+                `ScaledCosineAttention`.
             proj_drop: Dropout probability after the output projection.
             device: Device of the parameters.
             dtype: Data type of the parameters.
@@ -119,7 +119,7 @@ class WindowAttention(nn.Module):
         self.init_non_persistent_buffers()
 
     def init_non_persistent_buffers(self) -> None:
-        """Fill the index of the table; timm calls this after ``to_empty``."""
+        """Fill the index of the table; timm calls this after `to_empty`."""
         index = relative_position_index(self.window_size, self.relative_position_index.device)
         self.relative_position_index.copy_(index)
 
@@ -150,7 +150,7 @@ class WindowAttention(nn.Module):
         return nn.functional.embedding(index, table).permute(2, 0, 1).unsqueeze(0)
 
     def forward(self, x: Tensor, output_scale: Tensor | None = None) -> Tensor:
-        """Attend within the windows of ``x`` ([B, H, W, C]).
+        """Attend within the windows of `x` ([B, H, W, C]).
 
         Args:
             x: [B, H, W, C].
@@ -160,7 +160,7 @@ class WindowAttention(nn.Module):
         return self.proj_drop(apply_linear(self.proj, x, output_scale=output_scale))
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """Attend with the projected tokens ``qkv`` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
+        """Attend with the projected tokens `qkv` ([B, H, W, 3 * C]); returns [B, H, W, C]."""
         arrangement = self.arrangement(qkv.shape[1], qkv.shape[2])
         return attend_in_windows(qkv.unflatten(-1, (3, 1, self.dim)), *arrangement)
 
@@ -200,7 +200,7 @@ class PatchMerging(nn.Module):
         self.reduction = Linear(4 * dim, out_dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Turn ``x`` ([B, H, W, C]) into [B, ceil(H / 2), ceil(W / 2), out_dim]."""
+        """Turn `x` ([B, H, W, C]) into [B, ceil(H / 2), ceil(W / 2), out_dim]."""
         x = pad_to_even(x)
         batch, height, width, channels = x.shape
         # the released order of the four neighbors (row, column): (0, 0), (1, 0), (0, 1), (1, 1)
@@ -237,7 +237,7 @@ class LipsFormerSwin(LipsFormer):
             depths: Number of blocks of each stage.
             num_heads: Number of heads of each stage.
             window_size: Largest side, or (height, width), of a window in tokens, each at least 1.
-            **kwargs: Arguments of ``LipsFormer``.
+            **kwargs: Arguments of `LipsFormer`.
 
         Raises:
             ValueError: If there is not one number of heads for each stage, a number of heads does
@@ -250,7 +250,7 @@ class LipsFormerSwin(LipsFormer):
         super().__init__(embed_dim=embed_dim, depths=depths, **kwargs)
 
     def make_attn(self, stage: int, block: int, dim: int) -> WindowAttention:
-        """Build the window attention of one block of a stage, on maps of ``dim`` channels."""
+        """Build the window attention of one block of a stage, on maps of `dim` channels."""
         num_heads = self.num_heads[stage]
         attention = self.make_core(num_heads)
         return WindowAttention(dim, num_heads, self.window_size, attention, **self.proj_options)
@@ -280,7 +280,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: nn.Module) -> dict[s
     """Bring a checkpoint to this file's names and window size.
 
     Accepts the checkpoints of this project and its earlier versions, those of the released code,
-    and any of them inside a ``model`` or ``state_dict`` entry.
+    and any of them inside a `model` or `state_dict` entry.
 
     Args:
         state_dict: Names to tensors, or a mapping that holds them.
@@ -301,7 +301,7 @@ def fit_position_tables(state_dict: dict[str, Any], model: nn.Module) -> dict[st
 
     Args:
         state_dict: Names to tensors.
-        model: The model to be loaded, with ``WindowAttention``.
+        model: The model to be loaded, with `WindowAttention`.
     """
     fitted = dict(state_dict)
     for name in fitted:

@@ -52,10 +52,10 @@ class LipsFormerViT(VisionTransformer):
             logit_scale: tau, which multiplies the cosines, in (0, 100]; None for 10.
             learn_logit_scale: Learn tau per head and block.
             weight_init: "" for spectral initialization, "skip" for none.
-            **kwargs: Arguments of ``timm.models.VisionTransformer``.
+            **kwargs: Arguments of `timm.models.VisionTransformer`.
 
         Raises:
-            ValueError: If ``weight_init`` is neither, a number is out of range, or ``attn`` has no
+            ValueError: If `weight_init` is neither, a number is out of range, or `attn` has no
                 use for an argument.
         """
         if weight_init not in ("", "skip"):
@@ -80,7 +80,7 @@ class LipsFormerViT(VisionTransformer):
 
         Args:
             mode: Passed on to timm.
-            needs_reset: Reset the other parameters and the buffers too, as after ``to_empty``.
+            needs_reset: Reset the other parameters and the buffers too, as after `to_empty`.
         """
         super().init_weights(mode, needs_reset)
         spectral_init_modules_(self)

@@ -109,7 +109,7 @@ def official_cswin_to_lipsformer(state_dict: dict[str, Any]) -> dict[str, Any]:
 def rename_earlier_version(state_dict: dict[str, Any], prefix: str = "") -> None:
     """Rename, in place, parameters saved before a weighted residual owned its branch.
 
-    In a block, ``attn.`` becomes ``attn.branch.`` and ``residual_attn.`` becomes ``attn.``. The
+    In a block, `attn.` becomes `attn.branch.` and `residual_attn.` becomes `attn.`. The
     other three branches are renamed in the same way.
 
     Args:

@@ -1,4 +1,4 @@
-"""Where ``pretrained=True`` finds weights: in folders that are named ``<model>.<tag>``."""
+"""Where `pretrained=True` finds weights: in folders that are named `<model>.<tag>`."""
 
 import functools
 import os
@@ -27,13 +27,13 @@ NEUTRAL = (
 
 
 def register_with_weights(entry: Callable[..., Model]) -> Callable[..., Model]:
-    """Register an entry function with timm, and let ``pretrained=True`` find its weights.
+    """Register an entry function with timm, and let `pretrained=True` find its weights.
 
-    The weights are those of the folder ``<name>.<tag>`` in timm's format, in the folder that the
-    environment variable ``LIPSFORMER_WEIGHTS`` names, or in ``weights/`` of the checkout. The
+    The weights are those of the folder `<name>.<tag>` in timm's format, in the folder that the
+    environment variable `LIPSFORMER_WEIGHTS` names, or in `weights/` of the checkout. The
     arguments that the model of the folder was built with are defaults, also where only the tag is
     named and the weights stay random. Weights that the caller names in timm's other ways, such as
-    ``local-dir:`` and ``pretrained_cfg_overlay``, are loaded as timm does, which lets arguments
+    `local-dir:` and `pretrained_cfg_overlay`, are loaded as timm does, which lets arguments
     replace those of the folder without a check.
 
     Args:

@@ -42,7 +42,7 @@ class RecordedForward:
         """Start without recordings.
 
         Args:
-            model: The model, in evaluation mode; set its attribute ``forward`` to this object's
+            model: The model, in evaluation mode; set its attribute `forward` to this object's
                 method.
         """
         self.model = model

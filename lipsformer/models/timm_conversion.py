@@ -42,18 +42,18 @@ CONVERTED = "converted_to_lipsformer"
 
 
 def _attend_in_one_row(qkv: Tensor, attention: nn.Module, bias: Tensor | None = None) -> Tensor:
-    """Attend with every sequence of ``qkv`` ([B, N, 3 * C]) as a window of one row."""
+    """Attend with every sequence of `qkv` ([B, N, 3 * C]) as a window of one row."""
     rows = qkv.unflatten(-1, (3, 1, -1)).unsqueeze(1)
     return attend_in_windows(rows, [(1, qkv.shape[1])], [attention], bias).squeeze(1)
 
 
 class CosineAttention(nn.Module):
-    """Self-attention with the parameters and the call of timm's ``Attention``.
+    """Self-attention with the parameters and the call of timm's `Attention`.
 
-    ``attn`` selects scaled cosine attention or LipschitzNorm.
+    `attn` selects scaled cosine attention or LipschitzNorm.
 
-    Shape: [B, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention`` and
-    ``LipschitzNormAttention``.
+    Shape: [B, N, C] to the same. Lipschitz constant: see `ScaledCosineAttention` and
+    `LipschitzNormAttention`.
 
     Example:
         >>> import torch
@@ -68,9 +68,9 @@ class CosineAttention(nn.Module):
 
         Args:
             original: Attention without query, key or output normalization and without gate.
-            attn: "cosine" for ``ScaledCosineAttention``, "lipschitznorm" for
-                ``LipschitzNormAttention``.
-            **options: Arguments of ``ScaledCosineAttention``.
+            attn: "cosine" for `ScaledCosineAttention`, "lipschitznorm" for
+                `LipschitzNormAttention`.
+            **options: Arguments of `ScaledCosineAttention`.
         """
         super().__init__()
         weight = original.qkv.weight
@@ -85,7 +85,7 @@ class CosineAttention(nn.Module):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Attend over the tokens of ``x`` ([B, N, C]).
+        """Attend over the tokens of `x` ([B, N, C]).
 
         Args:
             x: Tokens.
@@ -111,10 +111,10 @@ register_notrace_module(CosineAttention)  # FX cannot trace the choice of a kern
 class CosineWindowAttention(WindowAttention):
     """Attention in timm's Swin windows, shifted ones included.
 
-    ``attn`` selects scaled cosine attention or LipschitzNorm.
+    `attn` selects scaled cosine attention or LipschitzNorm.
 
-    Shape: [B * num_windows, N, C] to the same. Lipschitz constant: see ``ScaledCosineAttention``
-    and ``LipschitzNormAttention``.
+    Shape: [B * num_windows, N, C] to the same. Lipschitz constant: see `ScaledCosineAttention`
+    and `LipschitzNormAttention`.
 
     Example:
         >>> import torch
@@ -130,9 +130,9 @@ class CosineWindowAttention(WindowAttention):
 
         Args:
             original: timm's window attention.
-            attn: "cosine" for ``ScaledCosineAttention``, "lipschitznorm" for
-                ``LipschitzNormAttention``.
-            **options: Arguments of ``ScaledCosineAttention``.
+            attn: "cosine" for `ScaledCosineAttention`, "lipschitznorm" for
+                `LipschitzNormAttention`.
+            **options: Arguments of `ScaledCosineAttention`.
         """
         weight = original.qkv.weight
         dd: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
@@ -145,7 +145,7 @@ class CosineWindowAttention(WindowAttention):
         self.attention = make_core(attn, self.num_heads, original.attn_drop.p, **options, **dd)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend within the windows ``x`` ([B * num_windows, N, C]).
+        """Attend within the windows `x` ([B * num_windows, N, C]).
 
         Args:
             x: Tokens of the windows.
@@ -180,12 +180,12 @@ def convert(
     r"""Make a plain timm ViT, DeiT or Swin Lipschitz continuous, in place.
 
     LayerNorm becomes CenterNorm, dot-product attention scaled cosine attention, every residual
-    branch gets a learnable weight per channel (timm's ``LayerScale``), and the weights are
+    branch gets a learnable weight per channel (timm's `LayerScale`), and the weights are
     initialized spectrally. Shapes, parameter names and the whole API of the class stay; names that
-    are new are ``ls1.gamma`` and ``ls2.gamma`` (``drop_path1.0.gamma`` and so on in Swin),
-    ``attn.attention.value_scale`` and ``attn.attention.log_logit_scale``. What takes the place of a
-    frozen parameter is frozen. timm's ``save_for_hf`` and ``local-dir:`` rebuild the converted form
-    of a model that ``timm.create_model`` made.
+    are new are `ls1.gamma` and `ls2.gamma` (`drop_path1.0.gamma` and so on in Swin),
+    `attn.attention.value_scale` and `attn.attention.log_logit_scale`. What takes the place of a
+    frozen parameter is frozen. timm's `save_for_hf` and `local-dir:` rebuild the converted form
+    of a model that `timm.create_model` made.
 
     Example:
         >>> import timm
@@ -196,11 +196,11 @@ def convert(
         'CenterNorm'
 
     Args:
-        model: A ``VisionTransformer`` (DeiT included) of plain pre-norm blocks with learned or no
-            position embedding, or a ``SwinTransformer``.
+        model: A `VisionTransformer` (DeiT included) of plain pre-norm blocks with learned or no
+            position embedding, or a `SwinTransformer`.
         value_scale: nu, the length to which values are normalized, > 0.
         residual_scale: Initial weight of the branches; None for 1 / (number of blocks), or for the
-            model's own ``LayerScale`` if ``spectral_init`` is False and it has one.
+            model's own `LayerScale` if `spectral_init` is False and it has one.
         spectral_init: Initialize the linear and convolution weights spectrally, and set gains to
             one and biases to zero. False keeps pretrained weights, gains and biases.
         attn: "cosine" for the paper's scaled cosine attention, "lipschitznorm" for dot products
@@ -209,14 +209,14 @@ def convert(
         learn_logit_scale: Learn tau per head and block.
 
     Returns:
-        The same model. Its methods stay timm's: a later ``init_weights()`` or
-        ``reset_classifier()`` draws weights as timm does; ``spectral_init_modules_`` of
-        ``lipsformer.layers`` draws them spectrally.
+        The same model. Its methods stay timm's: a later `init_weights()` or
+        `reset_classifier()` draws weights as timm does; `spectral_init_modules_` of
+        `lipsformer.layers` draws them spectrally.
 
     Raises:
         TypeError: If the model or one of its layers has no Lipschitz form here; the model is left
             as it was.
-        ValueError: If an argument is out of range, or has no effect with ``attn``.
+        ValueError: If an argument is out of range, or has no effect with `attn`.
 
     Reference:
         Qi et al. 2023 (LipsFormer) for the four components; the converted backbone is ours.

@@ -1,8 +1,8 @@
 # ruff: noqa: T201  (a command prints)
-"""Hunt for structures that exceed their proved bound: ``python -m tests.hunt --output FILE``.
+"""Hunt for structures that exceed their proved bound: `python -m tests.hunt --output FILE`.
 
 Every structure is one line of JSON. A hunt that was stopped goes on where it was; the table is
-printed at the end. ``--summary`` writes the figures of docs/hunt.md. See docs/hunt.md.
+printed at the end. `--summary` writes the figures of docs/hunt.md. See docs/hunt.md.
 """
 
 import argparse

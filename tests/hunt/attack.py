@@ -13,14 +13,14 @@ def top_singular(function: Function, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Return the largest singular value of the Jacobian at every sample, and its two vectors.
 
     One forward pass over copies of the samples, one copy per output, and one backward pass. It
-    runs the module as users do: hooks and kernels act, no transform of ``torch.func`` is needed.
+    runs the module as users do: hooks and kernels act, no transform of `torch.func` is needed.
 
     Args:
         function: Treats the samples of a batch independently.
         x: [R, ...], float64.
 
     Returns:
-        (sigma [R], left [R, m], right like ``x``).
+        (sigma [R], left [R, m], right like `x`).
     """
     with torch.no_grad():
         outputs = function(x[:1]).numel()
@@ -78,10 +78,10 @@ def climb(
         x: [R, ...], inside the domain.
         steps: Number of steps.
         radius: Radius of the domain.
-        token_dim: See ``Subject``.
+        token_dim: See `Subject`.
 
     Returns:
-        (sigma [R], inputs like ``x``).
+        (sigma [R], inputs like `x`).
     """
     best, left, right = top_singular(function, x)
     ones = [1] * (x.ndim - 1)

@@ -52,7 +52,7 @@ def _at(module: nn.Module, change: dict[str, Any]) -> nn.Module:
 
 
 def methods(cls: type) -> list[str]:
-    """Return the methods below ``nn.Module`` that a forward pass may use."""
+    """Return the methods below `nn.Module` that a forward pass may use."""
     names = {
         name
         for base in cls.__mro__[: cls.__mro__.index(nn.Module)]

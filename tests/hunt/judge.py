@@ -33,9 +33,9 @@ def judge(case: Case, *, input_steps: int = 3, weight_steps: int = 2) -> dict[st
     """Return what became of one structure.
 
     The outcome is "holds", "refused" (no bound is given), "unusable" (the structure cannot be built
-    or run), or one of ``FAULTS``: the bound is "exceeded", by "rounding" only, the stated "radius"
+    or run), or one of `FAULTS`: the bound is "exceeded", by "rounding" only, the stated "radius"
     or "size" of the outputs is wrong, a bound is given for inputs that the module "accepts" not, or
-    the bound ends in another "error" than ``UnknownModuleError``.
+    the bound ends in another "error" than `UnknownModuleError`.
     """
     began = time.perf_counter()
     verdict = {"kind": case["kind"], "ratio": 0.0, "log10": None, "detail": "", "case": case}

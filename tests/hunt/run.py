@@ -13,7 +13,7 @@ from tests.hunt.judge import judge
 
 
 def hunt(name: str, number: int, start: int = 0, **effort: int) -> Iterator[dict[str, Any]]:
-    """Yield the verdicts on ``number`` structures of a kind.
+    """Yield the verdicts on `number` structures of a kind.
 
     Hypothesis draws them and, told the ratio that each reached, mutates those that came closest to
     their bound.
@@ -22,7 +22,7 @@ def hunt(name: str, number: int, start: int = 0, **effort: int) -> Iterator[dict
         name: Name of the kind.
         number: Number of structures.
         start: Seed.
-        **effort: Passed on to ``judge``.
+        **effort: Passed on to `judge`.
     """
     found: list[dict[str, Any]] = []
 

@@ -34,7 +34,7 @@ DTYPES = [
 
 
 def make(kind: str, lost: bool = False) -> LipsFormerBlock:
-    """Return a block with random parameters; ``lost`` makes a channel's gain of each norm zero."""
+    """Return a block with random parameters; `lost` makes a channel's gain of each norm zero."""
     torch.manual_seed(0)
     if kind == "windows":
         attn = WindowAttention(DIM, 3, 3, ScaledCosineAttention(3, learn_logit_scale=True))

@@ -185,7 +185,7 @@ def attend_quadratic(qkv: Tensor, num_queries: int) -> Tensor:
 
 
 def worst_constant(function, start: Tensor, steps: int) -> float:
-    """Largest exact operator norm of the Jacobian met while climbing it from ``start``."""
+    """Largest exact operator norm of the Jacobian met while climbing it from `start`."""
     worst, x = 0.0, start.clone().requires_grad_()
     for _ in range(steps):
         jacobian = torch.autograd.functional.jacobian(function, x, create_graph=True)

@@ -12,7 +12,7 @@ Parameters = dict[str, Tensor]
 def forward(model: nn.Module, images: Tensor, *, swin: bool, num_heads, windows, tau, nu) -> Tensor:
     """Logits of a Swin or CSwin backbone from its parameters alone.
 
-    ``windows`` holds (height, width) for Swin and stripe widths, or None, for CSwin; ``nu=None`` is
+    `windows` holds (height, width) for Swin and stripe widths, or None, for CSwin; `nu=None` is
     the released code's form.
     """
     p = {name: tensor.double() for name, tensor in model.state_dict().items()}

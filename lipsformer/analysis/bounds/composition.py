@@ -255,7 +255,7 @@ def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[flo
         std: Standard deviation per channel by which it divides, > 0.
 
     Raises:
-        ValueError: If ``size`` is not two numbers, or a standard deviation is not positive.
+        ValueError: If `size` is not two numbers, or a standard deviation is not positive.
 
     Example:
         >>> from lipsformer.analysis.bounds import image_domain

@@ -47,7 +47,7 @@ class ClassicGNN(GraphNet):
     .. math:: X^{(l)} = \mathrm{Dropout}(\mathrm{ReLU}(\mathrm{Norm}(
         \mathrm{conv}(X^{(l-1)}) + X^{(l-1)} S^{(l)})))
 
-    with ``skip='linear'``; without a skip the second summand is missing. ``skip='identity'`` is the
+    with `skip='linear'`; without a skip the second summand is missing. `skip='identity'` is the
     order that Transformers call post-norm:
 
     .. math:: X^{(l)} = \mathrm{Norm}(X^{(l-1)} +

@@ -37,9 +37,9 @@ class GCN2(GraphNet):
         X^{(0)}\right) \left((1 - \beta_l) I + \beta_l W^{(l)}\right)\right),
         \quad \beta_l = \log(1 + \theta / l)
 
-    With ``weight_norm='spectral'`` the largest singular value of every W is at most 1. If the graph
+    With `weight_norm='spectral'` the largest singular value of every W is at most 1. If the graph
     is undirected, the Frobenius Lipschitz constant of all layers together is then at most 1,
-    whatever their number. ``weight_norm='none'`` is GCNII, which has no such bound.
+    whatever their number. `weight_norm='none'` is GCNII, which has no such bound.
 
     Example:
         >>> import torch

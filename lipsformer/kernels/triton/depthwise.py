@@ -135,7 +135,7 @@ def _tiles(x: Tensor) -> int:
 
 
 def convolve(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:
-    """Return the convolution of ``x`` with kernels as [49, C], flipped if asked, plus ``add``."""
+    """Return the convolution of `x` with kernels as [49, C], flipped if asked, plus `add`."""
     x, add = x.contiguous(), None if add is None else add.contiguous()
     taps, out = taps.contiguous(), torch.empty_like(x)
     grid = (triton.cdiv(x.shape[-1], CHANNELS) * _tiles(x),)
@@ -152,7 +152,7 @@ def weight_programs(x: Tensor) -> int:
 
 
 def weight_sums(x: Tensor, grad: Tensor, sums: Tensor) -> None:
-    """Fill ``sums`` [programs, C, 1, 7, 7] with the gradient of the kernels."""
+    """Fill `sums` [programs, C, 1, 7, 7] with the gradient of the kernels."""
     x, grad = x.contiguous(), grad.contiguous()
     grid = (PAIRS * triton.cdiv(x.shape[-1], GRADIENT_CHANNELS), sums.shape[0])
     blocks = {"BLOCK_W": COLUMNS, "BLOCK_C": GRADIENT_CHANNELS}

@@ -4,7 +4,7 @@ Sums over the rows (gradients of biases, scales, gains and shifts) are kept in r
 once per program. The caller adds the programs.
 
 Shapes: maps are [rows, C], contiguous; parameters are [C]. A mask has one number per sample, which
-is ``tokens`` rows.
+is `tokens` rows.
 """
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false

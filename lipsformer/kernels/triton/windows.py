@@ -357,7 +357,7 @@ def forward(qkv: Tensor, arguments: WindowArguments) -> Tensor:
 
 
 def backward(grad: Tensor, sums: Tensor, qkv: Tensor, arguments: WindowArguments) -> Tensor:
-    """Return the gradient of ``qkv`` and fill ``sums``, one row per program."""
+    """Return the gradient of `qkv` and fill `sums`, one row per program."""
     grad, qkv = grad.contiguous(), qkv.contiguous()
     grad_qkv = torch.empty_like(qkv)
     tensors, sizes, constants = _launch(qkv, arguments)
