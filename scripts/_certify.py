@@ -209,9 +209,9 @@ def _exact_logits(
     exact: nn.Module, batches: SizedBatches, data: DataConfig
 ) -> tuple[Tensor, Tensor]:
     """Return the logits of all images in float64, [N, K], and their labels, [N]."""
-    mean, std = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in (data.mean, data.std))
+    normalize = Normalize(data.mean, data.std, torch.float64)
     shown = tqdm(batches, "certify", unit="batch", leave=False, disable=None)
-    computed = [(exact((x.double() / 255.0 - mean) / std), y) for x, y in shown]
+    computed = [(exact(normalize(x)), y) for x, y in shown]
     logits, labels = (torch.cat(parts) for parts in zip(*computed, strict=True))
     return logits, labels
 
