@@ -67,8 +67,12 @@ def test_kubernetes_job() -> None:
 def cluster(tmp_path: Path) -> dict[str, str]:
     """A SLURM of three shell scripts: srun runs its command here, scontrol writes down calls."""
     scripts = {
-        "srun": 'exec "$@"',
-        "scontrol": f'echo "$@" >> {tmp_path}/calls; [ "$1" != show ] || echo node1',
+        "srun": f'echo "$1" >> {tmp_path}/calls; shift; exec "$@"',
+        "scontrol": f"""echo "$@" >> {tmp_path}/calls
+            case "$1 $2" in
+              "show hostnames") echo node1 ;;
+              "show job") echo "   SuspendTime=None PreemptTime=${{FAKE_PREEMPT_TIME:-None}}" ;;
+            esac""",
         "torchrun": f'echo "$@" > {tmp_path}/arguments; trap "exit 1" TERM\n'
         f"touch {tmp_path}/started; [ -z $FAKE_STATUS ] || exit $FAKE_STATUS\n"
         "while true; do sleep 0.05; done",
@@ -101,10 +105,21 @@ def test_slurm_job_goes_back_into_the_queue_when_signaled(
     job.send_signal(signal.SIGUSR1)
     assert job.wait() == 0
     assert "requeue 17" in (tmp_path / "calls").read_text()
+    assert "--cpus-per-task=12" in (tmp_path / "calls").read_text()
     called = (tmp_path / "arguments").read_text()
     assert "--nnodes 2 --nproc_per_node 4" in called
     assert "--rdzv_endpoint node1:29500" in called
     assert called.endswith("train.py --config configs/demo.yaml optim.lr=1e-3\n")
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, False), (1, True)])
+def test_a_preempted_slurm_job_goes_back_into_the_queue_unless_it_is_complete(
+    tmp_path: Path, cluster: dict[str, str], status: int, requeued: bool
+) -> None:
+    """SLURM may signal the tasks of a job that it preempts and not the script."""
+    more = {"FAKE_STATUS": str(status), "FAKE_PREEMPT_TIME": "2026-11-28T03:00:00"}
+    assert submit(cluster, **more).wait() == 0
+    assert ("requeue 17" in (tmp_path / "calls").read_text()) == requeued
 
 
 @pytest.mark.parametrize("status", [0, 2])
