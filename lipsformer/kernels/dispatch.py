@@ -216,6 +216,8 @@ def refuse_second_derivatives(*grads: Tensor) -> None:
 
 def is_batch(grad: Tensor) -> bool:
     """Return whether autograd hands over a batch of gradients, which no kernel takes."""
+    if torch.compiler.is_compiling():  # which traces single gradients, and not these questions
+        return False
     return is_batchedtensor(grad) or is_legacy_batchedtensor(grad)
 
 
