@@ -98,7 +98,7 @@ def _finished(config: GraphConfig) -> list[dict[str, Any]]:
 
 def _identity(config: GraphConfig) -> dict[str, object]:
     """Return the dotted settings that decide the result of a seed."""
-    others = ("data.root", "data.download", "train.seeds")  # the same data from another place
+    others = ("data.root", "data.download", "train.seeds")  # where the data are, and other seeds
     return {
         key: value
         for key, value in dotted(config).items()

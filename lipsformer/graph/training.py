@@ -164,9 +164,9 @@ class Training:
         self.epoch += 1
 
     def _train(self, batches: Batches) -> tuple[float, float]:
-        """Return the mean loss and the last gradient norm, or those of a batch with other values.
+        """Return the mean loss over the training nodes, and the norm of the last gradient.
 
-        Those are infinite or NaN, and end the epoch.
+        If the loss or the gradient of a batch is not finite, the epoch ends and they are its own.
         """
         self.model.train()
         clip = math.inf if self.settings.clip_grad is None else self.settings.clip_grad

@@ -60,7 +60,8 @@ class RunLog:
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """The records of evaluations of the kind of weights, raw or EMA, with the highest top-1."""
-        return [r for r in self.records if self.best and r["kind"] == self.best["kind"]]
+        best = self.best
+        return [] if best is None else [r for r in self.records if r["kind"] == best["kind"]]
 
     @property
     def best(self) -> dict[str, Any] | None:

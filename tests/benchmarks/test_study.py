@@ -17,7 +17,7 @@ import train
 from benchmarks import study as module
 from benchmarks.study import Study, costs, main, stale, table
 from lipsformer import convert
-from lipsformer._configfile import dump_config, read_config
+from lipsformer._configfile import ConfigError, dump_config, read_config
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.lock import LOCK, FolderLock
@@ -68,24 +68,15 @@ def test_the_table_has_the_last_epoch_its_deviation_and_what_was_not_run(tmp_pat
     assert cells in table(study).splitlines()
 
 
-def test_finished_runs_with_other_settings_are_named(tmp_path):
-    config, results = write_config(tmp_path, DIGITS, tmp_path / "run"), tmp_path / "results.jsonl"
-    study = Study(
-        title="", config=str(config), results=str(results), rows={"a": "optim.lr=0.5"}, seeds=(7,)
-    )
-
-    def found(row: str, *overrides: str) -> list[str]:
-        then = read_config(Config, config, ["optim.lr=0.5", "train.seed=7", *overrides])
-        text = dump_config(then).replace("  layer_decay: null\n", "")  # newer than the line
-        results.write_text(json.dumps({"row": row, "seed": 7, "config": text}) + "\n")
-        return stale(study)
-
-    assert found("a") == []
-    assert found("a", "data.num_workers=3", "run.log_every=9") == []
-    assert found("of an earlier study", "optim.lr=0.25") == []
-    (sentence,) = found("a", "optim.lr=0.25", "train.epochs=3")
-    changed = "optim.lr=0.25, and is now 0.5, train.epochs=3, and is now 2: to train it again"
-    assert sentence.startswith(f"a seed 7 was trained with {changed}")
+@pytest.mark.parametrize(
+    "setting",
+    ["train.drop_last=false", "augment.img_sizes=[8,16]", "loss.teacher=resnet50.a1_in1k"],
+)
+def test_settings_whose_costs_are_not_counted_are_refused(tmp_path, setting):
+    config = write_config(tmp_path, DIGITS, tmp_path / "run")
+    study = Study(title="", config=str(config), results="none.jsonl", rows={"a": setting})
+    with pytest.raises(ConfigError, match=f"{setting.partition('=')[0]}.* a study counts costs"):
+        study.run_config("a", 0)
 
 
 @pytest.mark.slow
@@ -339,6 +330,7 @@ def test_a_result_of_other_settings_is_named_and_not_replaced(tmp_path, monkeypa
     rows = {"same": "", "changed": "optim.lr=2e-3", "less": ""}
     queue = Queue(tmp_path, monkeypatch, rows, "sys.exit(1)")
     settings = {"same": [], "changed": ["optim.lr=4e-3"], "less": ["optim.weight_decay=0.25"]}
+    settings["of an earlier study"] = ["optim.lr=8e-3"]
     lines = []
     for row, then in settings.items():
         text = dump_config(read_config(Config, queue.config, [*then, "train.seed=0"]))
