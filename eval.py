@@ -26,7 +26,8 @@ import torch
 from data import DataError
 from data.evalsets import STANDARD, corruption_summary
 from lipsformer._commands import documented_parser, quiet_pipe
-from lipsformer._configfile import ConfigError, read_config
+from lipsformer._configfile import read_config
+from lipsformer._errors import ConfigError
 from lipsformer._ranks import launched_first
 from lipsformer.config import Config
 from lipsformer.engine import exits

@@ -25,8 +25,10 @@ import torch
 
 from data import DataError
 from lipsformer._commands import documented_parser, quiet_pipe
-from lipsformer._configfile import ConfigError, describe, dump_config, read_config
+from lipsformer._configfile import dump_config, read_config
+from lipsformer._errors import ConfigError
 from lipsformer._ranks import launched_first_here, on_first_rank
+from lipsformer._settings_help import describe
 from lipsformer.analysis.instruments import BoundExceededError
 from lipsformer.config import Config
 from lipsformer.engine import distributed, exits

@@ -35,8 +35,9 @@ import yaml
 
 from benchmarks.machine import machine
 from benchmarks.records import markdown, spread
+from lipsformer._checks import require
 from lipsformer._commands import documented_parser, quiet_pipe
-from lipsformer._configfile import dump_config, read_config, require
+from lipsformer._configfile import dump_config, read_config
 from lipsformer.analysis.cost import count_parameters, part_costs
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model

@@ -5,15 +5,9 @@ print the message and exit with code 2 before anything is written.
 """
 
 import dataclasses
-import difflib
-import inspect
-import json
-import math
-import re
-import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,128 +15,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from lipsformer._checks import require, suggest
+from lipsformer._errors import ConfigError
+
 Schema = TypeVar("Schema")
 
 # Type of the items of a list: what YAML gives for it, and its name in messages.
 _ITEMS = {int: (int, "whole numbers"), float: (int | float, "numbers"), str: (str, "words")}
-
-
-class ConfigError(ValueError):
-    """A user's mistake. The message names the setting, its value and what is allowed."""
-
-
-def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return the known name that is nearest to a word, or all known names if none is near.
-
-    Args:
-        word: What the user wrote.
-        known: The names that are allowed.
-        prefix: Stands before every name in the message.
-    """
-    names = list(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {prefix}{near[0]}?"
-    return f"known are {', '.join(prefix + name for name in names)}"
-
-
-def require(condition: bool, path: str, value: object, allowed: str) -> None:
-    """Raise a `ConfigError` that names the setting, its value and what is allowed."""
-    if not condition:
-        raise ConfigError(f"{path}={value!r} is not possible: {allowed}")
-
-
-def require_each(
-    section: object, prefix: str, names: Iterable[str], fits: Callable[[Any], bool], allowed: str
-) -> None:
-    """Raise a `ConfigError` for the first of several settings whose value does not fit.
-
-    Args:
-        section: The section of the config.
-        prefix: Its name.
-        names: Names of the settings.
-        fits: Returns whether a value is allowed.
-        allowed: What is allowed, for the message.
-    """
-    for name in names:
-        value = getattr(section, name)
-        require(fits(value), f"{prefix}.{name}", value, allowed)
-
-
-def require_effect(section: object, prefix: str, name: str, works: bool, needs: str) -> None:
-    """Refuse a value that is not the default where it would be ignored in silence.
-
-    Args:
-        section: The section of the config.
-        prefix: Its name.
-        name: Name of the setting.
-        works: Whether the setting has an effect.
-        needs: What would give it an effect, for the message.
-
-    Raises:
-        ConfigError: If the setting has no effect and another value than its default.
-    """
-    value = getattr(section, name)
-    if not works and value != getattr(type(section), name):
-        raise ConfigError(
-            f"{prefix}.{name}={value!r} has no effect without {needs}: "
-            "remove it, or set what it needs"
-        )
-
-
-def require_writable(option: str, file: str | Path) -> None:
-    """Raise a `ConfigError` that names the option unless a file can be written; leave it as it is.
-
-    Commands call it before their work, whose result would be lost otherwise.
-    """
-    path = Path(file)
-    try:
-        existed = path.exists()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{option} {str(file)!r} cannot be written: {reason}") from None
-
-
-def read_json(path: Path, kind: type[Any] = dict) -> Any:
-    """Return what a JSON file holds.
-
-    Args:
-        path: The file.
-        kind: What it must hold, a dict or a list.
-
-    Raises:
-        ConfigError: If it is damaged; the message is one sentence.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path} cannot be read as JSON: {reason}; restore the file") from None
-    if not isinstance(value, kind):
-        raise ConfigError(f"{path} holds no JSON {kind.__name__}; restore the file")
-    return value
-
-
-def numbers_in(value: object) -> list[int | float]:
-    """Return all numbers in a value, which may be a list or mapping of values; no booleans."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [number for item in value for number in numbers_in(item)]
-    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
-
-
-def require_finite(section: object, name: str) -> None:
-    """Raise a `ConfigError` if a number of the section called `name` is NaN or infinite."""
-    for item in dataclasses.fields(section):  # pyright: ignore[reportArgumentType]
-        value = getattr(section, item.name)
-        for number in numbers_in(value):
-            finite = isinstance(number, int) or math.isfinite(number)
-            require(finite, f"{name}.{item.name}", value, "must be finite")
 
 
 def read_config(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) -> Schema:
@@ -220,55 +99,6 @@ def dotted(config: Any) -> dict[str, Any]:
     """Return all settings of a config by their names `section.key`."""
     sections = dataclasses.asdict(config)
     return {f"{section}.{key}": v for section, keys in sections.items() for key, v in keys.items()}
-
-
-def describe(schema: type) -> str:
-    """Return the help text of a schema: what its sections and settings mean, types and defaults."""
-    lines = []
-    for section, kind in typing.get_type_hints(schema).items():
-        about, meanings = read_docstring(kind)
-        lines += ["", f"{section}: {about}", ""]
-        hints = typing.get_type_hints(kind)
-        for item in dataclasses.fields(kind):
-            value = item.default
-            if item.default_factory is not dataclasses.MISSING:
-                value = item.default_factory()
-            default = "required" if value is dataclasses.MISSING else f"default {_in_yaml(value)}"
-            name = f"{section}.{item.name}"
-            lines.append(f"  {name:32} {_type_name(hints[item.name])}; {default}")
-            meaning = textwrap.wrap(meanings.get(item.name, ""), 94, break_on_hyphens=False)
-            lines += [f"      {line}" for line in meaning]
-    return "\n".join(lines[1:])
-
-
-def read_docstring(section: type) -> tuple[str, dict[str, str]]:
-    """Return what a section's docstring says before `Args:`, and the meaning of each setting there.
-
-    Args:
-        section: A dataclass.
-    """
-    text, _, _ = inspect.cleandoc(section.__doc__ or "").partition("\n\nExample:")
-    about, _, settings = text.partition("\n\nArgs:\n")
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", settings, re.MULTILINE)
-    return about, {name: " ".join(meaning.split()) for name, meaning in entries}
-
-
-def _type_name(hint: Any) -> str:
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        return " | ".join(map(str, options))
-    if isinstance(hint, types.UnionType):
-        return " | ".join("null" if o is types.NoneType else _type_name(o) for o in options)
-    if typing.get_origin(hint) is tuple:
-        inner = ["..." if option is ... else _type_name(option) for option in options]
-        return f"[{', '.join(inner)}]"
-    kind = typing.get_origin(hint) or hint
-    return {str: "text", dict: "mapping"}.get(kind) or kind.__name__
-
-
-def _in_yaml(value: Any) -> str:
-    plain = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(plain, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

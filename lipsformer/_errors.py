@@ -1,4 +1,8 @@
-"""Shorten another library's error to one line for a message."""
+"""The error for a user's mistake, and other libraries' errors in one line."""
+
+
+class ConfigError(ValueError):
+    """A user's mistake. The message names the setting, its value and what is allowed."""
 
 
 def first_line(error: BaseException) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lipsformer import __version__
+from lipsformer._checks import suggest
 from lipsformer._commands import COMMANDS, COMPLETION, RENAMED, command_parser, quiet_pipe
-from lipsformer._configfile import suggest
 
 _CARRIED = Path(__file__).parent / "_app"
 ROOT = _CARRIED if _CARRIED.is_dir() else Path(__file__).parents[1]

@@ -6,14 +6,8 @@ The docstrings of the sections are what `lipsformer train --help` prints.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer._configfile import (
-    ConfigError,
-    numbers_in,
-    require,
-    require_each,
-    require_effect,
-    require_finite,
-)
+from lipsformer._checks import numbers_in, require, require_each, require_effect, require_finite
+from lipsformer._errors import ConfigError
 from lipsformer._machine import cores
 from lipsformer._renamed import renamed
 from lipsformer.recipe import (

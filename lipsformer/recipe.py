@@ -6,7 +6,7 @@ docs/recipes.md says which flag of timm's train script each key is.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer._configfile import require, require_each, require_effect, require_finite
+from lipsformer._checks import require, require_each, require_effect, require_finite
 
 MOST_PIXELS = 16384  # on a side
 

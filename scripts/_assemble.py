@@ -20,8 +20,9 @@ from data import (
 )
 from data.build import sizes_by_epoch
 from data.dataset import ImageDataset, TrainDataset
-from lipsformer._configfile import ConfigError, make_config, require
-from lipsformer._errors import first_line
+from lipsformer._checks import require
+from lipsformer._configfile import make_config
+from lipsformer._errors import ConfigError, first_line
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import bound_domain, build_model, make_instruments, timm_config
 from lipsformer.engine.compilation import compile_regions, compiles, try_kernels

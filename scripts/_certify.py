@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from data import Normalize
 from data.evalsets import EvalSet
-from lipsformer._configfile import ConfigError, require_writable
+from lipsformer._errors import ConfigError
+from lipsformer._files import require_writable
 from lipsformer.analysis.bounds import Bound, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import (
     certified_radius,

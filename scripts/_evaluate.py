@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from data import Normalize, build_eval_dataset, build_eval_sets, eval_loader
 from data.evalsets import STANDARD, EvalSet
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import build_model
 from lipsformer.engine.evaluation import evaluate

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from data.clusters import ClusterBatches, metis_clusters
 from data.errors import DataError
 from data.graphs import TreeBatches, TreeNeighborsMatch, graph_root, load_graph
-from lipsformer._configfile import ConfigError, require
-from lipsformer._errors import first_line
+from lipsformer._checks import require
+from lipsformer._errors import ConfigError, first_line
 from lipsformer._machine import commit, cpu_name
 from lipsformer._ranks import on_first_rank, rank_and_count
 from lipsformer.engine.lock import FolderLock

@@ -6,7 +6,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from lipsformer._configfile import ConfigError, dump_config
+from lipsformer._configfile import dump_config
+from lipsformer._errors import ConfigError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.config import Config
 from lipsformer.engine.run_folder import Weights

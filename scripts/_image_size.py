@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.engine.preflight import try_images
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lipsformer._configfile import require_writable
+from lipsformer._files import require_writable
 
 STDOUT = "-"
 

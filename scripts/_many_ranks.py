@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from data import DataError, TrainBatches, build_datasets, eval_loader
 from data.build import sizes_by_epoch
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
 from lipsformer.engine.distributed import StepShare, share_of_step

@@ -19,7 +19,8 @@ from data.check import Finding, check_files, check_parquet
 from data.errors import DataError
 from data.sources import image_files
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, require_writable
+from lipsformer._errors import ConfigError
+from lipsformer._files import require_writable
 from lipsformer._machine import cores
 
 

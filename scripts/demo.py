@@ -29,8 +29,9 @@ from torch import Tensor
 from data import DataError, UnreadableImageError
 from data.images import ADVICE, ArrayPicture, EncodedPicture, Picture
 from data.sources import digits
+from lipsformer._checks import require
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, require
+from lipsformer._errors import ConfigError
 from lipsformer.analysis.bounds import UnknownModuleError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.run_files import CheckpointError

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.engine.run_files import TIMM_CONFIG, CheckpointError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
 from lipsformer.engine.weights import create_model, has_tag, load_model, load_weights

@@ -30,8 +30,11 @@ import torch
 from tqdm import tqdm
 
 from data.errors import DataError
+from lipsformer._checks import require
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, dump_config, read_config, require, require_writable
+from lipsformer._configfile import dump_config, read_config
+from lipsformer._errors import ConfigError
+from lipsformer._files import require_writable
 from lipsformer.graph.config import GraphConfig, GraphDataConfig, GraphSweepConfig
 from lipsformer.graph.plots import plot_sweep
 from lipsformer.jsonl import append_jsonl

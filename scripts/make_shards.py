@@ -36,8 +36,8 @@ from data.shards import (
 )
 from data.sources import FolderSource
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, read_json
-from lipsformer._files import write_atomically
+from lipsformer._errors import ConfigError
+from lipsformer._files import read_json, write_atomically
 from lipsformer.config import DataConfig
 
 PLAN = "plan.json"

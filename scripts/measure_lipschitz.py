@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from data import DataError, Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, require_writable
+from lipsformer._errors import ConfigError
+from lipsformer._files import require_writable
 from lipsformer.analysis.bounds import (
     Domain,
     UnknownModuleError,

@@ -20,7 +20,7 @@ from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.analysis.cost import (
     PartCost,
     PeakMemory,

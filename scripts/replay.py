@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from data import DataError
 from data.loader import TrainBatches, Update
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, read_json
+from lipsformer._errors import ConfigError
+from lipsformer._files import read_json
 from lipsformer.engine import distributed
 from lipsformer.engine.parts import Parts
 from lipsformer.engine.run_files import CHECKPOINTS, REPLAY, CheckpointError, find_fault, read_state

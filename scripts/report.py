@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.engine.run_files import REPORT
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP
 from scripts.reporting.write import IMAGES, write_report

@@ -23,8 +23,9 @@ from pathlib import Path
 
 from data import UnreadableImageError
 from data.images import EncodedPicture
+from lipsformer._checks import require
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, require
+from lipsformer._errors import ConfigError
 from lipsformer.engine.run_files import CheckpointError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
 from scripts._demo_model import MAX_UPLOAD, DemoModel

@@ -20,8 +20,10 @@ from typing import Any
 
 from data.errors import DataError
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._configfile import ConfigError, describe, dotted, dump_config, read_config
+from lipsformer._configfile import dotted, dump_config, read_config
+from lipsformer._errors import ConfigError
 from lipsformer._ranks import on_first_rank, rank_and_count
+from lipsformer._settings_help import describe
 from lipsformer.graph.config import GraphConfig
 from lipsformer.graph.plots import plot_training
 from lipsformer.jsonl import append_jsonl, read_jsonl

@@ -14,8 +14,8 @@ CHECKED = ("lipsformer", "data", "train.py", "eval.py", "scripts", "benchmarks")
 
 LIBRARY = {
     *{"lipsformer", "lipsformer.config", "lipsformer.recipe", "lipsformer._configfile"},
-    *{"lipsformer._commands", "lipsformer._errors", "lipsformer._files", "lipsformer._machine"},
-    *{"lipsformer._modes", "lipsformer._ranks"},
+    *{"lipsformer._checks", "lipsformer._commands", "lipsformer._errors", "lipsformer._files"},
+    *{"lipsformer._machine", "lipsformer._modes", "lipsformer._ranks", "lipsformer._settings_help"},
     *{"lipsformer.kernels", "lipsformer.layers", "lipsformer.models", "lipsformer.graph"},
     *{"lipsformer.analysis", "lipsformer.engine", "lipsformer.jsonl"},
 }
@@ -26,29 +26,32 @@ OWN = {
     "lipsformer/__init__.py": {"lipsformer.models"},
     "lipsformer/__main__.py": {"lipsformer.cli"},
     "lipsformer/cli.py": {
-        *{"lipsformer", "lipsformer._commands", "lipsformer._configfile", "lipsformer.completion"}
+        *{"lipsformer", "lipsformer._checks", "lipsformer._commands", "lipsformer.completion"}
     },
     "lipsformer/_commands.py": set(),
     "lipsformer/completion.py": {"lipsformer._commands", "lipsformer.config"},
-    "lipsformer/_configfile.py": set(),
+    "lipsformer/_checks.py": {"lipsformer._errors"},
+    "lipsformer/_configfile.py": {"lipsformer._checks", "lipsformer._errors"},
     "lipsformer/_errors.py": set(),
-    "lipsformer/_files.py": set(),
+    "lipsformer/_files.py": {"lipsformer._errors"},
+    "lipsformer/_settings_help.py": set(),
     "lipsformer/jsonl.py": set(),
     "lipsformer/_machine.py": set(),
     "lipsformer/_modes.py": set(),
     "lipsformer/_ranks.py": set(),
     "lipsformer/config.py": {
-        *{"lipsformer._configfile", "lipsformer._machine", "lipsformer.recipe"}
+        *{"lipsformer._checks", "lipsformer._errors", "lipsformer._machine", "lipsformer.recipe"}
     },
-    "lipsformer/recipe.py": {"lipsformer._configfile"},
+    "lipsformer/recipe.py": {"lipsformer._checks"},
     "lipsformer/kernels": {"lipsformer.kernels"},
     "lipsformer/layers": {"lipsformer.layers", "lipsformer.kernels"},
     "lipsformer/models": {
-        *{"lipsformer.models", "lipsformer.layers", "lipsformer.kernels", "lipsformer._configfile"}
+        *{"lipsformer.models", "lipsformer.layers", "lipsformer.kernels"},
+        "lipsformer._files",
     },
     "lipsformer/graph": {
         *{"lipsformer.graph", "lipsformer.layers", "lipsformer.kernels"},
-        *{"lipsformer._configfile", "lipsformer._files", "lipsformer._modes"},
+        *{"lipsformer._checks", "lipsformer._files", "lipsformer._modes"},
         *{"lipsformer._ranks", "lipsformer.jsonl"},
     },
     "lipsformer/analysis": {
@@ -59,8 +62,9 @@ OWN = {
     },
     "lipsformer/engine": {
         *{"lipsformer.engine", "lipsformer.analysis", "lipsformer.models", "lipsformer.kernels"},
-        *{"lipsformer.config", "lipsformer._configfile", "lipsformer._machine"},
-        *{"lipsformer._errors", "lipsformer._files", "lipsformer._ranks", "lipsformer.jsonl"},
+        *{"lipsformer.config", "lipsformer._checks", "lipsformer._configfile"},
+        *{"lipsformer._machine", "lipsformer._errors", "lipsformer._files", "lipsformer._ranks"},
+        *{"lipsformer.jsonl"},
     },
     "data": {"data"},
     "data/build.py": {"data", "lipsformer.config"},
@@ -78,15 +82,17 @@ ELSEWHERE = {
     "lipsformer/cli.py": set(),
     "lipsformer/_commands.py": set(),
     "lipsformer/completion.py": {"shtab"},
+    "lipsformer/_checks.py": set(),
     "lipsformer/_configfile.py": {"omegaconf", "yaml"},
-    "lipsformer/jsonl.py": set(),
     "lipsformer/_errors.py": set(),
     "lipsformer/_files.py": set(),
+    "lipsformer/_settings_help.py": {"yaml"},
+    "lipsformer/jsonl.py": set(),
     "lipsformer/_machine.py": set(),
     "lipsformer/_modes.py": {"torch"},
     "lipsformer/_ranks.py": {"torch"},
-    "lipsformer/config.py": {"omegaconf", "yaml"},
-    "lipsformer/recipe.py": {"omegaconf", "yaml"},
+    "lipsformer/config.py": set(),
+    "lipsformer/recipe.py": set(),
     "lipsformer/kernels": {"torch", "timm", "triton", "numpy"},
     "lipsformer/layers": {"torch", "timm", "einops"},
     "lipsformer/models": {"torch", "timm", "einops"},

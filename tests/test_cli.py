@@ -14,7 +14,8 @@ import pytest
 
 from lipsformer import cli
 from lipsformer._commands import COMMANDS, quiet_pipe
-from lipsformer._configfile import describe, make_config
+from lipsformer._configfile import make_config
+from lipsformer._settings_help import describe
 from lipsformer.config import Config
 from tests.conftest import ROOT
 from tests.engine.conftest import fresh_process  # noqa: F401

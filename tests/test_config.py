@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lipsformer._configfile import ConfigError, dump_config, read_config, read_docstring
+from lipsformer._configfile import dump_config, read_config
+from lipsformer._errors import ConfigError
+from lipsformer._settings_help import read_docstring
 from lipsformer.config import Config
 from lipsformer.engine.resume import config_identity
 from lipsformer.graph.config import GraphConfig, GraphSweepConfig

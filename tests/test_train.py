@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from timm import create_model
 from timm.models import save_for_hf
 
-from lipsformer._configfile import ConfigError, read_config
+from lipsformer._configfile import read_config
+from lipsformer._errors import ConfigError
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
 from lipsformer.engine.initial_weights import load_initial_weights

@@ -20,8 +20,8 @@ from benchmarks.league.plots import plot_all
 from benchmarks.league.pool import run
 from benchmarks.league.results import read_results
 from benchmarks.league.table import page
+from lipsformer._checks import require
 from lipsformer._commands import documented_parser, quiet_pipe
-from lipsformer._configfile import require
 
 
 def make_parser() -> argparse.ArgumentParser:

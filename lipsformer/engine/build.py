@@ -11,8 +11,7 @@ import timm
 from timm.models._hub import save_config_for_hf  # the public save_for_hf also writes weights
 from torch import Tensor, nn
 
-from lipsformer._configfile import ConfigError
-from lipsformer._errors import first_line
+from lipsformer._errors import ConfigError, first_line
 from lipsformer._renamed import renamed
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, image_domain, lipschitz_bound
 from lipsformer.analysis.instruments import (

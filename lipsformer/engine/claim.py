@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lipsformer._configfile import ConfigError, dump_config
+from lipsformer._configfile import dump_config
+from lipsformer._errors import ConfigError
 from lipsformer._files import replacing, write_atomically
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder

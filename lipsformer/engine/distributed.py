@@ -16,7 +16,7 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from timm.utils.model_ema import ModelEmaV3
 
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer._machine import commit, cpu_name
 from lipsformer.config import Config, TrainConfig
 from lipsformer.engine.allocator import keep_freed_memory

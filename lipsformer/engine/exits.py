@@ -16,8 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lipsformer._configfile import read_json
-from lipsformer._files import write_atomically
+from lipsformer._files import read_json, write_atomically
 from lipsformer._ranks import launched_first_here
 from lipsformer.engine.run_files import EXIT
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import build_model
 from lipsformer.engine.run_files import CheckpointError

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer._files import flush
 from lipsformer.engine.run_files import CheckpointError
 

@@ -17,8 +17,8 @@ from timm.task import (
 )
 from torch import Tensor, nn
 
-from lipsformer._configfile import ConfigError, require
-from lipsformer._errors import first_line
+from lipsformer._checks import require
+from lipsformer._errors import ConfigError, first_line
 from lipsformer.config import Config
 from lipsformer.engine.run_files import CheckpointError
 from lipsformer.engine.run_folder import find_weights

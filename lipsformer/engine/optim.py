@@ -10,8 +10,7 @@ from timm.optim.kron import Kron
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lipsformer._configfile import ConfigError
-from lipsformer._errors import first_line
+from lipsformer._errors import ConfigError, first_line
 from lipsformer.config import OptimConfig
 
 FILLED_BY_CONFIG = ("lr", "weight_decay", "betas", "eps", "momentum", "foreach", "fused")

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipsformer._configfile import ConfigError
-from lipsformer._errors import first_line
+from lipsformer._errors import ConfigError, first_line
 from lipsformer.analysis.sigma import gain_of, operators, residual_scale_of
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model, describe_model

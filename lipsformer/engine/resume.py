@@ -4,7 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from lipsformer._configfile import ConfigError, dotted, read_config
+from lipsformer._configfile import dotted, read_config
+from lipsformer._errors import ConfigError
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
 from lipsformer.engine.distributed import StepShare

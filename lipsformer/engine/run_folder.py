@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lipsformer._configfile import ConfigError, read_config, read_json
+from lipsformer._configfile import read_config
+from lipsformer._errors import ConfigError
+from lipsformer._files import read_json
 from lipsformer._renamed import renamed
 from lipsformer.config import Config
 from lipsformer.engine.run_files import (

@@ -17,7 +17,7 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.analysis.instruments import InstrumentBase
 from lipsformer.engine.optim import load_state, state_numbers, state_tensors
 from lipsformer.engine.run_files import EMA, INSTRUMENTS, MODEL, OPTIMIZER, read_state

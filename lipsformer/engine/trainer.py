@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from lipsformer import kernels
-from lipsformer._configfile import ConfigError, dump_config
+from lipsformer._configfile import dump_config
+from lipsformer._errors import ConfigError
 from lipsformer._files import write_atomically
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config

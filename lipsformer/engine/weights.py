@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lipsformer._configfile import ConfigError
-from lipsformer._errors import first_line
+from lipsformer._errors import ConfigError, first_line
 from lipsformer.engine.run_files import TIMM_CONFIG, CheckpointError
 from lipsformer.engine.run_folder import Weights, find_weights
 from lipsformer.models.official_weights import unwrap

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer._configfile import require, require_each, require_effect
+from lipsformer._checks import require, require_each, require_effect
 from lipsformer._renamed import renamed
 
 __all__ = [

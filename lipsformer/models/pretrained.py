@@ -10,7 +10,7 @@ import timm
 from timm.models import PretrainedCfg, register_model
 from torch import nn
 
-from lipsformer._configfile import read_json
+from lipsformer._files import read_json
 
 Model = TypeVar("Model", bound=nn.Module)
 

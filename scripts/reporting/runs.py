@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.config import Config
 from lipsformer.engine.run_files import CONFIG, METRICS
 from lipsformer.engine.run_folder import RunFolder

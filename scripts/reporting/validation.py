@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from data import DataError, Normalize, build_eval_dataset, collate
 from data.dataset import ImageDataset
 from data.loader import EvalBatches
-from lipsformer._configfile import ConfigError, read_json
+from lipsformer._errors import ConfigError
+from lipsformer._files import read_json
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.errors import confusion_matrix, most_confused_pairs, worst_mistakes
 from lipsformer.config import Config

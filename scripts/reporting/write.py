@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lipsformer._configfile import ConfigError, require_writable
+from lipsformer._errors import ConfigError
+from lipsformer._files import require_writable
 from lipsformer.engine.run_files import REPORT
 
 logger = logging.getLogger("lipsformer.report")

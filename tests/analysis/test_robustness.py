@@ -7,7 +7,7 @@ import torch
 from timm.layers import SelectAdaptivePool2d
 from torch import Tensor, nn
 
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.analysis.bounds import Domain, image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius, real_errors
 from lipsformer.analysis.robustness import margins, pgd_attack, robust_mask, smallest_margins

@@ -17,7 +17,8 @@ import train
 from benchmarks import study as module
 from benchmarks.study import Study, costs, main, stale, table
 from lipsformer import convert
-from lipsformer._configfile import ConfigError, dump_config, read_config
+from lipsformer._configfile import dump_config, read_config
+from lipsformer._errors import ConfigError
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.lock import LOCK, FolderLock

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.engine.lock import LOCK, FolderLock
 from lipsformer.engine.run_files import CheckpointError
 

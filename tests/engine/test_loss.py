@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import train
-from lipsformer._configfile import ConfigError, read_config
+from lipsformer._configfile import read_config
+from lipsformer._errors import ConfigError
 from lipsformer.config import Config
 from lipsformer.engine.loss import MarginLoss, make_task
 from lipsformer.engine.optim import make_optimizer

@@ -10,7 +10,7 @@ from timm import create_model
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from lipsformer.config import OptimConfig
 from lipsformer.engine.optim import (
     load_state,

@@ -14,7 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch_geometric.data import Data
 
 from data.errors import DataError
-from lipsformer._configfile import ConfigError, read_config
+from lipsformer._configfile import read_config
+from lipsformer._errors import ConfigError
 from lipsformer.engine.lock import FolderLock
 from lipsformer.graph import create_model
 from lipsformer.graph import training as training_module

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lipsformer._configfile import ConfigError
+from lipsformer._errors import ConfigError
 from scripts.profile_model import main, profile_model, table
 
 OPTIONS = {
