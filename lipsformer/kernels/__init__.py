@@ -35,7 +35,7 @@ from lipsformer.kernels.linear import fused_linear
 from lipsformer.kernels.node_terms import node_terms
 from lipsformer.kernels.pointwise import (
     center,
-    centered_affine,
+    center_affine,
     fork,
     gelu_residual,
     residual,
@@ -45,9 +45,9 @@ from lipsformer.kernels.recording import CannotRecordError, Recorder
 from lipsformer.kernels.verdict import (
     TIMED_SAMPLES,
     TRIAL_SAMPLES,
-    is_used,
-    known_verdict,
+    passes_trial,
     restore_verdicts,
+    stored_verdict,
     verdicts,
 )
 from lipsformer.kernels.windows import MAX_WINDOW_TOKENS, Partition, cosine_windows
@@ -68,7 +68,7 @@ __all__ = [
     "active_transform",
     "block",
     "center",
-    "centered_affine",
+    "center_affine",
     "cosine_windows",
     "depthwise_conv",
     "depthwise_gelu",
@@ -80,17 +80,17 @@ __all__ = [
     "gpu_block",
     "gpu_cosine_windows",
     "gpu_switched_off",
-    "is_used",
-    "known_verdict",
     "log",
     "node_terms",
     "normalize_rows",
     "pack_weight",
     "packed_linear",
+    "passes_trial",
     "product_dtype",
     "recomputed_attention",
     "residual",
     "restore_verdicts",
+    "stored_verdict",
     "usable",
     "verdicts",
 ]

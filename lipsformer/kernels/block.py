@@ -12,16 +12,16 @@ from torch import Tensor
 
 from lipsformer.kernels.depthwise import convolve, depthwise_gradients
 from lipsformer.kernels.dispatch import inside_block, refuse_second_derivatives
-from lipsformer.kernels.linear import linear, linear_backward, scales_output
+from lipsformer.kernels.linear import fused_linear_backward, fused_linear_forward, scales_output
 from lipsformer.kernels.pointwise import (
-    add_gelu,
-    add_gelu_backward,
-    add_masked,
-    add_masked_backward,
-    center_affine,
     center_affine_backward,
+    center_affine_forward,
+    gelu_residual_backward,
+    gelu_residual_forward,
+    residual_backward,
+    residual_forward,
 )
-from lipsformer.kernels.windows import Partition, windows_backward, windows_forward
+from lipsformer.kernels.windows import Partition, cosine_windows_backward, cosine_windows_forward
 
 
 class BlockTensors(NamedTuple):
@@ -81,9 +81,10 @@ def block(
 
 
 class _Block(torch.autograd.Function):
-    """The letters follow the block: z stands before a GELU, x1 to x3 on the stream.
+    """A block of four branches. z1 to z4 are what its GELUs are applied to.
 
-    Names with "in" hold the samples of x, x1 to x3 that enter the branch.
+    x1 to x4 are the stream after each branch, and in_1 to in_4 are the samples of the stream that
+    enter a branch.
     """
 
     @staticmethod
@@ -98,41 +99,40 @@ class _Block(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         t, lepe = _named(tensors)
-        factor = x.shape[-1] / (x.shape[-1] - 1)
         in_1 = z1 = z2 = in_2 = z3 = in_3 = qkv = heads_out = in_4 = z4 = None
         pointwise = qkv_weight = unscaled_3 = proj = fc1 = unscaled_4 = fc2 = None
         x1 = x
         if _enters(kept[0]):
             in_1 = _select(x, kept[0])
             z1 = convolve(in_1, t.depthwise_1, t.depthwise_1_bias)
-            z2, pointwise = linear(z1, t.pointwise, t.pointwise_bias, True, None)
-            x1 = add_gelu(x, z2, _times(t.scale_1, t.mask_1), kept[0])
+            z2, pointwise = fused_linear_forward(z1, t.pointwise, t.pointwise_bias, True, None)
+            x1 = gelu_residual_forward(x, z2, _times(t.scale_1, t.mask_1), kept[0])
         x2 = x1
         if _enters(kept[1]):
             in_2 = _select(x1, kept[1])
             z3 = convolve(in_2, t.depthwise_2, t.depthwise_2_bias)
-            x2 = add_gelu(x1, z3, _times(t.scale_2, t.mask_2), kept[1])
+            x2 = gelu_residual_forward(x1, z3, _times(t.scale_2, t.mask_2), kept[1])
         x3 = x2
         if _enters(kept[2]):
             in_3 = _select(x2, kept[2])
-            qkv, qkv_weight = linear(in_3, t.qkv, t.qkv_bias, False, None)
+            qkv, qkv_weight = fused_linear_forward(in_3, t.qkv, t.qkv_bias, False, None)
             qkv = qkv.unflatten(-1, (3, len(partitions), -1))
-            heads_out = windows_forward(qkv, bias, tau, lepe, partitions)
+            heads_out = cosine_windows_forward(qkv, bias, tau, lepe, partitions)
             branch, unscaled_3, proj = _scaled_linear(
                 heads_out, t.proj, t.proj_bias, False, t.scale_3
             )
             x3 = _add(x2, branch, t.mask_3, kept[2])
         saved_norm_1 = None, None, None
         if t.gain_1 is not None and t.shift_1 is not None:
-            x3, saved_norm_1 = center_affine(x3, t.gain_1, t.shift_1, factor)
+            x3, saved_norm_1 = center_affine_forward(x3, t.gain_1, t.shift_1)
         x4 = x3
         if _enters(kept[3]):
             in_4 = _select(x3, kept[3])
-            z4, fc1 = linear(in_4, t.fc1, t.fc1_bias, False, None)
+            z4, fc1 = fused_linear_forward(in_4, t.fc1, t.fc1_bias, False, None)
             branch, unscaled_4, fc2 = _scaled_linear(z4, t.fc2, t.fc2_bias, True, t.scale_4)
             x4 = _add(x3, branch, t.mask_4, kept[3])
-        out, saved_norm_2 = center_affine(x4, t.gain_2, t.shift_2, factor)
-        ctx.kept, ctx.partitions, ctx.factor = kept, partitions, factor
+        out, saved_norm_2 = center_affine_forward(x4, t.gain_2, t.shift_2)
+        ctx.kept, ctx.partitions = kept, partitions
         ctx.save_for_backward(
             *(in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4),
             *(pointwise, qkv_weight, unscaled_3, proj, fc1, unscaled_4, fc2),
@@ -156,25 +156,25 @@ class _Block(torch.autograd.Function):
         normed_1, lost_1, sum_1, normed_2, lost_2, sum_2, *inputs = saved
         bias, tau, *tensors = inputs
         t, lepe = _named(tensors)
-        kept, factor = ctx.kept, ctx.factor
+        kept = ctx.kept
 
         # from the end to the beginning; grad is the gradient on the stream
         saved_norm_2 = normed_2, lost_2, sum_2
-        grad, *norm_2 = center_affine_backward(grad, t.gain_2, t.shift_2, saved_norm_2, factor)
+        grad, *norm_2 = center_affine_backward(grad, t.gain_2, t.shift_2, saved_norm_2)
         grads_fc1 = grads_fc2 = grads_proj = (None, None, None)
         if _enters(kept[3]):
             grad_branch = _mask(grad, t.mask_4, kept[3])
             grad_z, *grads_fc2 = _scaled_backward(
                 grad_branch, z4, t.fc2, t.fc2_bias, True, t.scale_4, unscaled_4, fc2
             )
-            grad_branch, *grads_fc1 = linear_backward(
+            grad_branch, *grads_fc1 = fused_linear_backward(
                 grad_z, in_4, t.fc1, t.fc1_bias, False, None, fc1
             )
             grad = _add(grad, grad_branch, None, kept[3])
         norm_1: Sequence[Tensor | None] = (None, None)
         if t.gain_1 is not None and t.shift_1 is not None:
             saved_norm_1 = normed_1, lost_1, sum_1
-            grad, *norm_1 = center_affine_backward(grad, t.gain_1, t.shift_1, saved_norm_1, factor)
+            grad, *norm_1 = center_affine_backward(grad, t.gain_1, t.shift_1, saved_norm_1)
         grads_qkv = (None, None, None)
         grads_attention, grads_lepe = (None, None), [None] * len(lepe)
         if _enters(kept[2]):
@@ -182,10 +182,10 @@ class _Block(torch.autograd.Function):
             grad_branch, *grads_proj = _scaled_backward(
                 grad_branch, heads_out, t.proj, t.proj_bias, False, t.scale_3, unscaled_3, proj
             )
-            grad_branch, *grads_attention, grads_lepe = windows_backward(
+            grad_branch, *grads_attention, grads_lepe = cosine_windows_backward(
                 grad_branch, qkv, bias, tau, lepe, ctx.partitions
             )
-            grad_branch, *grads_qkv = linear_backward(
+            grad_branch, *grads_qkv = fused_linear_backward(
                 grad_branch.flatten(3), in_3, t.qkv, t.qkv_bias, False, None, qkv_weight
             )
             grad = _add(grad, grad_branch, None, kept[2])
@@ -197,7 +197,7 @@ class _Block(torch.autograd.Function):
         grads_depthwise_1, grads_pointwise, grad_scale_1 = (None, None), (None, None), None
         if _enters(kept[0]):
             grad_z, grad_scale_1 = _gelu_backward(grad, z2, t.scale_1, t.mask_1, kept[0])
-            grad_z, *grads_pointwise = linear_backward(
+            grad_z, *grads_pointwise = fused_linear_backward(
                 grad_z, z1, t.pointwise, t.pointwise_bias, True, None, pointwise
             )
             grads_depthwise_1 = depthwise_gradients(in_1, t.depthwise_1, grad_z)
@@ -240,19 +240,19 @@ def _add(x: Tensor, branch: Tensor, mask: Tensor | None, kept: Tensor | None) ->
     """Return x + mask * branch, which may overwrite the branch."""
     if mask is None and kept is None:
         return branch.add_(x)
-    return add_masked(x, branch, mask, kept)
+    return residual_forward(x, branch, mask, kept)
 
 
 def _mask(grad: Tensor, mask: Tensor | None, kept: Tensor | None) -> Tensor:
     """Return the gradient of the branch of `_add`."""
-    return grad if mask is None else add_masked_backward(grad, mask, kept)
+    return grad if mask is None else residual_backward(grad, mask, kept)
 
 
 def _gelu_backward(
     grad: Tensor, z: Tensor, scale: Tensor, mask: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of a sum with GELU(z) with respect to `z` and scale."""
-    grad_z, grad_scale = add_gelu_backward(grad, z, _times(scale, mask), kept)
+    grad_z, grad_scale = gelu_residual_backward(grad, z, _times(scale, mask), kept)
     return grad_z, _times(grad_scale, mask).sum_to_size(scale.shape)
 
 
@@ -264,9 +264,9 @@ def _scaled_linear(
     These are the output before the scale, and the rounded weight.
     """
     if scales_output(z):
-        output, rounded = linear(z, weight, bias, act_before, None)
+        output, rounded = fused_linear_forward(z, weight, bias, act_before, None)
         return output * scale, output, rounded
-    output, rounded = linear(z, weight, bias, act_before, scale)
+    output, rounded = fused_linear_forward(z, weight, bias, act_before, scale)
     return output, None, rounded
 
 
@@ -282,6 +282,6 @@ def _scaled_backward(
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of `_scaled_linear` with respect to `z`, weight, bias and scale."""
     if output is None:
-        return linear_backward(grad, z, weight, bias, act_before, scale, rounded)
-    grads = linear_backward(grad * scale, z, weight, bias, act_before, None, rounded)
+        return fused_linear_backward(grad, z, weight, bias, act_before, scale, rounded)
+    grads = fused_linear_backward(grad * scale, z, weight, bias, act_before, None, rounded)
     return *grads[:3], (grad * output).sum_to_size(scale.shape)

@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-
-FLEXIBLE = (torch.Tag.flexible_layout,)  # of an operator: the compiler need not copy views
 
 
 class WindowArguments(NamedTuple):

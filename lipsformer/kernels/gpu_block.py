@@ -150,12 +150,14 @@ def block_forward(
         x3 = ops.residual(x2, branch, t.proj_bias, t.scale_3, t.mask_3)
         centered_1 = x.new_empty(0)
     else:
-        x3, centered_1 = ops.center(
+        x3, centered_1 = ops.residual_center(
             x2, branch, t.proj_bias, t.scale_3, t.mask_3, t.gain_1, t.shift_1
         )
     z4 = F.linear(x3, fc1)
     branch = F.linear(ops.gelu(None, z4, t.fc1_bias, None, None), fc2)
-    y, centered_2 = ops.center(x3, branch, t.fc2_bias, t.scale_4, t.mask_4, t.gain_2, t.shift_2)
+    y, centered_2 = ops.residual_center(
+        x3, branch, t.fc2_bias, t.scale_4, t.mask_4, t.gain_2, t.shift_2
+    )
     return [y, z1, z2, x1, z3, x2, qkv, heads_out, centered_1, x3, z4, centered_2, flat]
 
 
@@ -184,12 +186,14 @@ def block_backward(
     pointwise, qkv_weight, proj, fc1, fc2, _, taps_1, taps_2 = matrices_in(flat, _shapes_of_cast(t))
     grad = grad.to(x.dtype).contiguous()
 
-    grad_x, grad_branch, norm_2 = ops.center_backward(grad, None, centered_2, t.gain_2, t.mask_4)
+    grad_x, grad_branch, norm_2 = ops.residual_center_backward(
+        grad, None, centered_2, t.gain_2, t.mask_4
+    )
     grad_branch = grad_x if t.mask_4 is None else grad_branch
     act, grad_z, gelu_4 = ops.gelu_backward(grad_branch @ fc2, None, z4, t.fc1_bias, None, None)
     grad_fc2, grad_fc1 = _product(grad_branch, act), _product(grad_z, x3)
 
-    grad_x, grad_branch, norm_1 = ops.center_backward(
+    grad_x, grad_branch, norm_1 = ops.residual_center_backward(
         grad_x, grad_z @ fc1, None if t.gain_1 is None else centered_1, t.gain_1, t.mask_3
     )
     grad_branch = grad_x if t.mask_3 is None else grad_branch

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch.library import Library, infer_schema
 
-from lipsformer.kernels.gpu_arguments import FLEXIBLE
-
+FLEXIBLE = (torch.Tag.flexible_layout,)  # of an operator: the compiler need not copy views
 _LIBRARY = Library("lipsformer", "FRAGMENT")  # the operators exist as long as this object
 
 

@@ -4,6 +4,8 @@ The operators have no autograd formula, because `gpu_block` calls both direction
 [B, ..., C] and contiguous, parameters are [C] and masks [B]. `sums` has one row per program.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.library import register_fake
@@ -22,9 +24,7 @@ def gelu(
 
 
 @register_fake(gelu)
-def _(
-    x: Tensor | None, z: Tensor, bias: Tensor, scale: Tensor | None, mask: Tensor | None
-) -> Tensor:
+def _(x: Tensor | None, z: Tensor, *_: Any) -> Tensor:
     return z.new_empty(z.shape)
 
 
@@ -52,12 +52,7 @@ def gelu_backward(
 
 @register_fake(gelu_backward)
 def _(
-    grad: Tensor,
-    grad_2: Tensor | None,
-    z: Tensor,
-    bias: Tensor,
-    scale: Tensor | None,
-    mask: Tensor | None,
+    grad: Tensor, grad_2: Tensor | None, z: Tensor, bias: Tensor, scale: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     other = z.new_empty(0) if scale is not None and grad_2 is None else z.new_empty(z.shape)
     return other, z.new_empty(z.shape), _gelu_sums(z, scale)
@@ -73,7 +68,7 @@ def _gelu_sums(z: Tensor, scale: Tensor | None) -> Tensor:
 
 
 @operator
-def center(
+def residual_center(
     x: Tensor,
     branch: Tensor,
     bias: Tensor,
@@ -90,16 +85,8 @@ def center(
     return y, centered
 
 
-@register_fake(center)
-def _(
-    x: Tensor,
-    branch: Tensor,
-    bias: Tensor,
-    scale: Tensor,
-    mask: Tensor | None,
-    gain: Tensor,
-    shift: Tensor,
-) -> tuple[Tensor, Tensor]:
+@register_fake(residual_center)
+def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
@@ -112,19 +99,19 @@ def residual(x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, mask: Tenso
 
 
 @register_fake(residual)
-def _(x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, mask: Tensor | None) -> Tensor:
+def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @operator
-def center_backward(
+def residual_center_backward(
     grad: Tensor,
     grad_2: Tensor | None,
     centered: Tensor | None,
     gain: Tensor | None,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the backward pass of `center`, or of `residual` without a gain, needs.
+    """Return what the backward pass of `residual_center`, or without a gain of `residual`, needs.
 
     Returns:
         The gradient of x; that of the branch, which is empty if there is no mask, because it then
@@ -138,7 +125,7 @@ def center_backward(
     return grad_x, grad.new_empty(0) if grad_branch is None else grad_branch, sums
 
 
-@register_fake(center_backward)
+@register_fake(residual_center_backward)
 def _(
     grad: Tensor,
     grad_2: Tensor | None,

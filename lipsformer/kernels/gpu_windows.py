@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lipsformer.kernels.dispatch import refuse_second_derivatives
-from lipsformer.kernels.gpu_arguments import FLEXIBLE, WindowArguments
+from lipsformer.kernels.gpu_arguments import WindowArguments
+from lipsformer.kernels.gpu_operator import FLEXIBLE
 
 # Tokens of a window. The gradient of a bias is summed in registers, which hold no larger one.
 MAX_GPU_TOKENS, MAX_GPU_TOKENS_WITH_BIAS = 128, 64

@@ -59,7 +59,7 @@ def fused_linear(
         return fused_linear(x, weight, bias, act_before) * output_scale
     if torch.is_grad_enabled():
         return _FusedLinear.apply(x, weight, bias, act_before, output_scale)
-    return linear(x, weight, bias, act_before, output_scale)[0]
+    return fused_linear_forward(x, weight, bias, act_before, output_scale)[0]
 
 
 def scales_output(x: Tensor) -> bool:
@@ -82,7 +82,7 @@ class _FusedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, act: bool, scale: Tensor | None
     ) -> Tensor:
-        y, rounded = linear(x, weight, bias, act, scale)
+        y, rounded = fused_linear_forward(x, weight, bias, act, scale)
         ctx.save_for_backward(x, weight, bias, scale, rounded)
         ctx.act_before = act
         return torch.ops.aten._unsafe_view(y, y.shape)  # autograd lets no view be changed in place
@@ -91,7 +91,7 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, scale, rounded = ctx.saved_tensors
         need_x, need_weight, _, _, need_scale = ctx.needs_input_grad
-        grad_x, grad_weight, grad_bias, grad_scale = linear_backward(
+        grad_x, grad_weight, grad_bias, grad_scale = fused_linear_backward(
             *(grad_outputs[0].contiguous(), x, weight, bias, ctx.act_before, scale, rounded),
             need_x=need_x,
             need_weight=need_weight or need_scale,
@@ -99,7 +99,7 @@ class _FusedLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, grad_scale
 
 
-def linear(
+def fused_linear_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, act_before: bool, scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return scale * (GELU(x) W^T + b), and in bfloat16 the rounded weight, else None."""
@@ -108,7 +108,7 @@ def linear(
     return y, scaled if x.dtype == torch.bfloat16 else None  # a rounded copy takes little memory
 
 
-def linear_backward(
+def fused_linear_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -119,7 +119,7 @@ def linear_backward(
     need_x: bool = True,
     need_weight: bool = True,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of `linear` with respect to `x`, weight, bias and scale.
+    """Return the gradients of `fused_linear` with respect to `x`, weight, bias and scale.
 
     The bias gradient is summed separately, because convolution_backward computes it slowly. The
     input gradient is computed first, so that one pass yields both GELU(x), needed for the weight
@@ -130,9 +130,9 @@ def linear_backward(
         x: The input.
         weight: W.
         bias: b.
-        act_before: As in `linear`.
-        scale: As in `linear`.
-        rounded: The rounded weight that `linear` returned, or None.
+        act_before: As in `fused_linear`.
+        scale: As in `fused_linear`.
+        rounded: The rounded weight that `fused_linear_forward` returned, or None.
         need_x: Compute the gradient of `x`; otherwise it is None.
         need_weight: Compute the gradients of the weight and the scale; otherwise they are None.
     """

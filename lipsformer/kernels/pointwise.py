@@ -23,23 +23,22 @@ from lipsformer.kernels.linear import gelu_backward_
 MAX_OFFSET = 64.0
 
 
-def centered_affine(x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
-    """Return factor * gain * (x - mean(x)) + bias.
+def center_affine(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    """Return C / (C - 1) * gain * (x - mean(x)) + bias.
 
     Args:
         x: [..., C].
         gain: [C].
         bias: [C].
-        factor: Number that multiplies the gain.
     """
     if x.dtype == torch.bfloat16 or gain.dtype.itemsize < 4:
         gain, bias = gain.float(), bias.float()
     if torch.is_grad_enabled():
-        return _CenteredAffine.apply(x, gain, bias, factor)
-    return center(x, gain * factor, bias)
+        return _CenterAffine.apply(x, gain, bias)
+    return center(x, gain * _factor(gain), bias)
 
 
-class _CenteredAffine(torch.autograd.Function):
+class _CenterAffine(torch.autograd.Function):
     """Keep the result, which the next layer keeps as well, or the input.
 
     The gradient of the gain needs the centered input, which is (result - bias) / gain, as in Rota
@@ -50,28 +49,27 @@ class _CenteredAffine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor, factor: float) -> Tensor:
-        y, kept = center_affine(x, gain, bias, factor)
-        ctx.save_for_backward(gain, bias, *kept)
-        ctx.factor = factor
+    def forward(ctx: Any, x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+        y, saved = center_affine_forward(x, gain, bias)
+        ctx.save_for_backward(gain, bias, *saved)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        gain, bias, *kept = ctx.saved_tensors
+        gain, bias, *saved = ctx.saved_tensors
         (grad,) = grad_outputs
-        return *center_affine_backward(grad, gain, bias, kept, ctx.factor), None
+        return center_affine_backward(grad, gain, bias, saved)
 
 
-def center_affine(
-    x: Tensor, gain: Tensor, bias: Tensor, factor: float
+def center_affine_forward(
+    x: Tensor, gain: Tensor, bias: Tensor
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Return factor * gain * (x - mean(x)) + bias, and what its backward pass needs.
+    """Return what `center_affine` returns, and three values that its backward pass needs.
 
-    That is the result, the channels that lose the centered input, and `x`, each of which may be
-    None. A channel loses the centered input if that cannot be computed from the result.
+    Each of them may be None: the result; a mask of the channels whose centered input cannot be
+    computed from the result; and `x`, if there is such a channel. In bfloat16 only `x` is kept.
     """
-    y = center(x, gain * factor, bias)
+    y = center(x, gain * _factor(gain), bias)
     if x.dtype == torch.bfloat16:
         return y, (None, None, x)
     lost = bias.abs() >= MAX_OFFSET * gain.abs()
@@ -82,11 +80,11 @@ def center_affine_backward(
     grad: Tensor,
     gain: Tensor,
     bias: Tensor,
-    kept: Sequence[Any],
-    factor: float,
+    saved: Sequence[Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `center_affine` with respect to `x`, gain and bias."""
-    y, lost, x = kept
+    factor = _factor(gain)
+    y, lost, x = saved
     if y is None:
         zeros = torch.zeros_like(bias)
         centered = center(x, torch.ones_like(gain), zeros)
@@ -101,89 +99,93 @@ def center_affine_backward(
     return grad_x, grad_gain.index_put((lost,), direct), grad_bias
 
 
-def gelu_residual(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:
-    """Return x + scale * GELU(z), where z may hold only the samples of `index`.
+def _factor(gain: Tensor) -> float:
+    return len(gain) / (len(gain) - 1)
+
+
+def gelu_residual(x: Tensor, z: Tensor, scale: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Return x + scale * GELU(z), where z may hold only the samples of `kept`.
 
     Args:
         x: [B, ..., C].
         z: [K, ..., C], the branch before its last GELU.
         scale: [C] or [K, 1, ..., C].
-        index: [K], increasing; None for all samples.
+        kept: [K], increasing; None for all samples.
     """
     z, scale = z.to(x.dtype), scale.float()
     if torch.is_grad_enabled():
-        return _GeluResidual.apply(x, z, scale, index)
-    return add_gelu(x, z, scale, index)
+        return _GeluResidual.apply(x, z, scale, kept)
+    return gelu_residual_forward(x, z, scale, kept)
 
 
 class _GeluResidual(torch.autograd.Function):
     """Keep z and compute GELU(z) again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None) -> Tensor:
-        ctx.save_for_backward(z, scale, index)
-        return add_gelu(x, z, scale, index)
+    def forward(ctx: Any, x: Tensor, z: Tensor, scale: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(z, scale, kept)
+        return gelu_residual_forward(x, z, scale, kept)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        z, scale, index = ctx.saved_tensors
+        z, scale, kept = ctx.saved_tensors
         (grad,) = grad_outputs
-        return grad, *add_gelu_backward(grad, z, scale, index), None
+        return grad, *gelu_residual_backward(grad, z, scale, kept), None
 
 
-def residual(x: Tensor, z: Tensor, mask: Tensor, index: Tensor | None = None) -> Tensor:
-    """Return x + mask * z, where z may hold only the samples of `index`.
+def residual(x: Tensor, z: Tensor, mask: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Return x + mask * z, where z may hold only the samples of `kept`.
 
     Args:
         x: [B, ..., C], contiguous, as `z`, which has its type.
         z: [K, ..., C].
         mask: [K, 1, ..., 1], which gets no gradient.
-        index: [K], increasing; None for all samples.
+        kept: [K], increasing; None for all samples.
     """
-    return _Residual.apply(x, z, mask, index)
+    return _Residual.apply(x, z, mask, kept)
 
 
 class _Residual(torch.autograd.Function):
     """Keep neither map."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, mask: Tensor, index: Tensor | None) -> Tensor:
-        ctx.save_for_backward(mask, index)
-        return add_masked(x, z, mask, index)
+    def forward(ctx: Any, x: Tensor, z: Tensor, mask: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(mask, kept)
+        return residual_forward(x, z, mask, kept)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives(*grad_outputs)
-        mask, index = ctx.saved_tensors
+        mask, kept = ctx.saved_tensors
         grad = grad_outputs[0].contiguous()
-        return grad, add_masked_backward(grad, mask, index), None, None
+        return grad, residual_backward(grad, mask, kept), None, None
 
 
-def fork(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `x` and its samples `index`, whose gradients are added in one pass.
+def fork(x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `x` and its samples `kept`, whose gradients are added in one pass.
 
     Args:
         x: [B, ..., C], contiguous.
-        index: [K], increasing.
+        kept: [K], increasing.
     """
-    return _Fork.apply(x, index)
+    return _Fork.apply(x, kept)
 
 
 class _Fork(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(index)
-        return x.view_as(x), x.index_select(0, index)
+    def forward(ctx: Any, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(kept)
+        return x.view_as(x), x.index_select(0, kept)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         refuse_second_derivatives(*grad_outputs)
-        (index,) = ctx.saved_tensors
+        (kept,) = ctx.saved_tensors
         grad, grad_kept = (tensor.contiguous() for tensor in grad_outputs)
-        return add_masked(grad, grad_kept, None, index), None
+        return residual_forward(grad, grad_kept, None, kept), None
 
 
-def add_masked(x: Tensor, z: Tensor, mask: Tensor | None, index: Tensor | None) -> Tensor:
+def residual_forward(x: Tensor, z: Tensor, mask: Tensor | None, kept: Tensor | None) -> Tensor:
     """Return x + mask * z as `residual` does; None is a mask of ones."""
     scale = (
         torch.ones(x.shape[-1], dtype=torch.float32, device="cpu")
@@ -191,16 +193,16 @@ def add_masked(x: Tensor, z: Tensor, mask: Tensor | None, index: Tensor | None) 
         else _mask_rows(mask, x.shape[-1])
     )
     y = torch.empty_like(x)
-    run(f"residual_{name_of(x.dtype)}", x, z, *_rows(scale), index, y, len(x), *_sizes(z))
+    run(f"residual_{name_of(x.dtype)}", x, z, *_rows(scale), kept, y, len(x), *_sizes(z))
     return y
 
 
-def add_masked_backward(grad: Tensor, mask: Tensor, index: Tensor | None) -> Tensor:
-    """Return the gradient of `add_masked` with respect to `z`."""
+def residual_backward(grad: Tensor, mask: Tensor, kept: Tensor | None) -> Tensor:
+    """Return the gradient of `residual` with respect to `z`."""
     scale = _mask_rows(mask, grad.shape[-1])
     grad_z = grad.new_empty(len(scale), *grad.shape[1:])
     name = f"residual_gradient_{name_of(grad.dtype)}"
-    run(name, grad, *_rows(scale), index, grad_z, *_sizes(grad_z))
+    run(name, grad, *_rows(scale), kept, grad_z, *_sizes(grad_z))
     return grad_z
 
 
@@ -208,38 +210,33 @@ def _mask_rows(mask: Tensor, channels: int) -> Tensor:
     return mask.float().expand(*mask.shape[:-1], channels).contiguous()
 
 
-def add_gelu(x: Tensor, z: Tensor, scale: Tensor, index: Tensor | None = None) -> Tensor:
-    """Return x + scale * GELU(z).
-
-    Args:
-        x: [B, ..., C].
-        z: [K, ..., C], the branch before its last GELU.
-        scale: [C] or [K, 1, ..., C].
-        index: [K], increasing, the samples that z holds; None for all.
-    """
-    fits = x.shape[1:] == z.shape[1:] and (index is not None or len(x) == len(z))
+def gelu_residual_forward(
+    x: Tensor, z: Tensor, scale: Tensor, kept: Tensor | None = None
+) -> Tensor:
+    """Return what `gelu_residual` returns; `scale` has the type in which the sum is computed."""
+    fits = x.shape[1:] == z.shape[1:] and (kept is not None or len(x) == len(z))
     if fits and _scale_fits(z, scale) and usable("gelu_residual.csrc", x, z, scale):
         y = torch.empty_like(x)
         name = f"gelu_residual_{name_of(x.dtype)}"
-        run(name, x, z, *_rows(scale), index, y, len(x), *_sizes(z))
+        run(name, x, z, *_rows(scale), kept, y, len(x), *_sizes(z))
         return y
     wide, activated = x.to(scale.dtype), F.gelu(z.to(scale.dtype))
-    if index is not None:
-        return wide.index_add(0, index, activated * scale).to(x.dtype)
+    if kept is not None:
+        return wide.index_add(0, kept, activated * scale).to(x.dtype)
     return torch.addcmul(wide, activated, scale).to(x.dtype)
 
 
-def add_gelu_backward(
-    grad: Tensor, z: Tensor, scale: Tensor, index: Tensor | None
+def gelu_residual_backward(
+    grad: Tensor, z: Tensor, scale: Tensor, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `add_gelu` with respect to `z` and `scale`."""
+    """Return the gradients of `gelu_residual` with respect to `z` and `scale`."""
     if _scale_fits(z, scale) and usable("gelu_residual.csrc", grad, z, scale):
         grad_z, grad_scale = torch.empty_like(z), torch.empty_like(scale)
         sizes = (grad_z, grad_scale, *_sizes(z))
         name = f"gelu_residual_gradients_{name_of(z.dtype)}"
-        run(name, grad, z, *_rows(scale), index, *sizes)
+        run(name, grad, z, *_rows(scale), kept, *sizes)
         return grad_z, grad_scale
-    grad_branch = grad if index is None else grad.index_select(0, index)
+    grad_branch = grad if kept is None else grad.index_select(0, kept)
     grad_z = grad_branch * scale
     activated = gelu_backward_(grad_z, z.to(scale.dtype))
     return grad_z.to(z.dtype), activated.mul_(grad_branch).sum_to_size(scale.shape)

@@ -18,25 +18,27 @@ from lipsformer.kernels import dispatch
 Work = Callable[[], Sequence[Tensor]]
 
 _VERDICTS: dict[str, bool] = {}  # a run stores them, so that it continues with the same kernels
-# A kernel may round in another order than the plain operators. Right ones of graph attention had
-# up to 5 times their error.
+# A right kernel may have this many times the error of the plain operators, because it may round in
+# another order. Right kernels of graph attention had up to 5 times their error.
 ERROR_RATIO = 16.0
-ROUNDINGS = 64.0  # so many units in the last place of the largest value are no fault either
-TRIAL_SAMPLES = 16  # of a batch, whose results are compared
-# So many are timed. With 16 the host that launches kernels, and not an H100, limited both ways.
+# An error of this many units in the last place of the largest value is no fault either.
+TOLERATED_ULPS = 64.0
+# The same for intermediate results, in units of the type to which the kernel rounds them. It does
+# not apply to float32, which is the type of the sums.
+TOLERATED_INNER_ULPS = 4.0
+TRIAL_SAMPLES = 16  # The results of this many samples of the batch are compared.
+# The trial times this many samples. With 16 the host that launches kernels, and not an H100,
+# limited both ways.
 TIMED_SAMPLES = 128
-# Also tolerated: 4 units in the last place of the type `between`, to which intermediate results are
-# rounded, unless it is float32.
-STEPS = 4.0
-PATIENCE = timedelta(minutes=1)
+WAIT_FOR_RANK_0 = timedelta(minutes=1)  # Other ranks wait so long for the verdict of rank 0.
 
 
-def is_used(
+def passes_trial(
     name: str,
     kernel: Work,
     plain: Work,
     exact: Work,
-    between: torch.dtype = torch.float32,
+    inner_dtype: torch.dtype = torch.float32,
     timed: tuple[Work, Work] | None = None,
 ) -> bool:
     """Return whether a kernel is used for a class of shapes; it must be right and faster.
@@ -50,26 +52,26 @@ def is_used(
         kernel: Computes results and gradients with the kernel.
         plain: Computes the same with the operators that would take the kernel's place.
         exact: Computes the same with plain operators in float64.
-        between: Type to which the kernel rounds between its steps.
+        inner_dtype: Type to which the kernel rounds between its steps.
         timed: The kernel and the plain operators on larger inputs, which are timed instead if they
             fit into the memory.
 
     Example:
         >>> x = torch.arange(5.0)
-        >>> is_used("wrong", lambda: [2 * x + 1], lambda: [2 * x], lambda: [2 * x.double()])
+        >>> passes_trial("wrong", lambda: [2 * x + 1], lambda: [2 * x], lambda: [2 * x.double()])
         False
     """
     if not dispatch.ENABLED:
         return False
     if name not in _VERDICTS:
-        verdict = _ask(name, lambda: _judge(name, kernel, plain, exact, between, timed))
+        verdict = _ask(name, lambda: _judge(name, kernel, plain, exact, inner_dtype, timed))
         if verdict is None:
             return False
         _VERDICTS[name] = verdict
     return _VERDICTS[name]
 
 
-def known_verdict(name: str) -> bool:
+def stored_verdict(name: str) -> bool:
     """Return the verdict on a kernel without a trial; False if it has not been tried."""
     return dispatch.ENABLED and _VERDICTS.get(name, False)
 
@@ -105,7 +107,7 @@ def _ask(name: str, judge: Callable[[], bool | None]) -> bool | None:
             store.set(key, str(int(verdict)))
         return verdict
     try:
-        store.wait([key], PATIENCE)
+        store.wait([key], WAIT_FOR_RANK_0)
     except RuntimeError:  # rank 0 has not met this class of shapes
         return False
     return store.get(key) == b"1"
@@ -116,7 +118,7 @@ def _judge(
     kernel: Work,
     plain: Work,
     exact: Work,
-    between: torch.dtype,
+    inner_dtype: torch.dtype,
     timed: tuple[Work, Work] | None,
 ) -> bool | None:
     """Try a kernel; return None if the inputs cannot tell, because the truth is not finite."""
@@ -134,7 +136,7 @@ def _judge(
     if not all(bool(t.isfinite().all()) for t in truth):
         return None
     try:
-        fault = _fault(kernel(), others, truth, between)
+        fault = _fault(kernel(), others, truth, inner_dtype)
     except Exception as error:  # a compiler and a driver raise whatever they raise
         fault = f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         _refuse_a_broken_gpu(name, error)
@@ -173,15 +175,17 @@ def _fault(
     found: Sequence[Tensor],
     plain: Sequence[Tensor],
     exact: Sequence[Tensor],
-    between: torch.dtype,
+    inner_dtype: torch.dtype,
 ) -> str | None:
     for index, (own, other, truth) in enumerate(zip(found, plain, exact, strict=True)):
         error, usual = (float((x.double() - truth).abs().max()) for x in (own, other))
-        # Sums are kept in float32 at least, what lies between is rounded a few times, and the
+        # Sums are kept in float32 at least, intermediate results are rounded a few times, and the
         # result once.
         inside, outside = (torch.finfo(t).eps for t in (torch.float32, own.dtype))
-        few = STEPS * torch.finfo(between).eps if between != torch.float32 else 0.0
-        rounding = (ROUNDINGS * min(inside, outside) + outside + few) * float(truth.abs().max())
+        ulps = TOLERATED_ULPS * min(inside, outside) + outside
+        if inner_dtype != torch.float32:
+            ulps += TOLERATED_INNER_ULPS * torch.finfo(inner_dtype).eps
+        rounding = ulps * float(truth.abs().max())
         if not error <= max(ERROR_RATIO * usual, rounding):  # also if it is not a number
             return f"result {index} is off by {error:.3g}, plain operators by {usual:.3g}"
     return None

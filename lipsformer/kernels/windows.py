@@ -73,25 +73,25 @@ class _CosineWindows(torch.autograd.Function):
         bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(qkv, bias, tau, *lepe)
         ctx.partitions = partitions
-        return windows_forward(qkv, bias, tau, lepe, partitions)
+        return cosine_windows_forward(qkv, bias, tau, lepe, partitions)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives(*grad_outputs)
         qkv, bias, tau, *lepe = ctx.saved_tensors
         grad = grad_outputs[0].to(qkv.dtype).contiguous()
-        *grads, grad_lepe = windows_backward(grad, qkv, bias, tau, lepe, ctx.partitions)
+        *grads, grad_lepe = cosine_windows_backward(grad, qkv, bias, tau, lepe, ctx.partitions)
         return *grads, None, *grad_lepe
 
 
-def windows_forward(
+def cosine_windows_forward(
     qkv: Tensor,
     bias: Tensor | None,
     tau: Tensor,
     lepe: Sequence[Tensor],
     partitions: Sequence[Partition],
 ) -> Tensor:
-    """Return the attention's output; the tensors are contiguous."""
+    """Return what `cosine_windows` returns; the tensors are contiguous."""
     batch, height, width, _, parts, channels = qkv.shape
     out = qkv.new_empty(batch, height, width, parts * channels)
     name = f"cosine_windows_forward_{name_of(qkv.dtype)}"
@@ -100,7 +100,7 @@ def windows_forward(
     return out
 
 
-def windows_backward(
+def cosine_windows_backward(
     grad: Tensor,
     qkv: Tensor,
     bias: Tensor | None,
@@ -108,7 +108,7 @@ def windows_backward(
     lepe: Sequence[Tensor],
     partitions: Sequence[Partition],
 ) -> tuple[Tensor, Tensor | None, Tensor, list[Tensor]]:
-    """Return the gradients of `windows_forward` with respect to its tensors."""
+    """Return the gradients of `cosine_windows` with respect to its tensors."""
     grad_qkv, grad_tau = torch.empty_like(qkv), torch.zeros_like(tau)
     grad_bias = None if bias is None else torch.zeros_like(bias)
     grad_lepe = [torch.zeros_like(x) for x in lepe]

@@ -13,8 +13,12 @@ from lipsformer import kernels
 Apply = Callable[[nn.Module, Tensor], Tensor]
 
 
-def is_proven(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: Apply) -> bool:
-    """Return whether a kernel is right and faster for inputs of this class; see `kernels.is_used`.
+def gpu_kernel_passes(
+    name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: Apply
+) -> bool:
+    """Return whether a kernel for GPUs is right and faster for inputs of this class.
+
+    `kernels.passes_trial` says how that is decided.
 
     The compiler cannot trace a trial. It takes a kernel whose verdict is known and plain operators
     otherwise. On the CPU, where kernels for GPUs are only predicted or interpreted, there is
@@ -32,12 +36,12 @@ def is_proven(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: Ap
     differentiates = torch.is_grad_enabled()
     name = f"{name}, {x.dtype}, {list(x.shape[1:])}, gradients {differentiates}"
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return kernels.known_verdict(name)
+        return kernels.stored_verdict(name)
     return try_kernel(name, modules, x, kernel, plain)
 
 
 def try_kernel(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: Apply) -> bool:
-    """Return the verdict on a kernel, whatever the device; see `is_proven`."""
+    """Return the verdict on a kernel, whatever the device; see `gpu_kernel_passes`."""
     differentiates = torch.is_grad_enabled()
 
     few = min(len(x), kernels.TRIAL_SAMPLES)
@@ -62,7 +66,9 @@ def try_kernel(name: str, modules: nn.Module, x: Tensor, kernel: Apply, plain: A
 
         return run
 
-    between = kernels.product_dtype(x)
+    inner_dtype = kernels.product_dtype(x)
     many = kernels.TIMED_SAMPLES
     timed = (work(kernel, samples=many), work(plain, samples=many))
-    return kernels.is_used(name, work(kernel), work(plain), work(plain, exact=True), between, timed)
+    return kernels.passes_trial(
+        name, work(kernel), work(plain), work(plain, exact=True), inner_dtype, timed
+    )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lipsformer import kernels
 from lipsformer.layers._hooks import has_hooks
-from lipsformer.layers._trial import is_proven
+from lipsformer.layers._trial import gpu_kernel_passes
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import ScaledCosineAttention
 from lipsformer.layers.windows import Arrangement
@@ -59,7 +59,7 @@ def gpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
     return None
 
 
-def gpu_proven(
+def gpu_windows_pass(
     plain: Callable[[Tensor, Arrangement], Tensor], qkv: Tensor, arrangement: Arrangement
 ) -> bool:
     """Return whether the GPU's kernel is right and faster for attention of this class.
@@ -83,7 +83,7 @@ def gpu_proven(
     def arranged(m: Any) -> Arrangement:
         return Arrangement(windows, list(m)[:count], m.bias, list(m)[count:])
 
-    return is_proven(
+    return gpu_kernel_passes(
         name,
         modules,
         qkv,

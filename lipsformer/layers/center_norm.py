@@ -76,11 +76,10 @@ class CenterNorm(nn.Module):
                 f"x has {x.shape[-1]} channels, but CenterNorm({self.dim}) takes {self.dim}, in "
                 "the last dimension"
             )
-        factor = self.dim / (self.dim - 1)
         if kernels.usable("center_norm", x, self.weight, training=self.training):
-            return kernels.centered_affine(x, self.weight, self.bias, factor)
+            return kernels.center_affine(x, self.weight, self.bias)
         centered = x - x.mean(dim=-1, keepdim=True)
-        return torch.addcmul(self.bias, centered, self.weight * factor)
+        return torch.addcmul(self.bias, centered, self.weight * (self.dim / (self.dim - 1)))
 
     def extra_repr(self) -> str:
         """Show the number of channels."""

@@ -1,21 +1,10 @@
 """Linear layer over the channels."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
-
-Forward = TypeVar("Forward", bound=Callable[..., Tensor])
-
-
-def fuses(forward: Forward) -> Forward:
-    """Say that a forward function takes `act_before` and `output_scale`; see `apply_linear`."""
-    forward.__dict__["fuses"] = True
-    return forward
 
 
 class Linear(nn.Linear):
@@ -36,7 +25,6 @@ class Linear(nn.Linear):
         torch.Size([2, 7, 5])
     """
 
-    @fuses
     def forward(
         self, input: Tensor, act_before: bool = False, output_scale: Tensor | None = None
     ) -> Tensor:
@@ -64,8 +52,8 @@ def apply_linear(
 ) -> Tensor:
     """Apply a linear layer, with GELU before it and a scale of its output.
 
-    A layer that a user put in the place of `Linear`, such as an adapter, knows neither, so they
-    are computed around it.
+    A layer that stands in the place of `Linear`, such as an adapter, knows neither, so they are
+    computed around it.
 
     Args:
         layer: From [..., C_in] to [..., C_out].
@@ -82,7 +70,7 @@ def apply_linear(
         >>> torch.allclose(apply_linear(plain, x, **arguments), layer(x, **arguments))
         True
     """
-    if getattr(type(layer).forward, "fuses", False):
+    if type(layer).forward is Linear.forward:
         return layer(x, act_before=act_before, output_scale=output_scale)
     y = layer(F.gelu(x) if act_before else x)
     return y if output_scale is None else y * output_scale

@@ -15,7 +15,7 @@ from lipsformer.layers._window_kernels import (
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,
-    gpu_proven,
+    gpu_windows_pass,
     lepe_tensors,
 )
 from lipsformer.layers.conv import DepthwiseConv2d
@@ -95,7 +95,7 @@ def attend_in_windows(
         qkv,
         training=attentions[0].training,
         unless=lambda: gpu_obstacle(channels, arrangement),
-    ) and gpu_proven(_plain_windows, qkv, arrangement):
+    ) and gpu_windows_pass(_plain_windows, qkv, arrangement):
         return kernels.gpu_cosine_windows(qkv, gpu_arguments(arrangement))
     return _plain_windows(qkv, arrangement)
 

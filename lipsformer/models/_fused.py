@@ -16,7 +16,7 @@ from lipsformer.layers import (
     WeightedResidual,
 )
 from lipsformer.layers._hooks import has_hooks
-from lipsformer.layers._trial import is_proven
+from lipsformer.layers._trial import gpu_kernel_passes
 from lipsformer.layers._window_kernels import (
     cpu_arguments,
     cpu_obstacle,
@@ -60,7 +60,7 @@ def computed_at(*places: str) -> Callable[[type[Module]], type[Module]]:
 
 
 def in_one_call(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Compute a block's training step in one call where that is usable and, on a GPU, proven.
+    """Compute a block's training step in one call where that is usable, and on a GPU is faster.
 
     Args:
         forward: The block and its input x ([B, H, W, C]) to its output.
@@ -68,7 +68,7 @@ def in_one_call(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tens
 
     @functools.wraps(forward)
     def either(block: Any, x: Tensor) -> Tensor:
-        if usable_on_gpu(block, x) and _gpu_proven(block, x, forward):
+        if usable_on_gpu(block, x) and _gpu_block_passes(block, x, forward):
             return gpu_block(block, x)
         if (arrangement := cpu_arrangement(block, x)) is not None:
             return cpu_block(block, x, arrangement)
@@ -77,7 +77,7 @@ def in_one_call(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tens
     return either
 
 
-def _gpu_proven(block: Any, x: Tensor, forward: Callable[[Any, Tensor], Tensor]) -> bool:
+def _gpu_block_passes(block: Any, x: Tensor, forward: Callable[[Any, Tensor], Tensor]) -> bool:
     """Return whether the GPU's kernels are right and faster for blocks of this class."""
     attn = block.attn.branch
     side = getattr(attn, "window_size", None) or getattr(attn, "split_size", None)
@@ -94,7 +94,7 @@ def _gpu_proven(block: Any, x: Tensor, forward: Callable[[Any, Tensor], Tensor])
             residual.draw_mask = functools.partial(_alternate_mask, residual)
         return twin
 
-    return is_proven(
+    return gpu_kernel_passes(
         name,
         block,
         x,

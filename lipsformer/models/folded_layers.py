@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from lipsformer import kernels
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 from lipsformer.layers._hooks import has_hooks
-from lipsformer.layers.linear import fuses
 from lipsformer.models.folding import fold_norm_behind, full_gain, require_plain, scale_output
 
 
@@ -55,21 +54,8 @@ class FrozenLinear(nn.Linear):
         """Leave out the packed copy, which can be neither copied nor saved."""
         return {**super().__getstate__(), "packed": None}
 
-    @fuses
-    def forward(
-        self, input: Tensor, act_before: bool = False, output_scale: Tensor | None = None
-    ) -> Tensor:
-        """Apply the layer.
-
-        Args:
-            input: [..., C_in].
-            act_before: Apply GELU to the input first.
-            output_scale: [C_out], multiplies the output.
-        """
-        y = self._linear(F.gelu(input) if act_before else input)
-        return y if output_scale is None else y * output_scale
-
-    def _linear(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer to `input` ([..., C_in])."""
         if input.numel() > 0 and kernels.usable(
             "packed_linear", input, self.weight, unless=lambda: self._obstacle(input)
         ):

@@ -18,7 +18,7 @@ from lipsformer.analysis.bounds.layers import (
     depthwise_sigma_bounds,
 )
 from lipsformer.analysis.bounds.rounding import abs_sigma_bound, eigenvalue_bound, sigma_bound
-from lipsformer.kernels.pointwise import add_gelu
+from lipsformer.kernels.pointwise import gelu_residual_forward
 from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
@@ -258,7 +258,9 @@ def check_functions(*drawn: int) -> None:
         x = torch.cat([x, x.new_zeros(-len(x) % 16)])
         wide = x.double()
         gelu = 0.5 * wide * torch.special.erfc(-wide / math.sqrt(2.0))
-        kernel = add_gelu(torch.zeros(1, len(x) // 16, 16), x.view(1, -1, 16), one).flatten()
+        kernel = gelu_residual_forward(
+            torch.zeros(1, len(x) // 16, 16), x.view(1, -1, 16), one
+        ).flatten()
         for computed in (nn.functional.gelu(x), kernel):
             assert ((computed.double() - gelu).abs() <= GELU_ERROR * wide.abs() + 1e-37).all()
         below = x[(x <= 0.0) & (x > -87.0)]

@@ -25,7 +25,7 @@ from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
 from lipsformer.graph.edge_attention.settings import Settings
-from lipsformer.graph.edge_attention.trial import triton_is_used
+from lipsformer.graph.edge_attention.trial import triton_passes
 from lipsformer.kernels import verdict
 from lipsformer.layers.lipschitz_norm import segment_max
 from tests.conftest import ROOT
@@ -97,7 +97,7 @@ def test_trial_of_right_kernels_finds_no_fault(monkeypatch, dropout, differentia
     inputs = random_inputs(3.0, torch.float)
     with warnings.catch_warnings(), torch.set_grad_enabled(differentiates):
         warnings.simplefilter("error")
-        used = triton_is_used(
+        used = triton_passes(
             inputs,
             csr,
             Settings(0.2, 1 / (1 - dropout), keep),

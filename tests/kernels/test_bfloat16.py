@@ -65,8 +65,8 @@ def test_adding_gelu(path, index, per_sample):
     expected = gradients(
         lambda x, z, scale: x.index_add(0, samples, gelu(z) * scale), [x, z, scale], grad
     )
-    y = pointwise.add_gelu(x, z, scale, index)
-    check([y, grad, *pointwise.add_gelu_backward(grad, z, scale, index)], expected, atol=2e-4)
+    y = pointwise.gelu_residual_forward(x, z, scale, index)
+    check([y, grad, *pointwise.gelu_residual_backward(grad, z, scale, index)], expected, atol=2e-4)
 
 
 @pytest.mark.usefixtures("compiled_kernels")
@@ -120,8 +120,8 @@ def test_kernels_give_the_same_bits_on_one_and_two_threads():
         results.append(
             [
                 linear.gelu_backward_(grad.clone(), x),
-                pointwise.add_gelu(x, z, scale, KEPT),
-                *pointwise.add_gelu_backward(grad, z, scale, KEPT),
+                pointwise.gelu_residual_forward(x, z, scale, KEPT),
+                *pointwise.gelu_residual_backward(grad, z, scale, KEPT),
                 pointwise.center(x, gain, shift),
                 *pointwise.center_backward(grad, x, gain, shift),
                 linear.sum_rows(x),

@@ -184,12 +184,12 @@ def test_the_trial_takes_the_kernels_of_a_block_and_refuses_wrong_ones(monkeypat
     try:
         fused, x = block("windows", 18).to(DEVICE).train(), torch.randn(2, 3, 5, 18, device=DEVICE)
         fused.mlp.drop_path = 0.5
-        monkeypatch.setattr(_fused, "is_proven", try_kernel)
+        monkeypatch.setattr(_fused, "gpu_kernel_passes", try_kernel)
         plain = LipsFormerBlock.forward.__wrapped__
         with torch.autocast(DEVICE, torch.bfloat16):
-            assert _fused._gpu_proven(fused, x, plain)
+            assert _fused._gpu_block_passes(fused, x, plain)
             monkeypatch.setattr(verdict, "_VERDICTS", {})
             with pytest.warns(RuntimeWarning, match="is off by"):
-                assert not _fused._gpu_proven(fused, x, lambda b, y: 1.2 * plain(b, y))
+                assert not _fused._gpu_block_passes(fused, x, lambda b, y: 1.2 * plain(b, y))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -3,10 +3,10 @@ import torch
 
 from lipsformer.kernels.linear import gelu_backward_, sum_rows
 from lipsformer.kernels.pointwise import (
-    add_gelu,
-    add_gelu_backward,
     center,
     center_backward,
+    gelu_residual_backward,
+    gelu_residual_forward,
     residual,
 )
 
@@ -58,8 +58,8 @@ def test_adding_gelu_equals_float64_in_value_and_gradient(path, index, per_sampl
     expected = gradients(
         lambda x, z, scale: x.index_add(0, samples, gelu(z) * scale), [x, z, scale], grad
     )
-    y = add_gelu(x, z, scale, index)
-    check([y, grad, *add_gelu_backward(grad, z, scale, index)], expected, atol=2e-4)
+    y = gelu_residual_forward(x, z, scale, index)
+    check([y, grad, *gelu_residual_backward(grad, z, scale, index)], expected, atol=2e-4)
 
 
 @pytest.mark.usefixtures("compiled_kernels")
@@ -108,8 +108,8 @@ def test_kernels_give_the_same_bits_on_one_and_two_threads():
         results.append(
             [
                 gelu_backward_(grad.clone(), x),
-                add_gelu(x, z, scale, KEPT),
-                *add_gelu_backward(grad, z, scale, KEPT),
+                gelu_residual_forward(x, z, scale, KEPT),
+                *gelu_residual_backward(grad, z, scale, KEPT),
                 center(x, gain, shift),
                 *center_backward(grad, x, gain, shift),
                 sum_rows(x),
@@ -127,8 +127,8 @@ def test_numbers_that_are_not_finite_stay_where_they_are(path):
     for bad in (float("nan"), float("inf")):
         z = x.clone()
         z[1, 3, 17] = bad
-        results = [gelu_backward_(grad.clone(), z), add_gelu(x, z, scale), sum_rows(z)]
-        results.append(add_gelu_backward(grad, z, scale, None)[1])
+        results = [gelu_backward_(grad.clone(), z), gelu_residual_forward(x, z, scale), sum_rows(z)]
+        results.append(gelu_residual_backward(grad, z, scale, None)[1])
         for result in results:
             finite = result.isfinite()
             assert not finite[..., 17].all()
@@ -143,10 +143,10 @@ def test_numbers_that_are_not_finite_stay_where_they_are(path):
 def test_sizes_that_do_not_fit_are_refused_or_spread_as_pytorch_does(path):
     x, z, scale = normals((2, 11, 19), (2, 11, 19), 19)
     mask = torch.tensor([0.0, 1.5])[:, None, None]
-    torch.testing.assert_close(add_gelu(x, z, mask), x + mask * gelu(z))
+    torch.testing.assert_close(gelu_residual_forward(x, z, mask), x + mask * gelu(z))
     for call in (
-        lambda: add_gelu(x, z[:, :7].contiguous(), scale),
-        lambda: add_gelu(x, z, scale[:17]),
+        lambda: gelu_residual_forward(x, z[:, :7].contiguous(), scale),
+        lambda: gelu_residual_forward(x, z, scale[:17]),
         lambda: center(x, scale[:17], scale[:17]),
         lambda: center(x, scale, z[:, :7].contiguous()),
     ):

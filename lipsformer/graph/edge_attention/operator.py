@@ -25,7 +25,7 @@ from torch import Tensor
 from lipsformer.graph.edge_attention import cpu
 from lipsformer.graph.edge_attention.csr import EdgeCSR
 from lipsformer.graph.edge_attention.settings import Settings
-from lipsformer.graph.edge_attention.trial import triton_is_used
+from lipsformer.graph.edge_attention.trial import triton_passes
 from lipsformer.kernels.dispatch import is_batch
 from lipsformer.layers.lipschitz_norm import segment_max, squared_norm
 
@@ -69,7 +69,7 @@ def edge_attention(
     if value.device.type == "cpu":
         exact = torch.promote_types(torch.promote_types(dtype, query.dtype), torch.float)
         query, key, value = query.to(exact), key.to(exact), value.to(exact)
-    if value.is_cuda and not triton_is_used(
+    if value.is_cuda and not triton_passes(
         (query, key, value), csr, settings, kernel=_fused, plain=_reference
     ):
         return _reference(csr, query, key, value, settings).to(dtype)

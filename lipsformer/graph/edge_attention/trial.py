@@ -9,12 +9,12 @@ from lipsformer import kernels
 from lipsformer.graph.edge_attention.csr import EdgeCSR
 from lipsformer.graph.edge_attention.settings import Settings
 
-__all__ = ["triton_is_used"]
+__all__ = ["triton_passes"]
 
 Attention = Callable[..., Tensor]
 
 
-def triton_is_used(
+def triton_passes(
     inputs: Sequence[Tensor],
     csr: EdgeCSR,
     settings: Settings,
@@ -51,4 +51,4 @@ def triton_is_used(
 
         return run
 
-    return kernels.is_used(name, work(kernel), work(plain), work(plain, torch.float64))
+    return kernels.passes_trial(name, work(kernel), work(plain), work(plain, torch.float64))

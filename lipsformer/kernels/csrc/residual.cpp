@@ -11,15 +11,15 @@ struct Gelu {
     static vec value(vec z) { return gelu(z); }
 };
 
-// y = x + scale * act(z), where z has the samples of index alone if it is given. The scale is one
+// y = x + scale * act(z), where z has only the samples `kept` if they are given. The scale is one
 // row (stride 0) or one per sample of z.
 template <class Act, class Value>
 void residual(const Value *x, const Value *z, const float *scale, int64_t scale_stride,
-              const int64_t *index, Value *y, int64_t samples, int64_t kept, int64_t tokens,
+              const int64_t *kept, Value *y, int64_t samples, int64_t num_kept, int64_t tokens,
               int64_t channels, int64_t threads) {
     std::vector<int64_t> slots(samples, -1);  // where in z a sample is
     const int64_t *const slot_of = slots.data();
-    for (int64_t k = 0; k < kept; ++k) slots[index == nullptr ? k : index[k]] = k;
+    for (int64_t k = 0; k < num_kept; ++k) slots[kept == nullptr ? k : kept[k]] = k;
     if (samples * tokens * channels < ALONE) threads = 1;
     parallel_for(threads, samples * tokens, [=](int64_t row) {
         const int64_t slot = slot_of[row / tokens];
@@ -38,14 +38,14 @@ void residual(const Value *x, const Value *z, const float *scale, int64_t scale_
     });
 }
 
-// grad_z = grad * scale, for the samples of index alone if it is given.
+// grad_z = grad * scale, for the samples `kept` alone if they are given.
 template <class Value>
 void residual_gradient(const Value *grad, const float *scale, int64_t scale_stride,
-                       const int64_t *index, Value *grad_z, int64_t kept, int64_t tokens,
+                       const int64_t *kept, Value *grad_z, int64_t num_kept, int64_t tokens,
                        int64_t channels, int64_t threads) {
-    if (kept * tokens * channels < ALONE) threads = 1;
-    parallel_for(threads, kept * tokens, [=](int64_t row) {
-        const int64_t k = row / tokens, sample = index == nullptr ? k : index[k];
+    if (num_kept * tokens * channels < ALONE) threads = 1;
+    parallel_for(threads, num_kept * tokens, [=](int64_t row) {
+        const int64_t k = row / tokens, sample = kept == nullptr ? k : kept[k];
         const Value *from = grad + (sample * tokens + row % tokens) * channels;
         const float *factor = scale + k * scale_stride;
         Value *to = grad_z + row * channels;
@@ -58,16 +58,16 @@ void residual_gradient(const Value *grad, const float *scale, int64_t scale_stri
 // grad_z = grad * scale * GELU'(z); grad_scale, of the scale's shape, sums grad * GELU(z).
 template <class Value>
 void gelu_residual_gradients(const Value *grad, const Value *z, const float *scale,
-                             int64_t scale_stride, const int64_t *index, Value *grad_z,
-                             float *grad_scale, int64_t kept, int64_t tokens, int64_t channels,
+                             int64_t scale_stride, const int64_t *kept, Value *grad_z,
+                             float *grad_scale, int64_t num_kept, int64_t tokens, int64_t channels,
                              int64_t threads) {
     const Parts parts(tokens);
-    std::vector<float> sums(kept * parts.count * channels);
+    std::vector<float> sums(num_kept * parts.count * channels);
     float *const totals = sums.data();
-    if (kept * tokens * channels < ALONE) threads = 1;
-    parallel_for(threads, kept * parts.count, [=](int64_t unit) {
+    if (num_kept * tokens * channels < ALONE) threads = 1;
+    parallel_for(threads, num_kept * parts.count, [=](int64_t unit) {
         const int64_t k = unit / parts.count, part = unit % parts.count;
-        const int64_t sample = index == nullptr ? k : index[k];
+        const int64_t sample = kept == nullptr ? k : kept[k];
         const float *factor = scale + k * scale_stride;
         float *total = totals + unit * channels;
         for (int64_t token = parts.begin(part); token < parts.begin(part + 1); ++token) {
@@ -83,8 +83,8 @@ void gelu_residual_gradients(const Value *grad, const Value *z, const float *sca
             });
         }
     });
-    std::fill(grad_scale, grad_scale + (scale_stride == 0 ? 1 : kept) * channels, 0.0f);
-    for (int64_t k = 0; k < kept; ++k)
+    std::fill(grad_scale, grad_scale + (scale_stride == 0 ? 1 : num_kept) * channels, 0.0f);
+    for (int64_t k = 0; k < num_kept; ++k)
         add_parts(sums.data() + k * parts.count * channels, parts.count, channels,
                   grad_scale + k * scale_stride);
 }
@@ -93,31 +93,30 @@ void gelu_residual_gradients(const Value *grad, const Value *z, const float *sca
 
 #define EXPORT(name, Value)                                                                        \
     extern "C" void residual_##name(const Value *x, const Value *z, const float *scale,            \
-                                    int64_t scale_stride, const int64_t *index, Value *y,          \
-                                    int64_t samples, int64_t kept, int64_t tokens,                 \
+                                    int64_t scale_stride, const int64_t *kept, Value *y,           \
+                                    int64_t samples, int64_t num_kept, int64_t tokens,             \
                                     int64_t channels, int64_t threads) {                           \
-        residual<Identity>(x, z, scale, scale_stride, index, y, samples, kept, tokens, channels,   \
-                           threads);                                                               \
+        residual<Identity>(x, z, scale, scale_stride, kept, y, samples, num_kept, tokens,          \
+                           channels, threads);                                                     \
     }                                                                                              \
-    extern "C" void residual_gradient_##name(const Value *grad, const float *scale,                \
-                                             int64_t scale_stride, const int64_t *index,           \
-                                             Value *grad_z, int64_t kept, int64_t tokens,          \
-                                             int64_t channels, int64_t threads) {                  \
-        residual_gradient(grad, scale, scale_stride, index, grad_z, kept, tokens, channels,        \
+    extern "C" void residual_gradient_##name(                                                      \
+        const Value *grad, const float *scale, int64_t scale_stride, const int64_t *kept,          \
+        Value *grad_z, int64_t num_kept, int64_t tokens, int64_t channels, int64_t threads) {      \
+        residual_gradient(grad, scale, scale_stride, kept, grad_z, num_kept, tokens, channels,     \
                           threads);                                                                \
     }                                                                                              \
     extern "C" void gelu_residual_##name(const Value *x, const Value *z, const float *scale,       \
-                                         int64_t scale_stride, const int64_t *index, Value *y,     \
-                                         int64_t samples, int64_t kept, int64_t tokens,            \
+                                         int64_t scale_stride, const int64_t *kept, Value *y,      \
+                                         int64_t samples, int64_t num_kept, int64_t tokens,        \
                                          int64_t channels, int64_t threads) {                      \
-        residual<Gelu>(x, z, scale, scale_stride, index, y, samples, kept, tokens, channels,       \
+        residual<Gelu>(x, z, scale, scale_stride, kept, y, samples, num_kept, tokens, channels,    \
                        threads);                                                                   \
     }                                                                                              \
     extern "C" void gelu_residual_gradients_##name(                                                \
         const Value *grad, const Value *z, const float *scale, int64_t scale_stride,               \
-        const int64_t *index, Value *grad_z, float *grad_scale, int64_t kept, int64_t tokens,      \
+        const int64_t *kept, Value *grad_z, float *grad_scale, int64_t num_kept, int64_t tokens,   \
         int64_t channels, int64_t threads) {                                                       \
-        gelu_residual_gradients(grad, z, scale, scale_stride, index, grad_z, grad_scale, kept,     \
+        gelu_residual_gradients(grad, z, scale, scale_stride, kept, grad_z, grad_scale, num_kept,  \
                                 tokens, channels, threads);                                        \
     }
 
