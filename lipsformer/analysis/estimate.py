@@ -172,7 +172,8 @@ def capture_inputs(model: nn.Module, names: Iterable[str], x: Tensor) -> dict[st
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda _, args: inputs.update({name: args[0].detach()})
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(keep(name)) for name in names]
+    modules = {name: model.get_submodule(name) for name in names}  # before any hook is set
+    handles = [module.register_forward_pre_hook(keep(name)) for name, module in modules.items()]
     try:
         with torch.no_grad():
             model(x)
