@@ -43,8 +43,9 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         >>> import timm, torch
         >>> from lipsformer.analysis.attention_maps import attention_maps
         >>> model = timm.create_model("lipsformer_swin_nano")
-        >>> attention_maps(model, torch.randn(2, 3, 32, 32))["stages.0.blocks.0.attn"].shape
-        torch.Size([2, 2, 16, 16])
+        >>> maps = attention_maps(model, torch.randn(2, 3, 32, 32))["stages.0.blocks.0.attn"]
+        >>> tuple(maps.shape), f"{maps.mean():.3f}"
+        ((2, 2, 16, 16), '1.000')
     """
     maps: dict[str, list[Tensor]] = {}
     handles = []
@@ -75,13 +76,23 @@ def attention_scores(
         core: A `ScaledCosineAttention` or `LipschitzNormAttention`.
         q: Queries, [B, H, N, d].
         k: Keys, [B, H, N, d].
-        v: Values, [B, H, N, d].
+        v: Values, [B, H, N, d]. Only the scores of `LipschitzNormAttention` depend on them.
         bias: Bias that is added to the scores, broadcastable to [B, H, N, N]; if it is boolean,
             True marks the keys that take part, and a query without a key has the same score for
-            all. None for none.
+            all keys. None for none.
 
     Returns:
         The scores, [B, H, N, N]. Rows are queries.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.attention_maps import attention_scores
+        >>> from lipsformer.layers import ScaledCosineAttention
+        >>> core = ScaledCosineAttention(num_heads=1, logit_scale=8.0)
+        >>> x = torch.tensor([[100.0, 0.0], [0.0, 100.0]])[None, None]  # two orthogonal tokens
+        >>> attention_scores(core, x, x, x)[0, 0].round(decimals=3)  # 8 times their cosines
+        tensor([[8., 0.],
+                [0., 8.]])
     """
     if isinstance(core, ScaledCosineAttention):
         q = cosine_normalize(q, core.eps, core.tau())
@@ -103,6 +114,14 @@ def probe_attention(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
 
     Returns:
         Scalar tensors `attn_entropy/<name>`, in nats, and `max_score/<name>`.
+
+    Example:
+        >>> import timm, torch
+        >>> from lipsformer.analysis.attention_maps import probe_attention
+        >>> model = timm.create_model("lipsformer_swin_nano", depths=(1,), num_heads=(2,))
+        >>> record = probe_attention(model, torch.zeros(1, 3, 32, 32))  # windows of 16 equal tokens
+        >>> f"{record['attn_entropy/stages.0.blocks.0.attn.branch.attention']:.2f}"  # log(16)
+        '2.77'
     """
     record: dict[str, Tensor] = {}
 

@@ -43,6 +43,17 @@ def difference_bounds(bound: Bound, num_logits: int) -> Tensor:
 
     Raises:
         ValueError: If the network has another number of logits.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
+        >>> from lipsformer.analysis.certificates import difference_bounds
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> layer.weight.data = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+        >>> bound = lipschitz_bound(layer, Domain(size=()))
+        >>> difference_bounds(bound, num_logits=2).round(decimals=6)  # |(3, -4)| = 5
+        tensor([[0., 5.],
+                [5., 0.]], dtype=torch.float64)
     """
     if bound.last is None:
         largest = outward(math.sqrt(2.0) * bound.value)
@@ -60,7 +71,21 @@ def difference_bounds(bound: Bound, num_logits: int) -> Tensor:
 
 
 def row_distances(weight: Tensor) -> Tensor:
-    """Return the distances of the rows of a matrix, rounded up, [K, K]."""
+    """Return the distances of the rows of a matrix from each other, rounded up.
+
+    Args:
+        weight: The matrix, [K, n].
+
+    Returns:
+        [K, K], float64, on the CPU.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.certificates import row_distances
+        >>> row_distances(torch.tensor([[3.0, 0.0], [0.0, 4.0]])).round(decimals=6)
+        tensor([[0., 5.],
+                [5., 0.]], dtype=torch.float64)
+    """
     rows = weight.detach().double().cpu()
     return torch.stack([norm_bound(row - rows, dim=1) for row in rows])
 
@@ -78,6 +103,17 @@ def difference_errors(bound: Bound, num_logits: int) -> Tensor:
 
     Returns:
         [K, K], float64.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
+        >>> from lipsformer.analysis.certificates import difference_errors
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> layer.weight.data = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+        >>> bound = lipschitz_bound(layer, Domain(size=(), norm=1.0, error=0.5))
+        >>> difference_errors(bound, num_logits=2).round(decimals=3)  # 5 * 0.5
+        tensor([[0.0000, 2.5000],
+                [2.5000, 0.0000]], dtype=torch.float64)
     """
     if bound.last is None:
         largest = outward(math.sqrt(2.0) * bound.output.error)
@@ -109,9 +145,13 @@ def certified_radius(
     Returns:
         The distances, [B]; 0 for a tie.
 
+    Raises:
+        ValueError: If the network has another number of logits and `outputs` is None.
+
     Example:
         >>> import torch
         >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
+        >>> from lipsformer.analysis.certificates import certified_radius
         >>> identity = lipschitz_bound(torch.nn.Identity(), Domain(size=()))
         >>> certified_radius(torch.tensor([[3.0, 1.0]]), identity)
         tensor([1.4142], dtype=torch.float64)
@@ -134,12 +174,23 @@ def certified_radius(
 def real_errors(bound: Bound, num_logits: int) -> Tensor:
     """Return the allowances of the real statement, for logits that were computed in float64.
 
+    They cover the rounding of these logits. The errors of float64 are at most 2^-28 of those of
+    float32.
+
     Args:
         bound: Bound of the network on a domain whose `error` is known, such as `image_domain`.
-        num_logits: K, of the network.
+        num_logits: Number K of logits of the network.
 
     Returns:
-        The allowances of differences of logits, [K, K].
+        The allowances of differences of logits, [K, K], float64.
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
+        >>> from lipsformer.analysis.certificates import real_errors
+        >>> bound = lipschitz_bound(nn.Identity(), Domain(size=(), norm=1.0, error=2.0))
+        >>> f"{real_errors(bound, num_logits=3)[0, 1] * 2**28:.3f}"  # sqrt(2) * 2
+        '2.828'
     """
     return difference_errors(bound, num_logits) * (FLOAT64_SHARE * OUTWARD)
 
@@ -147,18 +198,28 @@ def real_errors(bound: Bound, num_logits: int) -> Tensor:
 def executed_errors(bound: Bound, num_logits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the allowances of the executed statement, for logits that were computed in float64.
 
-    The logits of the other images within the distance are computed by the program.
+    They cover the rounding of these logits, and also the rounding of the program, which computes
+    the logits of the other images within the distance.
 
     Args:
         bound: As for `real_errors`; around some images it may be the one of `local_bounds`.
-        num_logits: K, of the network.
+        num_logits: Number K of logits of the network.
         dtype: Data type of the program, float32 or float64.
 
     Returns:
-        The allowances of differences of logits, [K, K].
+        The allowances of differences of logits, [K, K], float64.
 
     Raises:
-        ValueError: If the program has another data type, of which no error is proved.
+        ValueError: If the program has another data type, for which no error is proved.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
+        >>> from lipsformer.analysis.certificates import executed_errors, real_errors
+        >>> bound = lipschitz_bound(torch.nn.Identity(), Domain(size=(), norm=1.0, error=2.0))
+        >>> executed, real = executed_errors(bound, 3, torch.float64), real_errors(bound, 3)
+        >>> f"{executed[0, 1] / real[0, 1]:.3f}"  # two computations in float64 instead of one
+        '2.000'
     """
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype={dtype}: errors are proved for torch.float32 and torch.float64")
@@ -167,16 +228,26 @@ def executed_errors(bound: Bound, num_logits: int, dtype: torch.dtype = torch.fl
 
 
 def watch_norms(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Let a model collect the norms of the inputs of its layers, except for those in branches.
+    """Let a model collect the norms of the inputs of its layers, except for layers in branches.
 
     Layers inside an attention are left out too: the rule of the attention reads them itself, and
-    their inputs may be windows instead of images.
+    their inputs may be windows instead of images. Every later call of the model adds its norms.
 
     Args:
-        model: A copy of the model in float64.
+        model: A copy of the model in float64. It keeps the hooks that collect the norms.
 
     Returns:
-        For each name of a module, the norms of every call, [B].
+        For each name of a module, a list with the norms [B] of the inputs of every call. The name
+        of the model itself is "".
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.certificates import watch_norms
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 5)).double()
+        >>> norms = watch_norms(model)
+        >>> logits = model(torch.tensor([[3.0, 4.0]]).double())
+        >>> {name: f"{found[0].item():.3f}" for name, found in norms.items()}
+        {'': '5.000', '0': '5.000'}
     """
     found: dict[str, list[Tensor]] = {}
     for name, module in model.named_modules():
@@ -195,15 +266,31 @@ def local_bounds(
 ) -> tuple[dict[str, float], Tensor, dict[int, Bound]]:
     """Bound the network in balls around images, where its maps are shorter (theorem 33).
 
+    The images are sorted into levels by the norms of their maps. All images of a level share a
+    bound.
+
     Args:
-        model: The network.
+        model: The network, not the copy with the hooks of `watch_norms`.
         bound: Its bound on the domain of all images.
         norms: What `watch_norms` collected for the images.
         radii: Radii of the balls, in the units of the network's inputs, [B].
 
     Returns:
-        For each name of a module the largest norm of its input; for each image the level k, so that
-        no norm exceeds k / `LEVELS` of these, [B]; and the bound around all images of a level.
+        Three results: the largest norm of the input of each module, by name; the level k of each
+        image, [B], the smallest number in 1, ..., `LEVELS` for which none of its norms exceeds
+        k / `LEVELS` times the largest norm of the module; and the bound around all images of a
+        level, by level.
+
+    Example:
+        >>> import copy, torch
+        >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
+        >>> from lipsformer.analysis.certificates import local_bounds, watch_norms
+        >>> model = torch.nn.Linear(2, 5)
+        >>> norms = watch_norms(exact := copy.deepcopy(model).double())
+        >>> logits = exact(torch.tensor([[3.0, 4.0], [0.6, 0.8]]).double())  # of norms 5 and 1
+        >>> bound = lipschitz_bound(model, Domain(size=()))
+        >>> local_bounds(model, bound, norms, torch.tensor([0.1, 0.1]))[1]  # 1 <= 4 / 16 * 5
+        tensor([16,  4])
     """
     modules, joined = dict(model.named_modules()), {k: torch.cat(list(v)) for k, v in norms.items()}
     # A module that is called twice has two norms for each image, and none is used.

@@ -44,7 +44,14 @@ class PartCost:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters. A shared parameter counts once."""
+    """Return the number of parameters. A shared parameter counts once.
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.cost import count_parameters
+        >>> count_parameters(nn.Linear(3, 5))  # 3 * 5 + 5
+        20
+    """
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -60,6 +67,14 @@ def part_costs(model: nn.Module, images: Tensor) -> list[PartCost]:
 
     Returns:
         The parts with parameters or multiply-adds, in order. Their sums are the model's totals.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.cost import part_costs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU())
+        >>> (cost,) = part_costs(model, torch.randn(1, 7))
+        >>> cost.parameters, cost.macs, cost.activations  # 7 * 5 + 5, 7 * 5, 5
+        (40, 35, 5)
     """
     names = _part_names(model)
     outputs: dict[str, tuple[int, ...]] = {}
@@ -227,8 +242,15 @@ def median_seconds(
     Args:
         step: Function to time.
         device: Device on which it runs.
-        warmup: Number of steps before the first timed step.
-        repeats: Number of timed steps.
+        warmup: Number of steps before the first timed step, at least 0.
+        repeats: Number of timed steps, at least 1.
+
+    Example:
+        >>> import time, torch
+        >>> from lipsformer.analysis.cost import median_seconds
+        >>> cpu = torch.device("cpu")
+        >>> median_seconds(lambda: time.sleep(0.01), cpu, warmup=1, repeats=3) > 0.009
+        True
     """
     durations = []
     for index in range(warmup + repeats):
@@ -260,6 +282,13 @@ def saved_bytes(
             do not change, but running statistics, as those of BatchNorm, do.
         images: [B, 3, H, W], on the device of the model.
         autocast: Function that returns the context manager of the forward pass.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.cost import saved_bytes
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU())
+        >>> saved_bytes(model, torch.randn(2, 3))  # the input of GELU: 2 * 4 numbers of 4 bytes
+        32
     """
     known = {
         t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), images)
@@ -299,12 +328,20 @@ def training_bytes(
     Args:
         model: The model, on the device of the training. Its gradients do not change.
         images: [2, 3, H, W], on the same device.
-        micro_batch: Number of images of a forward pass.
+        micro_batch: Number of images of a forward pass, at least 1.
         ema: True if an average of the weights is kept.
         autocast: Function that returns the context manager of the forward pass.
 
     Returns:
-        Bytes by purpose. Their sum is the estimate.
+        Bytes by purpose, without purposes that need none. Their sum is the estimate.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.cost import training_bytes
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU())
+        >>> training_bytes(model, torch.randn(2, 3), micro_batch=5)  # 16 parameters, 5 * 4 numbers
+        {'weights': 64, 'gradients': 64, 'two moments, as of AdamW': 128,
+         'kept for the backward pass': 80}
     """
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     learned = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

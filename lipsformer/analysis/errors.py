@@ -36,6 +36,12 @@ def most_confused_pairs(matrix: Tensor, limit: int) -> list[tuple[int, int, int]
 
     Returns:
         The pairs with at least one image, most images first. Ties keep the order of the matrix.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.errors import most_confused_pairs
+        >>> most_confused_pairs(torch.tensor([[7, 2, 0], [1, 9, 0], [0, 3, 8]]), limit=2)
+        [(2, 1, 3), (0, 1, 2)]
     """
     errors = matrix.clone().fill_diagonal_(0).flatten()
     order = errors.argsort(descending=True, stable=True)[:limit]
@@ -52,11 +58,18 @@ def worst_mistakes(logits: Tensor, labels: Tensor, limit: int) -> Tensor:
 
     Args:
         logits: [N, K].
-        labels: [N].
-        limit: Largest number of images.
+        labels: Classes, [N], int64 in [0, K).
+        limit: Largest number of images, at least 0.
 
     Returns:
         Indices of the images, [min(limit, N)].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.errors import worst_mistakes
+        >>> logits = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 5.0]])  # the first one is right
+        >>> worst_mistakes(logits, torch.tensor([0, 0, 0]), limit=2)
+        tensor([2, 1])
     """
     loss = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none")
     by_loss = loss.argsort(descending=True, stable=True)

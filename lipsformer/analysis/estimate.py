@@ -22,7 +22,21 @@ FIRST_STEP = 0.1  # of an input, as a fraction of its length
 
 
 def sample_norm(x: Tensor) -> Tensor:
-    """Return the 2-norm of every sample of [B, ...], shaped [B, 1, ...] to divide by."""
+    """Return the 2-norm of every sample of a batch, in a shape that divides the batch.
+
+    Args:
+        x: [B, ...].
+
+    Returns:
+        [B, 1, ...], with as many dimensions as `x`.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.estimate import sample_norm
+        >>> sample_norm(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+        tensor([[5.],
+                [2.]])
+    """
     rows = x.flatten(1)
     size = power_of_two(rows, 1)  # squares neither under- nor overflow
     return ((rows / size).norm(dim=1, keepdim=True) * size).reshape(-1, *[1] * (x.ndim - 1))
@@ -133,19 +147,33 @@ def adversarial_lipschitz(
 
 
 def capture_inputs(model: nn.Module, names: Iterable[str], x: Tensor) -> dict[str, Tensor]:
-    """Run a model and return the input of each named submodule, of its last call.
+    """Run a model and return the input that each named submodule received in its last call.
 
     Args:
         model: The model, in evaluation mode.
-        names: Dotted names of submodules; "" is the model itself.
+        names: Dotted names of submodules whose first argument is a tensor; "" is the model itself.
         x: Input of the model.
+
+    Returns:
+        The first argument of each submodule, by name, without the submodules that were not called.
+
+    Raises:
+        AttributeError: If the model has no submodule of a name.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.estimate import capture_inputs
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Identity())
+        >>> capture_inputs(model, ["1"], torch.tensor([[-1.0, 2.0]]))
+        {'1': tensor([[0., 2.]])}
     """
     inputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda _, args: inputs.update({name: args[0].detach()})
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(keep(name)) for name in names]
+    modules = {name: model.get_submodule(name) for name in names}  # before any hook is set
+    handles = [module.register_forward_pre_hook(keep(name)) for name, module in modules.items()]
     try:
         with torch.no_grad():
             model(x)
@@ -169,7 +197,19 @@ def estimate_submodules(
         num_iters: Number of power iterations.
 
     Returns:
-        The largest estimate over the batch, by name.
+        The largest estimate over the batch, by name, without the submodules that were not called.
+
+    Raises:
+        AttributeError: If the model has no submodule of a name.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.estimate import estimate_submodules
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> model[0].weight.data, model[1].weight.data = 2.0 * torch.eye(2), 3.0 * torch.eye(2)
+        >>> found = estimate_submodules(model, ["0", "1", ""], torch.randn(5, 2))
+        >>> {name: round(value, 3) for name, value in sorted(found.items())}
+        {'': 6.0, '0': 2.0, '1': 3.0}
     """
     with modes_restored(model):
         inputs = capture_inputs(model.eval(), names, x)

@@ -70,7 +70,22 @@ def segments(model: LipsFormer, images: Tensor, failure: float) -> list[Segment]
     Args:
         model: LipsFormer on the Swin or CSwin backbone, float64, in evaluation mode.
         images: [B, 3, H, W], float64, normalized.
-        failure: Probability that any norm of an image is wrong; 0 for none.
+        failure: Probability in [0, 1) that any norm of an image is wrong; 0 computes all norms
+            without random probes.
+
+    Returns:
+        The segments in order. The output of the last one is the pooled features, [B, C].
+
+    Example:
+        >>> import timm, torch
+        >>> from lipsformer.analysis.local_certificates import segments
+        >>> options = {"embed_dim": 8, "depths": (1,), "num_heads": (1,)}
+        >>> model = timm.create_model("lipsformer_swin_nano", **options).double().eval()
+        >>> x = images = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
+        >>> for layer in [y for segment in segments(model, images, 0.0) for y in segment.layers]:
+        ...     x = layer.function(x)
+        >>> torch.allclose(model.head.fc(x), model(images))
+        True
     """
     modules = parts(model)
     singles: list[Any] = [None] * len(modules)
@@ -121,8 +136,8 @@ def gradients(layers: list[Layer], images: Tensor, head: nn.Module) -> tuple[Ten
         head: The classifier.
 
     Returns:
-        Logits [B, K], and the gradients [layers + 1, B, K] of z_i - z_j with respect to the input
-        of every layer and to the features, where i is the predicted class.
+        Logits [B, K], and the lengths [layers + 1, B, K] of the gradients of z_i - z_j with respect
+        to the input of every layer and to the features, where i is the predicted class.
     """
     with torch.enable_grad():
         states = [images.clone().requires_grad_()]
@@ -143,11 +158,26 @@ def gradients(layers: list[Layer], images: Tensor, head: nn.Module) -> tuple[Ten
 
 
 def balls(segments: list[Segment], radius: Tensor) -> tuple[Tensor, Tensor]:
-    """Carry the ball of inputs with a radius [B] through all layers.
+    """Carry balls around the images through all layers.
+
+    Args:
+        segments: The layers, as `segments` returns them.
+        radius: Radius of the ball around each image, [B], float64, at least 0.
 
     Returns:
         Radii of the balls of the inputs of every layer and of the features, [layers + 1, B], and
         bounds of the remainders of every layer, [layers, B].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.local_certificates import Segment, balls
+        >>> from lipsformer.analysis.local_layers import linear_layer
+        >>> matrix, x = torch.diag(torch.tensor([3.0, 2.0])).double(), torch.ones(1, 2).double()
+        >>> layer = linear_layer(lambda x: x @ matrix, x, matrix)
+        >>> inf, radius = torch.tensor([torch.inf]).double(), torch.tensor([0.5]).double()
+        >>> radii, remainders = balls([Segment([layer], inf, inf, anchor=True)], radius)
+        >>> radii.flatten().round(decimals=3), remainders.flatten()  # 3 * 0.5, and it is linear
+        (tensor([0.5000, 1.5000], dtype=torch.float64), tensor([0.], dtype=torch.float64))
     """
     first = radius
     radii, remainders = [radius], []
@@ -198,12 +228,12 @@ def local_certificates(
         UnknownModuleError: If a part of the model is not covered by the proof.
 
     Example:
-        >>> import timm
+        >>> import timm, torch
         >>> from lipsformer.analysis.local_certificates import local_certificates
-        >>> options = {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "num_classes": 5}
+        >>> options = {"embed_dim": 8, "depths": (1,), "num_heads": (1,), "num_classes": 5}
         >>> model = timm.create_model("lipsformer_swin_nano", **options)
-        >>> logits, distances = local_certificates(model, torch.zeros(1, 3, 32, 32))
-        >>> bool(distances[0] >= 0)
+        >>> logits, distances = local_certificates(model, torch.randn(1, 3, 8, 8))
+        >>> bool(distances[0] > 0.0)
         True
     """
     if not isinstance(model, (LipsFormerSwin, LipsFormerCSwin)):

@@ -19,6 +19,15 @@ def plot_bounds(
         title: Title of the figure.
         rows: (name, log10 bound, log10 paper bound, log10 estimate) of the blocks, by depth.
         total: The same for the whole model.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lipsformer.analysis.plots import plot_bounds
+        >>> path, rows = Path(tempfile.mkdtemp(), "bounds.png"), [("blocks.0", 0.5, 2.0, 0.1)]
+        >>> plot_bounds(path, "one block", rows, total=("model", 0.7, 2.5, 0.2))
+        >>> path.read_bytes()[1:4]
+        b'PNG'
     """
     from matplotlib.figure import Figure  # pyplot would look for a display
 
@@ -61,9 +70,20 @@ def plot_monitor(
     """Plot every kind of monitored figure over time and over depth, and the bound over time.
 
     Args:
-        path: Path of the PNG file.
-        records: Records of the monitor with the key `update`, in order.
-        bounds: (update, log10 bound of the model), in order.
+        path: Path of the PNG file. Its folder is created if it does not exist.
+        records: Records of the monitor with the key `update`, in order, at least one. The last one
+            has a figure such as `sigma/<name>` for every line to draw.
+        bounds: (update, log10 bound of the model), in order; may be empty.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lipsformer.analysis.plots import plot_monitor
+        >>> path = Path(tempfile.mkdtemp(), "plots", "monitor.png")
+        >>> records = [{"update": 0, "sigma/head": 1.0}, {"update": 50, "sigma/head": 1.5}]
+        >>> plot_monitor(path, records, bounds=[(0, 2.0), (50, 2.2)])
+        >>> path.read_bytes()[1:4]
+        b'PNG'
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure

@@ -107,6 +107,13 @@ def pgd_attack(
 
     Returns:
         Mask [B], True if the image or any image on the way is not classified as its label.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.robustness import pgd_attack
+        >>> images, labels = torch.tensor([[0.6, 0.4]]), torch.tensor([0])  # the pixels are logits
+        >>> [pgd_attack(lambda x: x, images, labels, eps).item() for eps in (0.1, 0.2)]
+        [False, True]
     """
     at = (images, labels, eps)
     return smallest_margins(function, *at, steps=steps, generator=generator) <= 0.0

@@ -63,6 +63,13 @@ def operators(model: nn.Module) -> list[Operator]:
     Raises:
         ValueError: If a weight is parametrized or not initialized yet, or the norm of a convolution
             depends on the map because it pads with other values than zeros.
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.sigma import operators
+        >>> model = nn.Sequential(nn.Conv2d(3, 5, 4, stride=4), nn.GELU(), nn.Conv2d(5, 7, 3))
+        >>> [(op.name, op.is_matrix) for op in operators(model)]  # the patches do not overlap
+        [('0.weight', True), ('2.weight', False)]
     """
     found = []
     for name, module in model.named_modules():
@@ -101,6 +108,15 @@ def residual_scale_of(module: nn.Module) -> Tensor | None:
 
     The weight is `residual_scale` of a `WeightedResidual`, or `gamma` of timm's `LayerScale`, which
     `lipsformer.convert` uses because timm's blocks have a place for it.
+
+    Returns:
+        The parameter itself, [C], or None.
+
+    Example:
+        >>> from timm.layers import LayerScale
+        >>> from lipsformer.analysis.sigma import residual_scale_of
+        >>> residual_scale_of(LayerScale(3, init_values=0.5)).tolist()
+        [0.5, 0.5, 0.5]
     """
     if isinstance(module, WeightedResidual):
         return module.residual_scale
@@ -108,18 +124,51 @@ def residual_scale_of(module: nn.Module) -> Tensor | None:
 
 
 def gain_of(module: nn.Module) -> Tensor | None:
-    """Return the gain of a `CenterNorm`, or None for other modules."""
+    """Return the gain of a `CenterNorm`, or None for other modules.
+
+    Returns:
+        The parameter itself, [C], or None.
+
+    Example:
+        >>> from lipsformer.analysis.sigma import gain_of
+        >>> from lipsformer.layers import CenterNorm
+        >>> gain_of(CenterNorm(3)).tolist()
+        [1.0, 1.0, 1.0]
+    """
     return module.weight if isinstance(module, CenterNorm) else None
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full values of a tensor that FSDP2 may have sharded. Every rank must call it."""
+    """Return the full values of a tensor that FSDP2 may have sharded. Every rank must call it.
+
+    Returns:
+        The values without a gradient. They share the memory of a tensor that is not sharded.
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.sigma import full_tensor
+        >>> full_tensor(nn.LayerNorm(3).weight)
+        tensor([1., 1., 1.])
+    """
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assign(weight: Tensor, values: Tensor) -> None:
-    """Write the full values into a weight that FSDP2 may have sharded. Every rank must call it."""
+    """Write the full values into a weight that FSDP2 may have sharded. Every rank must call it.
+
+    Args:
+        weight: The parameter, changed in place.
+        values: Its new values, in the full shape; the same on every rank.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.sigma import assign
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> assign(layer.weight, torch.eye(2))
+        >>> layer.weight.tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
     with torch.no_grad():
         if isinstance(weight, DTensor):
             values = distribute_tensor(
@@ -143,6 +192,14 @@ def krylov_sigma_estimate(matrices: Tensor, start: Tensor, steps: int) -> tuple[
     Returns:
         The estimates [G], NaN for a matrix that is not finite, and the right singular vectors
         [G, n].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.sigma import krylov_sigma_estimate
+        >>> matrices = torch.diag(torch.tensor([3.0, 5.0]))[None]
+        >>> sigma, vectors = krylov_sigma_estimate(matrices, torch.ones(1, 2), steps=2)
+        >>> sigma.round(decimals=3), vectors.abs().round(decimals=3)
+        (tensor([5.]), tensor([[0., 1.]]))
     """
     floor, noise = torch.finfo(matrices.dtype).tiny, 100.0 * torch.finfo(matrices.dtype).eps
     size = power_of_two(matrices, (1, 2))

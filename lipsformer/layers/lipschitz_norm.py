@@ -33,14 +33,34 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Return the squared Euclidean norm over the last axis, at least in single precision."""
+    """Return the squared Euclidean norm over the last axis, at least in single precision.
+
+    Args:
+        x: [..., d].
+
+    Returns:
+        [...].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers.lipschitz_norm import squared_norm
+        >>> squared_norm(torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+        tensor([25.,  4.])
+    """
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     return x.square().sum(dim=-1)
 
 
 def dense_max(values: Tensor) -> Tensor:
-    """Return the maximum over the last axis, which is kept: [..., N] -> [..., 1]."""
+    """Return the maximum over the last axis, which is kept: [..., N] -> [..., 1].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers.lipschitz_norm import dense_max
+        >>> dense_max(torch.tensor([1.0, 9.0, 4.0]))
+        tensor([9.])
+    """
     return values.amax(dim=-1, keepdim=True)
 
 
@@ -51,11 +71,17 @@ def segment_max(values: Tensor, index: Tensor, num_segments: int) -> Tensor:
 
     Args:
         values: [E, H], none negative.
-        index: Segment of each row, [E].
+        index: Segment of each row, [E], int64 in [0, N).
         num_segments: Number of segments N.
 
     Returns:
         [N, H].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers.lipschitz_norm import segment_max
+        >>> segment_max(torch.tensor([[1.0], [9.0], [4.0]]), torch.tensor([0, 0, 1]), 3).flatten()
+        tensor([9., 4., 0.])
     """
     index = index.unsqueeze(-1).expand_as(values)
     # -1 lies below all values, so that it never shares the derivative of a maximum
@@ -74,11 +100,11 @@ def linear_scale(
     scale_individually: bool = True,
     eps: float = 1e-12,
 ) -> Tensor:
-    """Return the factor that LipschitzNorm puts on a linear score.
+    """Return the factor by which LipschitzNorm multiplies a linear score.
 
-    1 / (att_norm |a|_2 sqrt(max_k |h_k|^2 + |h_i|^2)) for the score a_l . h_j + a_r . h_i of
-    target i, a = [a_l || a_r]. With `target_sq=0` and `att_norm=1` it is the paper's
-    normalization of g(X) = Q^T X.
+    The factor is 1 / (att_norm |a|_2 sqrt(max_k |h_k|^2 + |h_i|^2)) for the score
+    a_l . h_j + a_r . h_i of target i, with a = [a_l || a_r]. With `target_sq=0` and `att_norm=1` it
+    is the paper's normalization of g(X) = Q^T X.
 
     Args:
         neighbor_sq: Squared norms of the inputs, [E, H] for edges or [..., N] for windows.
@@ -87,11 +113,19 @@ def linear_scale(
         reduce: Maximum over the neighborhood, such as `dense_max` or `segment_max`.
         att_norm: Constant factor, above 0, a number or one per head [H]; the scores then lie within
             1/att_norm. The paper's code uses 4, twice what the theorem asks for.
-        scale_individually: One norm of the weight per head, or one over all heads.
+        scale_individually: True divides each head by the norm of its own weight, False divides all
+            heads by the norm of all weights.
         eps: Added to every squared norm, so that zero inputs give score 0 and finite derivatives.
 
     Returns:
         The factor, shaped like what `reduce` returns, in single precision or better.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers.lipschitz_norm import dense_max, linear_scale
+        >>> neighbor_sq, weight = torch.tensor([1.0, 16.0]), torch.tensor([[3.0, 4.0]])
+        >>> linear_scale(neighbor_sq, 9.0, weight, reduce=dense_max, att_norm=1.0)  # 1 / (5 * 5)
+        tensor([0.0400])
     """
     weight_sq = squared_norm(weight)
     if not scale_individually:
@@ -112,8 +146,9 @@ def released_linear_scale(
 ) -> Tensor:
     """Return the factor on a linear score as the authors' code computes it, for comparison.
 
-    Deviation: the maxima [N, H] are flattened and then looked up by node, which reads another
-    node's or head's value when H > 1, and the source's norm stands in place of the target's.
+    It differs from `linear_scale` in two ways. The authors' code flattens the maxima [N, H] and
+    then looks them up by node, which reads the value of another node or head if H > 1. And it uses
+    the norm of the source in place of that of the target.
 
     Args:
         neighbor_sq: Squared norms of the sources, [E, H].
@@ -126,6 +161,14 @@ def released_linear_scale(
 
     Returns:
         One factor per edge and head, [E, H].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers.lipschitz_norm import released_linear_scale
+        >>> one_edge, weight = torch.tensor([[16.0, 9.0]]), torch.ones(2, 1)  # two heads
+        >>> scale = released_linear_scale(one_edge, weight, torch.tensor([0]), 1, att_norm=1.0)
+        >>> scale[0, 1]  # 1 / sqrt(16 + 9), although the 16 belongs to the other head
+        tensor(0.2000)
     """
 
     def misread_maximum(values: Tensor) -> Tensor:
@@ -145,19 +188,26 @@ def released_linear_scale(
 def quadratic_scale(
     query_sq: Tensor, key_sq: Tensor, value_sq: Tensor, *, reduce: Reduce, eps: float = 1e-12
 ) -> Tensor:
-    """Return the factor that LipschitzNorm puts on a dot-product score.
+    """Return the factor by which LipschitzNorm multiplies a dot-product score.
 
-    1 / max(uv, uw, vw) with u = |Q|_F, v = max_k |k_k|_2 and w = max_k |v_k|_2.
+    The factor is 1 / max(uv, uw, vw) with u = |Q|_F, v = max_j |k_j|_2 and w = max_j |v_j|_2.
 
     Args:
         query_sq: Squared Frobenius norm of the queries, shaped like what `reduce` returns.
         key_sq: Squared norms of the keys, [E, H] for edges or [..., N] for windows.
         value_sq: Squared norms of the values, shaped like `key_sq`.
-        reduce: Maximum over the neighborhood.
+        reduce: Maximum over the neighborhood, such as `dense_max` or `segment_max`.
         eps: Added to every squared norm, so that zero inputs give score 0 and finite derivatives.
 
     Returns:
         The factor, shaped like what `reduce` returns, in single precision or better.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers.lipschitz_norm import dense_max, quadratic_scale
+        >>> query_sq, key_sq, value_sq = map(torch.tensor, ([4.0], [1.0, 0.0], [25.0, 9.0]))
+        >>> quadratic_scale(query_sq, key_sq, value_sq, reduce=dense_max)  # 1 / (2 * 5)
+        tensor([0.1000])
     """
     u = (query_sq + eps).rsqrt()
     v = (reduce(key_sq) + eps).rsqrt()
@@ -183,9 +233,10 @@ def dense_quadratic_scale(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-12) -
     Example:
         >>> import torch
         >>> from lipsformer.layers.lipschitz_norm import dense_quadratic_scale
-        >>> q, k, v = torch.randn(3, 2, 5, 7, 11).unbind(0)
-        >>> (q * dense_quadratic_scale(q, k, v)).shape
-        torch.Size([2, 5, 7, 11])
+        >>> q, k = 2.0 * torch.ones(1, 1, 4, 1), torch.ones(1, 1, 3, 1)  # u = 4, v = w = 1
+        >>> scale = dense_quadratic_scale(q, k, k)
+        >>> ((q * scale) @ k.mT)[0, 0, 0]
+        tensor([0.5000, 0.5000, 0.5000])
     """
     query_sq = squared_norm(q).sum(dim=-1, keepdim=True)
     scale = quadratic_scale(query_sq, squared_norm(k), squared_norm(v), reduce=dense_max, eps=eps)

@@ -131,6 +131,13 @@ def conv_sigma_bound(
 
     Returns:
         [groups], in float32, or float64 for a float64 weight.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers.spectral import conv_sigma_bound
+        >>> mean_of_9 = torch.full((1, 1, 3, 3), 1 / 9)  # a constant map shows that its norm is 1
+        >>> 1.0 <= conv_sigma_bound(mean_of_9).item() < 1.04
+        True
     """
     kernel, size = scaled_groups(weight, groups)
     sigmas = []
@@ -206,12 +213,23 @@ def conv_symbols(
 def depthwise_operator(weight: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the dense matrices of a zero padded depthwise convolution, for small maps only.
 
+    A channel x of the map, flattened to [H W], becomes x @ matrix. Row i of the matrix is therefore
+    the output for the input that is 1 at token i and 0 elsewhere.
+
     Args:
         weight: [C, 1, k, k], k odd; stride 1 and padding k // 2.
         size: (H, W) of the map.
 
     Returns:
         [C, H W, H W], in float32, or float64 for a float64 weight.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.layers.spectral import depthwise_operator
+        >>> weight = torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.0, 1.0], [0.0, 0.0, 0.0]])
+        >>> depthwise_operator(weight[None, None], size=(1, 2))[0]  # y = (2 x_0 + x_1, 2 x_1)
+        tensor([[2., 0.],
+                [1., 2.]])
     """
     height, width = size
     tokens = height * width
@@ -261,6 +279,8 @@ def spectral_linear(in_features: int, out_features: int) -> nn.Linear:
     """Return a linear layer with spectral initialization and zero bias.
 
     Example:
+        >>> from lipsformer.layers import largest_singular_value
+        >>> from lipsformer.layers.spectral import spectral_linear
         >>> largest_singular_value(spectral_linear(8, 4).weight).round(decimals=4)
         tensor(1.)
     """
@@ -286,7 +306,10 @@ class SpectralScale(nn.Module):
         weight: [out, in]. The output has the same shape.
 
     Example:
+        >>> from torch import nn
         >>> from torch.nn.utils.parametrize import register_parametrization
+        >>> from lipsformer.layers import largest_singular_value
+        >>> from lipsformer.layers.spectral import SpectralScale
         >>> linear = register_parametrization(nn.Linear(8, 4), "weight", SpectralScale(0.5))
         >>> largest_singular_value(linear.weight).round(decimals=4)
         tensor(0.5000)

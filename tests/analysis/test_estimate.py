@@ -81,6 +81,13 @@ def test_bounds_exceed_estimates_for_every_part_and_the_mode_is_kept(name):
         assert 0.0 < estimate <= parts[part].value * (1 + 1e-5), part
 
 
+def test_a_name_of_no_submodule_leaves_no_hook_behind():
+    model = nn.Sequential(nn.Linear(5, 7))
+    with pytest.raises(AttributeError, match="has no attribute `1`"):
+        estimate_submodules(model, ["0", "1"], torch.randn(3, 5))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize("name", BODIES)
 def test_torch_func_differentiates_models_in_training(name):
     torch.manual_seed(0)

@@ -156,7 +156,7 @@ def simple_bound(
     rounding: float = math.inf,
     channels: int | None = None,
 ) -> Bound:
-    """Return the bound of a layer without parts. Its arguments are rounded up here.
+    """Return the bound of a layer without parts. This function rounds its arguments up.
 
     Args:
         value: Bound of the Lipschitz constant.
@@ -167,6 +167,13 @@ def simple_bound(
         rounding: The error that float32 adds to a token of the output, as a root mean square over
             the tokens, for inputs up to `domain.rms`; inf if it is not known.
         channels: Number of channels of the output; None if it equals that of the input.
+
+    Example:
+        >>> from lipsformer.analysis.bounds import Domain, simple_bound
+        >>> domain = Domain(size=(4,), radius=3.0)
+        >>> bound = simple_bound(2.0, domain, radius=2.0 * domain.radius)  # of the map x -> 2 x
+        >>> f"{bound.value:.3f} {bound.output.radius:.3f}"
+        '2.000 6.000'
     """
     size = domain.size if size is None else size
     tokens = math.prod(size)
@@ -204,6 +211,13 @@ def compose(first: Bound, second: Bound, name: str | None = None) -> Bound:
         second: Bound of the second map on `first.output`.
         name: Name under which `second` becomes a part of the result. None adds the parts of
             `second` instead.
+
+    Example:
+        >>> from lipsformer.analysis.bounds import Domain, compose, simple_bound
+        >>> double = simple_bound(2.0, Domain(size=(4,), radius=1.0), radius=2.0)
+        >>> triple = simple_bound(3.0, double.output, radius=6.0)
+        >>> f"{compose(double, triple).value:.3f}"
+        '6.000'
     """
     return Bound(
         log10=log10_product((first.log10, second.log10)),
@@ -221,6 +235,13 @@ def scale_output(bound: Bound, scale: Tensor | None) -> Bound:
     Args:
         bound: Bound of the map.
         scale: The factors, [C]; None for none.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds import Domain, scale_output, simple_bound
+        >>> bound = simple_bound(2.0, Domain(size=(4,), radius=1.0), radius=2.0)
+        >>> f"{scale_output(bound, torch.tensor([0.5, -3.0])).value:.3f}"
+        '6.000'
     """
     factor = max_abs(scale)
     output = bound.output
@@ -240,7 +261,17 @@ def scale_output(bound: Bound, scale: Tensor | None) -> Bound:
 
 
 def max_abs(scale: Tensor | None) -> float:
-    """Return the largest absolute value, which is the 2-norm of diag(scale); 1 for None."""
+    """Return the largest absolute value, which is the 2-norm of diag(scale); 1 for None.
+
+    Args:
+        scale: One factor per channel, [C], with C >= 1; None for none.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds import max_abs
+        >>> max_abs(torch.tensor([0.5, -3.0])), max_abs(None)
+        (3.0, 1.0)
+    """
     return 1.0 if scale is None else scale.detach().abs().max().item()
 
 
@@ -281,7 +312,19 @@ def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[flo
 
 
 def flatten_bound(bound: Bound, name: str = "") -> Iterator[tuple[str, Bound]]:
-    """Yield (module name, bound) of a bound and of all its parts, parents before children."""
+    """Yield (module name, bound) of a bound and of all its parts, parents before children.
+
+    Args:
+        bound: Bound of a module.
+        name: Dotted name of this module; the names of the parts start with it.
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.bounds import Domain, flatten_bound, lipschitz_bound
+        >>> bound = lipschitz_bound(nn.Sequential(nn.ReLU(), nn.GELU()), Domain(size=(4,)))
+        >>> [(name, f"{part.value:.3f}") for name, part in flatten_bound(bound)]
+        [('', '1.129'), ('0', '1.000'), ('1', '1.129')]
+    """
     yield name, bound
     for part_name, part in bound.parts.items():
         yield from flatten_bound(part, f"{name}.{part_name}" if name else part_name)

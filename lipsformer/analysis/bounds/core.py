@@ -72,6 +72,7 @@ class Registration(NamedTuple):
         methods: Methods that the rule relies on.
 
     Example:
+        >>> from torch import nn
         >>> from lipsformer.analysis.bounds import registration_of
         >>> registration_of(nn.Linear).cls.__name__
         'Linear'
@@ -136,6 +137,15 @@ def registration_of(cls: type[nn.Module]) -> Registration | None:
     """Return what is registered for a class or for its nearest registered base class.
 
     Returns None if there is none, or if the class overrides a method that the rule relies on.
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.bounds import registration_of
+        >>> class Doubled(nn.Linear):
+        ...     def forward(self, x):
+        ...         return 2.0 * super().forward(x)
+        >>> print(registration_of(Doubled))  # the rule of Linear does not cover this `forward`
+        None
     """
     for base in cls.__mro__:
         if base in _REGISTERED:
@@ -155,7 +165,16 @@ def require_unchanged(module: nn.Module, *classes: type[nn.Module]) -> None:
         *classes: The classes. A subclass that overrides no method of the forward pass is accepted.
 
     Raises:
-        UnknownModuleError: If the part has another class, or is overridden, hooked or replaced.
+        UnknownModuleError: If the part has another class, if its class overrides a method of the
+            forward pass, or if a hook or a replaced method changes what a call computes.
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.bounds import require_unchanged
+        >>> require_unchanged(nn.ReLU(), nn.ReLU, nn.Identity)
+        >>> require_unchanged(nn.Softmax(dim=-1), nn.ReLU, nn.Identity)
+        Traceback (most recent call last):
+        UnknownModuleError: no Lipschitz bound is known for ...Softmax in the place of ReLU or ...
     """
     cls = type(module)
     names = " or ".join(known.__name__ for known in classes)
@@ -288,11 +307,24 @@ def chain(
     """Return the bound of modules that are applied one after the other.
 
     Args:
-        layers: Names and modules, in order.
+        layers: Names and modules, in order. Without any, the map is the identity.
         domain: The inputs of the first module.
-        scale: Factor per channel that multiplies the output of the last module.
-        moves_channels: Whether the channels may be moved before, between or after the modules, for
-            which the caller vouches. If not, a module that needs them in another place is refused.
+        scale: Factor per channel that multiplies the output of the last module, [C]; None for none.
+        moves_channels: True if the caller moves the channels, before, between or after the
+            modules, to the place where they are needed. If it is False, a module that needs the
+            channels in another place is refused.
+
+    Raises:
+        UnknownModuleError: If a module has no bound, as for `lipschitz_bound`.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds import Domain, chain
+        >>> double, triple = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        >>> double.weight.data, triple.weight.data = 2.0 * torch.eye(2), 3.0 * torch.eye(2)
+        >>> bound = chain([("double", double), ("triple", triple)], Domain(size=()))
+        >>> f"{bound.value:.3f}: {', '.join(bound.parts)}"
+        '6.000: double, triple'
     """
     layers = list(layers)
     bound = Bound(log10=0.0, paper_log10=0.0, output=domain, input=domain)
@@ -308,8 +340,22 @@ def chain(
 def children_in_order(*names: str) -> BoundRule:
     """Return the rule of a module whose `forward` applies the named children one after the other.
 
+    The module may move the channels between its children.
+
     Args:
         *names: Attributes of the module, in the order of their calls.
+
+    Returns:
+        The rule of a class `cls`, to be registered with `bound_rule(cls)(rule)`.
+
+    Example:
+        >>> from torch import nn
+        >>> from lipsformer.analysis.bounds import Domain, children_in_order
+        >>> rule = children_in_order("act", "drop")
+        >>> module = nn.ModuleDict({"drop": nn.Dropout(), "act": nn.ReLU()})
+        >>> bound = rule(module, Domain(size=(7,)), None)
+        >>> f"{bound.value:.3f}: {', '.join(bound.parts)}"
+        '1.000: act, drop'
     """
 
     def bound_of_children(module: nn.Module, domain: Domain, scale: Tensor | None) -> Bound:
@@ -337,6 +383,17 @@ def gathered_bound(model: nn.Module, domain: Domain) -> Bound:
     Args:
         model: The model without the wrappers of DDP or the compiler.
         domain: The inputs.
+
+    Raises:
+        UnknownModuleError: If a part of the model has no bound, as for `lipschitz_bound`.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds import Domain, gathered_bound
+        >>> model = torch.nn.Linear(2, 2)
+        >>> model.weight.data = 2.0 * torch.eye(2)
+        >>> f"{gathered_bound(model, Domain(size=())).value:.3f}"
+        '2.000'
     """
     weights = {f"model.{name}": full_tensor(weight) for name, weight in model.named_parameters()}
     with _without_autocast(model):

@@ -59,10 +59,22 @@ def outward(value: float) -> float:
 
 
 def gamma(steps: int) -> float:
-    r"""Return the largest relative error of roundings to float32 in a row, :math:`nu / (1 - nu)`.
+    r"""Return the largest relative error of n roundings to float32 in a row.
+
+    .. math:: n u / (1 - n u), \quad u = 2^{-24}
 
     Args:
-        steps: Number of roundings n.
+        steps: Number of roundings n, at least 0.
+
+    Returns:
+        The error, rounded up; inf if n u is 1/2 or more.
+
+    Example:
+        >>> from lipsformer.analysis.bounds.rounding import gamma
+        >>> round(gamma(4) * 2**22, 6)  # four roundings of at most 2^-24 each
+        1.0
+        >>> gamma(2**24)
+        inf
     """
     share = steps * UNIT32
     return outward(share / (1.0 - share)) if share < 0.5 else math.inf
@@ -72,7 +84,14 @@ def log10_of(value: float) -> float:
     """Return the decimal logarithm, rounded up: -inf for 0 and inf for inf.
 
     Args:
-        value: A value as for `outward`.
+        value: A value >= 0, computed as for `outward`.
+
+    Example:
+        >>> from lipsformer.analysis.bounds import log10_of
+        >>> round(log10_of(1000.0), 9), log10_of(0.0)
+        (3.0, -inf)
+        >>> log10_of(1000.0) > 3.0  # rounded up
+        True
     """
     if value <= 0.0:
         return -math.inf
@@ -84,6 +103,17 @@ def log10_product(logs: Iterable[float]) -> float:
     """Return the logarithm of a product of at most eight factors, rounded up.
 
     The product is 0 if any factor is 0, even if another is inf.
+
+    Args:
+        logs: Decimal logarithms of the factors; -inf stands for the factor 0.
+
+    Example:
+        >>> import math
+        >>> from lipsformer.analysis.bounds import log10_product
+        >>> round(log10_product([2.0, -1.0]), 9)  # 100 * 0.1 = 10
+        1.0
+        >>> log10_product([-math.inf, math.inf])  # 0 * inf
+        -inf
     """
     logs = list(logs)
     if -math.inf in logs:
@@ -92,7 +122,18 @@ def log10_product(logs: Iterable[float]) -> float:
 
 
 def log10_one_plus(log10: float) -> float:
-    """Return log10(1 + 10^log10), rounded up, without overflow."""
+    """Return log10(1 + 10^log10), rounded up, without overflow.
+
+    Args:
+        log10: Decimal logarithm of the summand; -inf stands for the summand 0.
+
+    Example:
+        >>> from lipsformer.analysis.bounds import log10_of, log10_one_plus
+        >>> round(log10_one_plus(log10_of(9.0)), 9)  # log10(1 + 9)
+        1.0
+        >>> round(log10_one_plus(400.0), 9)  # 10^400 is not a float
+        400.0
+    """
     if log10 == -math.inf:
         return 0.0
     larger = max(log10, 0.0)
@@ -100,7 +141,13 @@ def log10_one_plus(log10: float) -> float:
 
 
 def power_of_ten(log10: float) -> float:
-    """Return 10^log10, rounded up; inf if it exceeds the range of a float."""
+    """Return 10^log10, rounded up; inf if it exceeds the range of a float.
+
+    Example:
+        >>> from lipsformer.analysis.bounds.rounding import power_of_ten
+        >>> round(power_of_ten(3.0), 6), power_of_ten(400.0)
+        (1000.0, inf)
+    """
     if log10 == -math.inf:
         return 0.0
     return outward(10.0**log10) + 5e-324 if log10 < 308.0 else math.inf  # the smallest float
@@ -112,6 +159,15 @@ def norm_bound(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     Args:
         x: Any tensor.
         dim: Dimensions over which the norm is taken; None for all.
+
+    Returns:
+        The bounds, in the shape of `x` without the dimensions `dim`.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds.rounding import norm_bound
+        >>> norm_bound(torch.tensor([[3.0, 4.0], [0.0, 2.0]]), dim=1).round(decimals=6)
+        tensor([5., 2.], dtype=torch.float64)
     """
     x = x.detach().double()
     axes = tuple(range(x.ndim)) if dim is None else dim
@@ -137,6 +193,13 @@ def eigenvalue_bound(gram: Tensor, terms: int) -> Tensor:
 
     Returns:
         [...], float64; inf if an entry is not finite.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds.rounding import eigenvalue_bound
+        >>> matrix = torch.diag(torch.tensor([3.0, 5.0])).double()
+        >>> eigenvalue_bound(matrix @ matrix.T, terms=2).round(decimals=6)
+        tensor(25., dtype=torch.float64)
     """
     gram = gram.to(torch.promote_types(gram.dtype, torch.float64))
     gram, finite = finite_or_zero(gram)
@@ -190,7 +253,14 @@ def abs_sigma_bound(matrix: Tensor) -> float:
     is at most :math:`\max_i (M M^T v)_i / v_i` (Collatz and Wielandt).
 
     Args:
-        matrix: [m, n], float64.
+        matrix: [m, n], float64, finite.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.bounds.rounding import abs_sigma_bound
+        >>> turn = torch.tensor([[1.0, -1.0], [1.0, 1.0]]).double()  # its own norm is sqrt(2)
+        >>> round(abs_sigma_bound(turn), 6)
+        2.0
     """
     largest = matrix.abs().max().item()
     if largest == 0.0:
