@@ -175,10 +175,11 @@ def plot_epochs(
     """
     figure, axes = _panels(len(keys))
     for axis, key in zip(axes, keys, strict=True):
+        linear = key.endswith("acc")
         for label, records in runs.items():
-            values = [_positive(record[key]) for record in records]
+            values = [record[key] if linear else _positive(record[key]) for record in records]
             axis.plot([record["epoch"] for record in records], values, label=label)
-        if not key.endswith("acc"):
+        if not linear:
             axis.set_yscale("log")
         axis.set_xlabel("epoch")
         axis.set_ylabel(key.replace("_", " "))
