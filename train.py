@@ -55,9 +55,23 @@ STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 
 
 def train(config: Config) -> int:
-    """Train one run; return the exit code: 0 at its end, or 75 if a signal stopped it.
+    """Train one run, or continue the run that `run.output_dir` holds.
 
     `train.deterministic` changes a setting of the whole process, which is put back.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        The exit code: 0 if the run is complete, or 75 if a signal stopped it.
+
+    Raises:
+        ConfigError: If the config, the checkpoint or the folder cannot be used.
+        DataError: If images are missing or cannot be read.
+        NonFiniteError: If the loss or gradient was not finite too often.
+        BoundExceededError: If the Lipschitz bound exceeded `lipschitz.bound_limit`.
+        CheckpointError: If a checkpoint cannot be written or read.
+        RepeatedError: If the run has ended with an error that the same start would meet again.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:

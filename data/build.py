@@ -46,10 +46,16 @@ def build_datasets(
         data: Which images, where they are, and their size.
         augment: The augmentation.
         seed: Seed of the augmentation.
-        epochs: Number of epochs, over which the sizes of training images are spread.
+        epochs: Number of epochs, over which `augment.img_sizes` are spread.
 
     Raises:
         DataError: If something is missing or unexpected.
+
+    Example:
+        >>> data = DataConfig(source="digits", img_size=32)
+        >>> train, val = build_datasets(data, AugmentConfig(), seed=0)
+        >>> len(train), len(val), train.classes == val.classes
+        (1437, 360, True)
     """
     source = build_source(data, data.train_split)
     if isinstance(source, ParquetSource) and source.group_bytes > SLOW_GROUP_BYTES:
@@ -74,7 +80,9 @@ def build_datasets(
 def build_eval_dataset(
     data: DataConfig, *, classes: Sequence[str] | None, class_map: str | None = None
 ) -> ImageDataset:
-    """Build the validation set.
+    """Build the validation set: the split `data.val_split`, or the share `data.holdout` of another.
+
+    With `data.holdout` above 0 the images are those of `data.train_split` that training leaves out.
 
     Args:
         data: Which images, where they are, and their size.
@@ -84,6 +92,13 @@ def build_eval_dataset(
 
     Raises:
         DataError: If something is missing or unexpected.
+
+    Example:
+        >>> data = DataConfig(source="digits", img_size=32)
+        >>> as_found = build_eval_dataset(data, classes=None)
+        >>> as_model = build_eval_dataset(data, classes=list("9876543210"))
+        >>> as_found[0][1], as_model[0][1]  # both are the same seven
+        (7, 2)
     """
     if data.holdout > 0:
         source = build_source(data, data.train_split)
@@ -142,9 +157,22 @@ def build_eval_sets(
 
     Args:
         names: Names of sets, each alone or as `name=folder`.
-        data: Root of the folders, and preprocessing.
-        classes: The model's class names, or None.
+        data: The root of the folders that `names` does not give, and the preprocessing.
+        classes: The model's class names; None for the 1,000 of ImageNet in their standard order.
         num_classes: The model's number of classes.
+
+    Raises:
+        DataError: If a name or folder is not known, or the classes are not ImageNet's.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())  # in place of ImageNet-Sketch
+        >>> (folder / "n01440764").mkdir()
+        >>> (folder / "n01440764" / "tench.jpg").touch()
+        >>> data, classes = DataConfig(source="folder"), ["n01440764"]
+        >>> sets = build_eval_sets([f"sketch={folder}"], data, classes, num_classes=1)
+        >>> [(found.name, len(found.dataset)) for found in sets]
+        [('sketch', 1)]
     """
     return find_sets(
         names,
@@ -159,13 +187,23 @@ def build_eval_sets(
 def build_batch_transform(
     data: DataConfig, augment: AugmentConfig, *, num_classes: int, seed: int
 ) -> TrainBatchTransform:
-    """Build the transform of training batches.
+    """Build the transform of training batches, which runs on the device.
 
     Args:
-        data: Mean and standard deviation.
-        augment: The augmentation.
-        num_classes: Number of classes.
+        data: Mean and standard deviation, with which images are normalized.
+        augment: Random erasing, mixup, CutMix and label smoothing.
+        num_classes: Number of classes K of the targets, [B, K].
         seed: Seed of the run.
+
+    Example:
+        >>> import torch
+        >>> data = DataConfig(source="digits", mean=(0.0, 0.0, 0.0), std=(0.5, 0.5, 0.5))
+        >>> augment = AugmentConfig(label_smoothing=0.2)
+        >>> transform = build_batch_transform(data, augment, num_classes=2, seed=0)
+        >>> white, labels = torch.full((1, 3, 4, 4), 255, dtype=torch.uint8), torch.tensor([1])
+        >>> images, targets = transform(white, labels, update=0, micro_step=0, rank=0)
+        >>> images.unique(), targets  # white becomes (1 - 0) / 0.5
+        (tensor([2.]), tensor([[0.1000, 0.9000]]))
     """
     return TrainBatchTransform(
         Normalize(data.mean, data.std),
@@ -209,12 +247,21 @@ def train_transform(
     """Build the transform of training images.
 
     Args:
-        data: Size, filter, mean and standard deviation.
-        augment: The augmentation.
+        data: Size, filter, mean and standard deviation. The images are not normalized yet: the mean
+            fills the borders that the augmentation leaves.
+        augment: Crop, flip, color jitter and auto augmentation.
         size: Height and width in pixels; None for `data.img_size`.
 
     Raises:
-        DataError: See `TrainTransform`.
+        DataError: If timm does not know the auto augmentation, or would ignore the color jitter.
+
+    Example:
+        >>> data, augment = DataConfig(source="digits", img_size=32), AugmentConfig()
+        >>> picture = digits("train", img_size=64).load(0)
+        >>> train_transform(data, augment)(picture).shape
+        torch.Size([32, 32, 3])
+        >>> train_transform(data, augment, size=24)(picture).shape
+        torch.Size([24, 24, 3])
     """
     return TrainTransform(
         size or data.img_size,
@@ -230,7 +277,22 @@ def train_transform(
 
 
 def eval_transform(data: DataConfig) -> Transform:
-    """Build the transform of evaluation images: exact, or fast if `data.exact_eval` is false."""
+    """Build the transform of evaluation images: exact, or fast if `data.exact_eval` is false.
+
+    Args:
+        data: Size, share of the center crop, and filter.
+
+    Returns:
+        A transform that turns a picture into uint8 [H, W, 3].
+
+    Example:
+        >>> import numpy as np
+        >>> from data.images import ArrayPicture
+        >>> white = ArrayPicture(np.full((40, 60, 3), 255, np.uint8))
+        >>> image = eval_transform(DataConfig(source="digits", img_size=32))(white)
+        >>> image.shape, image.unique()
+        (torch.Size([32, 32, 3]), tensor([255], dtype=torch.uint8))
+    """
     kind = EvalTransform if data.exact_eval else FastEvalTransform
     return kind(data.img_size, crop_pct=data.crop_pct, interpolation=data.interpolation)
 
@@ -244,6 +306,11 @@ def build_source(data: DataConfig, split: str) -> Source:
 
     Raises:
         DataError: If the images or `data.skip_list` are missing or unexpected.
+
+    Example:
+        >>> source = build_source(DataConfig(source="digits", img_size=32), "val")
+        >>> len(source.labels), source.classes[source.labels[0]]
+        (360, '7')
     """
     root = data_root(data.root)
     folder = root / (data.name or "") / split

@@ -113,6 +113,10 @@ def match_classes(found: Sequence[str], classes: Sequence[str]) -> np.ndarray:
 
     Raises:
         DataError: If a name in `found` is not in `classes`.
+
+    Example:
+        >>> match_classes(found=["dog", "cat"], classes=["cat", "dog"]).tolist()
+        [1, 0]
     """
     index_of = {name: index for index, name in enumerate(classes)}
     unknown = [name for name in found if name not in index_of]

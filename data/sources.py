@@ -26,7 +26,12 @@ OTHER_PICTURES = {".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".
 
 
 class Source(Protocol):
-    """Images with labels. `labels[i]` is an index into `classes`."""
+    """Images with labels.
+
+    Attributes:
+        classes: Names of the classes.
+        labels: For each image the index of its class in `classes`, [N].
+    """
 
     classes: tuple[str, ...]
     labels: np.ndarray
@@ -41,10 +46,14 @@ def held_out(labels: np.ndarray, share: float) -> np.ndarray:
 
     Args:
         labels: Class of each image, [N].
-        share: Of the images, in [0, 1).
+        share: Share of the images of each class, in [0, 1). Its number of images is rounded down.
 
     Returns:
         [N], True for an image that is held out.
+
+    Example:
+        >>> held_out(np.array([0, 0, 0, 0, 1, 1]), share=0.5).tolist()
+        [False, True, False, True, False, True]
     """
     chosen = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -146,7 +155,22 @@ def _is_image(file: str) -> bool:
 
 
 def image_files(folder: Path) -> list[str]:
-    """List the image files at any depth below `folder`, as `files_below` does."""
+    """List the image files at any depth below a folder, in torchvision's order.
+
+    Args:
+        folder: The folder. Files count as images if their names end in one of `EXTENSIONS`.
+
+    Returns:
+        Paths relative to the folder.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> for name in ("2.jpg", "1.PNG", "notes.txt"):
+        ...     (folder / name).touch()
+        >>> image_files(folder)
+        ['1.PNG', '2.jpg']
+    """
     return [file for file in files_below(folder) if _is_image(file)]
 
 
@@ -274,7 +298,13 @@ def digits(split: str, *, img_size: int, interpolation: str = "bicubic") -> Arra
         interpolation: timm's name of the resampling filter.
 
     Raises:
-        DataError: If scikit-learn is not installed, or the images would fill the memory.
+        DataError: If scikit-learn is not installed, the split has another name, or `img_size` is
+            above 1024, because the images would fill the memory.
+
+    Example:
+        >>> source = digits("val", img_size=32)
+        >>> source.load(0).size, source.classes[source.labels[0]]
+        ((32, 32), '7')
     """
     if img_size > MOST_DIGIT_PIXELS:
         raise DataError(
@@ -310,7 +340,13 @@ def torchvision_set(source: str, split: str, *, root: Path, download: bool) -> A
         download: Fetch the data set if it is not there.
 
     Raises:
-        DataError: If the data set is not there.
+        DataError: If the data set is not there and cannot be fetched, or the split has another
+            name.
+
+    Example:
+        >>> torchvision_set("cifar10", "val", root=Path("nowhere"), download=False)
+        Traceback (most recent call last):
+        data.errors.DataError: CIFAR10 is not in nowhere or is incomplete; ...
     """
     from torchvision import datasets
 

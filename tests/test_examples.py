@@ -48,15 +48,16 @@ def public_classes() -> Iterator[type]:
             yield kind
 
 
-def functions() -> Iterator[Any]:
-    """Yield the functions that the layers export, and all others that have an example."""
+def others() -> Iterator[Any]:
+    """Yield the functions that the layers export, and all functions and classes with an example."""
     package = importlib.import_module("lipsformer.layers")
     exported = [getattr(package, name) for name in package.__all__]
     found = dict.fromkeys(filter(inspect.isfunction, exported))
     for name in ("lipsformer.layers", "lipsformer.graph", "lipsformer.kernels.verdict", *DEFINED):
         for module in modules(name):
-            members = [value for _, value in inspect.getmembers(module, inspect.isfunction)]
-            own = [m for m in members if m.__module__ == module.__name__]
+            members = [value for _, value in inspect.getmembers(module)]
+            kinds = [m for m in members if inspect.isfunction(m) or inspect.isclass(m)]
+            own = [m for m in kinds if m.__module__ == module.__name__]
             found.update(dict.fromkeys(m for m in own if ">>> " in (m.__doc__ or "")))
     yield from found
 
@@ -69,7 +70,7 @@ def modules(name: str) -> Iterator[Any]:
         yield importlib.import_module(found.name)
 
 
-SHOWN = [*public_classes(), *functions()]
+SHOWN = list(dict.fromkeys([*public_classes(), *others()]))
 
 
 @pytest.mark.parametrize(

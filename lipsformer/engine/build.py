@@ -33,8 +33,20 @@ logger = logging.getLogger(__name__)
 def build_model(config: Config, classes: Sequence[Any]) -> nn.Module:
     """Build the model of a config with its random initial weights.
 
+    `model.checkpoint` is not read: `load_initial_weights` does that.
+
+    Args:
+        config: The config of the run.
+        classes: The classes; only their number is used.
+
     Raises:
         ConfigError: If timm does not know the model, or the model does not know an argument.
+
+    Example:
+        >>> from lipsformer._configfile import read_config
+        >>> config = read_config(Config, "configs/demo.yaml")
+        >>> build_model(config, classes=("cat", "dog")).get_classifier().out_features
+        2
     """
     name, data = config.model.name, config.data
     if not timm.is_model(name):
@@ -85,7 +97,13 @@ def _require_no_running_statistics(name: str, model: nn.Module) -> None:
 
 
 def describe_model(config: Config) -> str:
-    """Return the settings that decide the model, as a user wrote them."""
+    """Return the settings that decide the model, as a user wrote them.
+
+    Example:
+        >>> from lipsformer._configfile import read_config
+        >>> describe_model(read_config(Config, "configs/demo.yaml"))
+        "model.name='lipsformer_nano' with model.kwargs={'drop_path_rate': 0.1}"
+    """
     options = config.model
     text = f"model.name={options.name!r}"
     for key, value in (
@@ -98,7 +116,20 @@ def describe_model(config: Config) -> str:
 
 
 def timm_config(model: nn.Module, classes: Sequence[str]) -> str:
-    """Return the JSON from which `timm.create_model('local-dir:...')` rebuilds the model."""
+    """Return the JSON from which `timm.create_model('local-dir:...')` rebuilds the model.
+
+    Args:
+        model: A model that timm built.
+        classes: Names of the classes in the order of the logits, which are written too.
+
+    Example:
+        >>> import json
+        >>> import lipsformer
+        >>> model = timm.create_model("lipsformer_nano", num_classes=2)
+        >>> description = json.loads(timm_config(model, ["cat", "dog"]))
+        >>> description["architecture"], description["label_names"]
+        ('lipsformer_nano', ['cat', 'dog'])
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / TIMM_CONFIG
         save_config_for_hf(model, str(path), model_config={"label_names": list(classes)})
@@ -109,6 +140,10 @@ def bound_domain(config: Config, model: nn.Module) -> Domain | None:
     """Return the images for which the run records the proved bound; None if it records none.
 
     A run records the bound if any instrument is on and every layer of the model has a rule.
+
+    Args:
+        config: The config of the run.
+        model: The model of the config.
 
     Raises:
         ConfigError: If the bound has a limit but the model has no bound.

@@ -88,6 +88,14 @@ def evaluate(
 
     Raises:
         NonFiniteError: If the mean loss is not finite.
+        RuntimeError: If the batches of all ranks do not hold `num_images` images.
+
+    Example:
+        >>> images = torch.tensor([[[0, 9]], [[9, 0]]], dtype=torch.uint8)
+        >>> batches = [(images, torch.tensor([1, 1]))]  # one batch of two images, both of class 1
+        >>> accelerator, pixels = Accelerator(cpu=True), nn.Flatten()  # the logits are the pixels
+        >>> evaluate(accelerator, pixels, batches, normalize=Tensor.float, num_images=2)["top1"]
+        50.0
     """
     module.eval()
     sums = EvalSums()

@@ -37,7 +37,21 @@ def load_initial_weights(config: Config, model: nn.Module, classes: Sequence[str
         classes: Names of the classes of the data, in the order of the logits.
 
     Raises:
-        ConfigError: If there are none, they do not fit, or they belong to another model.
+        ConfigError: If `model.checkpoint` names no weights, or if they do not fit the model or
+            belong to another one.
+
+    Example:
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> from lipsformer._configfile import read_config
+        >>> config = read_config(Config, "configs/demo.yaml")
+        >>> trained, model = build_model(config, range(10)), build_model(config, range(10))
+        >>> file = Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> save_file(trained.state_dict(), file)
+        >>> options = replace(config.model, checkpoint=str(file))
+        >>> load_initial_weights(replace(config, model=options), model)
+        >>> bool((model.get_classifier().weight == trained.get_classifier().weight).all())
+        True
     """
     if config.model.checkpoint is None:
         return

@@ -122,6 +122,13 @@ def make_criterion(
     Raises:
         ConfigError: If the threshold of the targets makes all classes, or none, the target, or the
             margin loss finds no linear classifier.
+
+    Example:
+        >>> from lipsformer._configfile import read_config
+        >>> config = read_config(Config, "configs/demo.yaml")
+        >>> criterion = make_criterion(config, 10, nn.Linear(3, 10))
+        >>> criterion(torch.zeros(1, 10), torch.eye(10)[:1]).item()  # log(10)
+        2.302585...
     """
     loss, smoothing = config.loss, config.augment.label_smoothing
     criterion: nn.Module = nn.CrossEntropyLoss()
@@ -165,6 +172,14 @@ def make_task(
 
     Raises:
         ConfigError: If the model has no distillation head for `loss.distill_type=token`.
+
+    Example:
+        >>> from lipsformer._configfile import read_config
+        >>> config = read_config(Config, "configs/demo.yaml")
+        >>> model, accelerator = nn.Identity(), Accelerator(cpu=True)  # the inputs are the logits
+        >>> task = make_task(config, model, accelerator, teacher=None, num_classes=10)
+        >>> task(torch.zeros(1, 10), torch.eye(10)[:1])["loss"].item()  # log(10)
+        2.302585...
     """
     loss, device = config.loss, accelerator.device
     criterion = make_criterion(config, num_classes, accelerator.unwrap_model(model))
@@ -192,7 +207,16 @@ def make_task(
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256 of the weights of a model."""
+    """Return the SHA-256 sum of the names and values of a model's weights and buffers, in hex.
+
+    Example:
+        >>> model, copy = nn.Linear(3, 2), nn.Linear(3, 2)
+        >>> fingerprint(model) == fingerprint(copy)  # each draws its own weights
+        False
+        >>> _ = copy.load_state_dict(model.state_dict())
+        >>> fingerprint(model) == fingerprint(copy)
+        True
+    """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())

@@ -139,7 +139,21 @@ class StepMetrics:
 def summarize(stats: list[StepStats]) -> dict[str, float]:
     """Average over steps: the loss over samples, the gradient norm over steps.
 
-    Non-finite steps are left out. The learning rate is that of the last step.
+    Non-finite steps are left out.
+
+    Args:
+        stats: The steps in their order, at least one.
+
+    Returns:
+        `lr` of the last step; `skipped`, the number of steps that did not change the weights. If
+        any step was finite also `loss`, `grad_norm` and `grad_norm_max`, the largest norm.
+
+    Example:
+        >>> first = StepStats(step=0, lr=0.1, num_samples=1, loss=4.0, grad_norm=2.0)
+        >>> second = StepStats(step=1, lr=0.2, num_samples=3, loss=0.0, grad_norm=6.0)
+        >>> record = summarize([first, second])
+        >>> record["loss"], record["grad_norm"]  # (1 * 4 + 3 * 0) / 4 and (2 + 6) / 2
+        (1.0, 4.0)
     """
     finite = [s for s in stats if s.finite]
     samples = sum(s.num_samples for s in finite)
@@ -156,7 +170,15 @@ def _describe(stats: StepStats) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as hours, minutes and seconds, such as 1:02:03."""
+    """Return a duration as hours, minutes and seconds, rounded to whole seconds.
+
+    Args:
+        seconds: The duration, not negative.
+
+    Example:
+        >>> duration(3600 + 2 * 60 + 3.2)
+        '1:02:03'
+    """
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"

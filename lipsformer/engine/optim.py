@@ -52,6 +52,11 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
 
     Raises:
         ConfigError: If `residual_lr_scale` is set and the model has no weighted residuals.
+
+    Example:
+        >>> groups = parameter_groups(nn.Linear(3, 2), OptimConfig(lr=0.1, weight_decay=0.05))
+        >>> [(group["weight_decay"], [p.shape for p in group["params"]]) for group in groups]
+        [(0.0, [torch.Size([2])]), (0.05, [torch.Size([2, 3])])]
     """
     declared = getattr(model, "no_weight_decay", None)
     exempt = set() if declared is None else set(declared())
@@ -167,7 +172,19 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of each group to `lr` times the group's scale."""
+    """Set the learning rate of each group to `lr` times the group's `lr_scale`, if it has one.
+
+    Args:
+        optimizer: The optimizer, whose groups are changed in place.
+        lr: The scheduled learning rate.
+
+    Example:
+        >>> groups = [{"params": [torch.zeros(1)], "lr_scale": scale} for scale in (1.0, 0.5)]
+        >>> optimizer = torch.optim.SGD(groups, lr=1.0)
+        >>> set_lr(optimizer, 0.1)
+        >>> [group["lr"] for group in optimizer.param_groups]
+        [0.1, 0.05]
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
@@ -212,9 +229,10 @@ def load_state(
 
     Args:
         module: The model inside the wrappers; it may be sharded by FSDP2.
-        optimizer: Of the same config.
-        tensors: Full tensors on the CPU.
-        numbers: The rest of the state.
+        optimizer: An optimizer of the same config over the parameters of `module`, which gets the
+            state in place.
+        tensors: What `state_tensors` returned, as full tensors on the CPU.
+        numbers: What `state_numbers` returned.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     restored = optimizer.state_dict()

@@ -16,6 +16,7 @@ class SizedBatches(Protocol):
     """Micro-batches, and their number.
 
     Example:
+        >>> import torch
         >>> batches: SizedBatches = [(torch.zeros(2, 3, 4, 4), torch.tensor([0, 1]))]
         >>> len(batches)
         1
@@ -30,9 +31,14 @@ class BatchTransform(Protocol):
     """Turns raw images and labels into inputs and target probabilities, on the device.
 
     Example:
+        >>> import torch
+        >>> from torch.nn import functional as F
         >>> def one_hot(images, labels, *, update, micro_step, rank):
-        ...     return images / 255.0, F.one_hot(labels, 10).float()
+        ...     return images / 255.0, F.one_hot(labels, 3).float()
         >>> transform: BatchTransform = one_hot
+        >>> images, labels = torch.zeros(1, 3, 4, 4), torch.tensor([1])
+        >>> transform(images, labels, update=0, micro_step=0, rank=0)[1]
+        tensor([[0., 1., 0.]])
     """
 
     def __call__(

@@ -37,7 +37,20 @@ _NOT_IDENTITY = {
 
 
 def config_identity(config: Config) -> dict[str, Any]:
-    """Return the dotted settings that decide the weights of a run."""
+    """Return the settings that decide the weights of a run, under dotted names.
+
+    A run may only be continued with a config that has the same. Settings of place, speed, reporting
+    and evaluation are left out.
+
+    Args:
+        config: The config of the run.
+
+    Example:
+        >>> from lipsformer._configfile import read_config
+        >>> identity = config_identity(read_config(Config, "configs/demo.yaml"))
+        >>> "optim.lr" in identity, "data.num_workers" in identity
+        (True, False)
+    """
     return {key: value for key, value in _settings(config).items() if not _may_change(key)}
 
 
@@ -53,10 +66,20 @@ def _may_change(key: str) -> bool:
 def find_start(config: Config) -> Path | None:
     """Return the checkpoint to continue from; None starts anew. Nothing is written.
 
-    It is the one that `run.resume` names, or the newest intact one of `run.output_dir`.
+    It is the newest intact one of `run.output_dir`, or else the one that `run.resume` names.
+
+    Args:
+        config: The config of the run.
 
     Raises:
         ConfigError: If the output folder belongs to another run, or the checkpoint cannot be used.
+
+    Example:
+        >>> import tempfile
+        >>> from lipsformer._configfile import read_config
+        >>> settings = [f"run.output_dir={tempfile.mkdtemp()}"]  # an empty folder
+        >>> find_start(read_config(Config, "configs/demo.yaml", settings)) is None
+        True
     """
     try:
         return on_first_rank(lambda: _find_start(config))
@@ -172,7 +195,16 @@ def _require_same(before: Config, now: Config, where: str, skipped: Path) -> Non
 
 
 def require_same_data(start: Path, state: dict[str, Any], **own: Any) -> None:
-    """Raise unless the state of a checkpoint has the values `own`, which follow from the data."""
+    """Check that a checkpoint was made with the data that this run has.
+
+    Args:
+        start: The checkpoint, for the message.
+        state: Its state.
+        **own: Values of this run that follow from the data, under their names in the state.
+
+    Raises:
+        ConfigError: If the state has another value.
+    """
     for name, value in own.items():
         if state.get(name, value) != value:  # older checkpoints lack the numbers of images
             raise ConfigError(
@@ -184,14 +216,17 @@ def require_same_data(start: Path, state: dict[str, Any], **own: Any) -> None:
 def require_same_world(
     start: Path, state: dict[str, Any], *, world_size: int, share: StepShare, allowed: bool
 ) -> None:
-    """Raise unless a checkpoint was made with as many processes, or another number is allowed.
+    """Check that a checkpoint was made with as many processes, or that another number is allowed.
 
     Args:
         start: The checkpoint.
         state: Its state.
         world_size: Number of processes.
         share: The share of each process in a step.
-        allowed: Only log the difference.
+        allowed: Whether to log a difference instead of raising an error.
+
+    Raises:
+        ConfigError: If they differ and that is not allowed.
     """
     before = (state["world_size"], *state["micro_batch"])
     now = (world_size, *share)

@@ -37,12 +37,32 @@ class CheckpointError(RuntimeError):
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the JSON part of a checkpoint that `find_fault` has passed."""
+    """Return the JSON part of a checkpoint in which `find_fault` found no fault.
+
+    Args:
+        path: Folder of the checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> checkpoint = Path(tempfile.mkdtemp())
+        >>> _ = (checkpoint / "state.json").write_text('{"update": 440}')
+        >>> read_state(checkpoint)["update"]
+        440
+    """
     return json.loads((path / STATE).read_text())
 
 
 def find_fault(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint folder; None if all sizes and sums are right."""
+    """Return what is wrong with a checkpoint; None if all sizes and SHA-256 sums are right.
+
+    Args:
+        path: Folder of the checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> find_fault(Path(tempfile.mkdtemp()))
+        'it is incomplete, manifest.json is missing'
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -66,7 +86,18 @@ def find_fault(path: Path) -> str | None:
 
 
 def manifest_entry(path: Path) -> dict[str, Any]:
-    """Return size and SHA-256 sum of a file, as the manifest of a checkpoint lists them."""
+    """Return size and SHA-256 sum of a file, as the manifest of a checkpoint lists them.
+
+    Args:
+        path: The file.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> file.touch()
+        >>> manifest_entry(file)  # of an empty file
+        {'bytes': 0, 'sha256': 'e3b0c442...'}
+    """
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):

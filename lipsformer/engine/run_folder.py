@@ -284,7 +284,13 @@ def better_kind(figures: dict[str, dict[str, Any]]) -> str:
     """Return the kind of weights with the higher top-1, and EMA if they are equal.
 
     Args:
-        figures: The evaluation of each kind, EMA after raw.
+        figures: The evaluation of each kind, with its `top1` in percent; "ema" comes after "raw".
+
+    Example:
+        >>> better_kind({"raw": {"top1": 81.0}, "ema": {"top1": 80.0}})
+        'raw'
+        >>> better_kind({"raw": {"top1": 80.0}, "ema": {"top1": 80.0}})
+        'ema'
     """
     return max(reversed(figures), key=lambda kind: figures[kind]["top1"])
 

@@ -84,7 +84,12 @@ def backward(
 
 
 def apply_gradient(state: TrainState, step: int) -> Tensor:
-    """Clip the gradient, change the weights, and return the norm of the gradient before that."""
+    """Clip the gradient, make the step, and return the norm of the gradient before clipping.
+
+    Args:
+        state: The model and all that trains it. The gradient is that of `backward`.
+        step: Number of completed steps, which decides the learning rate.
+    """
     limit = float("inf") if state.clip_grad is None else state.clip_grad
     grad_norm = state.accelerator.clip_grad_norm_(state.model.parameters(), limit)
     assert isinstance(grad_norm, Tensor)

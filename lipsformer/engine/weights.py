@@ -69,6 +69,11 @@ def create_model(name: str, **options: Any) -> nn.Module:
 
     Raises:
         ConfigError: If there is no such model, or its weights are missing or damaged.
+
+    Example:
+        >>> import lipsformer
+        >>> create_model("lipsformer_nano", num_classes=10).get_classifier().out_features
+        10
     """
     try:
         return timm.create_model(name, **options)
@@ -77,7 +82,15 @@ def create_model(name: str, **options: Any) -> nn.Module:
 
 
 def has_tag(name: str) -> bool:
-    """Return whether the name of a timm model names its weights too, as in `name.tag`."""
+    """Return whether the name of a timm model names its weights too, as in `name.tag`.
+
+    Args:
+        name: Any text; one that timm does not know names no weights.
+
+    Example:
+        >>> has_tag("vit_tiny_patch16_224.augreg_in21k"), has_tag("vit_tiny_patch16_224")
+        (True, False)
+    """
     return timm.is_model(name) and name.partition(".")[2] not in ("", UNTRAINED)
 
 
@@ -89,12 +102,22 @@ def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> Non
 
     Args:
         model: The model.
-        file: The weights.
+        file: The weights, in one of the forms that `read_weights` takes.
         new_head: Keep the initial weights of a classifier whose shape differs, for fine-tuning, and
             log that.
 
     Raises:
         CheckpointError: If anything else is missing, unknown or of another shape.
+
+    Example:
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> file = Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> save_file({"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.zeros(1)}, file)
+        >>> model = nn.Linear(2, 1)
+        >>> load_weights(model, file)
+        >>> model(torch.tensor([3.0, 4.0])).item()  # 1 * 3 + 2 * 4
+        11.0
     """
     weights = read_weights(file)
     try:
@@ -121,12 +144,21 @@ def load_weights(model: nn.Module, file: Path, *, new_head: bool = False) -> Non
 
 
 def check_fit(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], origin: str) -> None:
-    """Raise a `CheckpointError` unless both have the same names and shapes.
+    """Check that two sets of tensors have the same names and shapes.
 
     Args:
         targets: The tensors to fill.
         sources: The tensors that were read.
         origin: Where they were read, for the message.
+
+    Raises:
+        CheckpointError: If they differ.
+
+    Example:
+        >>> check_fit({"weight": torch.zeros(2)}, {"weight": torch.ones(2)}, "model.safetensors")
+        >>> check_fit({"weight": torch.zeros(2)}, {"weight": torch.ones(3)}, "model.safetensors")
+        Traceback (most recent call last):
+        lipsformer.engine.run_files.CheckpointError: model.safetensors does not fit the model: ...
     """
     missing = [name for name in targets if name not in sources]
     unknown = [name for name in sources if name not in targets]
@@ -160,8 +192,19 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
     Prefixes that DDP and compilation add to names are removed.
 
+    Args:
+        file: The file. If its name ends in .safetensors, it is read as such, and otherwise with
+            `torch.load`. Its tensors may be in an entry `model` or `state_dict`.
+
     Raises:
         CheckpointError: If the file does not exist or holds something else.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "checkpoint.pth"
+        >>> torch.save({"state_dict": {"module.head.bias": torch.zeros(2)}, "epoch": 3}, file)
+        >>> read_weights(file)
+        {'head.bias': tensor([0., 0.])}
     """
     try:
         if file.suffix == ".safetensors":
@@ -184,7 +227,15 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def strip_wrappers(name: str) -> str:
-    """Remove the prefixes of DDP (`module.`) and of compilation (`_orig_mod.`) from a name."""
+    """Remove the prefixes of DDP (`module.`) and of compilation (`_orig_mod.`) from a name.
+
+    Args:
+        name: Name of a tensor.
+
+    Example:
+        >>> strip_wrappers("module._orig_mod.head.bias")
+        'head.bias'
+    """
     while name.startswith(("module.", "_orig_mod.")):
         name = name.partition(".")[2]
     return name

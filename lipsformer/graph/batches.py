@@ -23,6 +23,16 @@ class NodeBatch:
         y: Labels, [V].
         masks: The nodes of each split, [V] each.
         num_train: Number of training nodes of the step over all processes.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lipsformer.graph.batches import SPLITS, NodeBatch
+        >>> masks = {f"{split}_mask": torch.ones(2, dtype=torch.bool) for split in SPLITS}
+        >>> edge_index, y = torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 1])
+        >>> batch = NodeBatch.of(Data(x=torch.eye(2), edge_index=edge_index, y=y, **masks), "cpu")
+        >>> batch.num_train, batch.edges.csr.num_edges
+        (2, 2)
     """
 
     x: Tensor
@@ -59,7 +69,23 @@ Batches = Iterable[Data] | Iterable[NodeBatch]
 
 
 def on_device(batches: Batches, device: str) -> Iterator[NodeBatch]:
-    """Yield the batches on a device, with sorted edges."""
+    """Yield the batches on a device, with sorted edges.
+
+    Args:
+        batches: PyG's `Data`, each with x, edge_index, y and the masks `train_mask`, `val_mask` and
+            `test_mask`; or batches that are prepared already, which are yielded as they are.
+        device: The device.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lipsformer.graph.batches import SPLITS, on_device
+        >>> masks = {f"{split}_mask": torch.ones(2, dtype=torch.bool) for split in SPLITS}
+        >>> edge_index, y = torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 1])
+        >>> graph = Data(x=torch.eye(2), edge_index=edge_index, y=y, **masks)
+        >>> [batch.masks["train"].tolist() for batch in on_device([graph], "cpu")]
+        [[True, True]]
+    """
     for batch in batches:
         yield batch if isinstance(batch, NodeBatch) else NodeBatch.of(batch, device)
 
@@ -70,8 +96,21 @@ def prepare_batches(batches: Batches, model: GraphNet, device: str) -> Batches:
     Args:
         batches: A list of graphs. Any other iterable may yield new graphs in every epoch and is
             returned as it is.
-        model: The model, which tells whether sparse features will do.
+        model: The model. If it takes sparse features, features of which at most 10 % are not zero
+            are stored as a sparse matrix on a CPU.
         device: Device of the training.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lipsformer.graph import create_model
+        >>> from lipsformer.graph.batches import SPLITS, prepare_batches
+        >>> masks = {f"{split}_mask": torch.ones(20, dtype=torch.bool) for split in SPLITS}
+        >>> ring = torch.stack([torch.arange(20), torch.arange(20).roll(1)])
+        >>> graph = Data(x=torch.eye(20), edge_index=ring, y=torch.arange(20), **masks)
+        >>> batches = prepare_batches([graph], create_model("gcn", 20, 8, 20, num_layers=2), "cpu")
+        >>> batches[0].x.layout  # 5 % of the features are not zero
+        torch.sparse_csr
     """
     if not isinstance(batches, list):
         return batches

@@ -38,9 +38,22 @@ def distance_from_mean(x: Tensor) -> Tensor:
 
     .. math:: \mu(X) = |X - \tfrac{1}{N} 1 1^T X|_F
 
-    For X = dLoss/dX it tends to 0 under gradient oversmoothing, and to infinity under gradient
-    expansion. It is computed in double precision, because the squares of both leave the range of
-    single precision.
+    For the gradient of the loss with respect to the representations, it tends to 0 with the depth
+    under gradient oversmoothing, and to infinity under gradient expansion. It is computed in double
+    precision, because in both cases the squares leave the range of single precision.
+
+    Args:
+        x: Representations, or the gradient with respect to them, [N, C].
+
+    Returns:
+        A scalar in float64.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.diagnostics import distance_from_mean
+        >>> x = torch.tensor([[0.0], [2.0], [0.0], [2.0]])  # 4 rows at 1 from the mean
+        >>> distance_from_mean(x).item()
+        2.0
 
     Reference:
         Park and Kim 2024, who call it mu.
@@ -52,7 +65,22 @@ def distance_from_mean(x: Tensor) -> Tensor:
 def mean_cosine(x: Tensor) -> Tensor:
     """Return the mean cosine over all pairs of rows of X [N, C]; 1 means that all rows agree.
 
-    Pairs of a row with itself count too. It is computed in double precision, as the distance is.
+    Pairs of a row with itself count too. A row of zeros has the cosine 0 with all rows. It is
+    computed in double precision, like `distance_from_mean`.
+
+    Args:
+        x: Representations, [N, C].
+
+    Returns:
+        A scalar in float64, in [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.diagnostics import mean_cosine
+        >>> mean_cosine(torch.ones(5, 4)).item(), mean_cosine(torch.tensor([[3.0], [-1.0]])).item()
+        (1.0, 0.0)
+        >>> mean_cosine(torch.eye(2)).item()  # 2 of the 4 pairs: each row with itself
+        0.5
     """
     x = x.double()
     norm = x.norm(dim=1, keepdim=True)
@@ -66,7 +94,25 @@ def dirichlet_energy(x: Tensor, edge_index: Tensor) -> Tensor:
         \left|\frac{x_i}{\sqrt{1 + d_i}} - \frac{x_j}{\sqrt{1 + d_j}}\right|_2^2,
         \quad d = \text{in-degree}
 
-    It is computed in double precision, as the distance is.
+    It is 0 if the scaled representations of neighbors agree, as those of constant features do on a
+    graph whose nodes all have the same in-degree. It is computed in double precision, like
+    `distance_from_mean`.
+
+    Args:
+        x: Representations, [V, C].
+        edge_index: Sources and targets, [2, E]. An undirected edge is listed in both directions.
+
+    Returns:
+        A scalar in float64.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.diagnostics import dirichlet_energy
+        >>> pair = torch.tensor([[0, 1], [1, 0]])  # two nodes with an edge in both directions
+        >>> dirichlet_energy(torch.ones(2, 3), pair).item()
+        0.0
+        >>> round(dirichlet_energy(torch.tensor([[0.0], [2.0]]), pair).item(), 6)  # (2 / sqrt(2))^2
+        2.0
     """
     x = x.double()
     source, target = edge_index
@@ -83,9 +129,17 @@ def attention_statistics(attn: Tensor, target: Tensor, num_nodes: int) -> tuple[
         num_nodes: Number of nodes.
 
     Returns:
-        The entropy divided by that of uniform attention, averaged over heads and over the nodes
-        that have at least two neighbors (1 is uniform; NaN if there are no such nodes). The
-        largest difference of two scores in one neighborhood, computed from the weights.
+        A pair. The first number is the entropy divided by that of uniform attention, averaged over
+        heads and over the nodes that have at least two neighbors: 1 for uniform attention, and NaN
+        if there are no such nodes. The second is the largest difference of two scores in one
+        neighborhood, computed from the weights: 0 for uniform attention.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.diagnostics import attention_statistics
+        >>> uniform, target = torch.full((4, 1), 0.5), torch.tensor([0, 0, 1, 1])
+        >>> attention_statistics(uniform, target, num_nodes=2)
+        (1.0, 0.0)
     """
     index = target.unsqueeze(-1).expand_as(attn)
     log_attn = attn.clamp_min(torch.finfo(attn.dtype).tiny).log()
@@ -110,7 +164,16 @@ def normalized_adjacency(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Te
         num_nodes: Number of nodes.
 
     Returns:
-        Sources and targets of the entries, [2, E'], and their values in float64, [E'].
+        Sources and targets of the entries, [2, E'], and their values in float64, [E']. E' counts
+        one self loop for every node.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.diagnostics import normalized_adjacency
+        >>> pair = torch.tensor([[0, 1], [1, 0]])  # with self loops, both nodes have in-degree 2
+        >>> edges, values = normalized_adjacency(pair, num_nodes=2)
+        >>> edges.tolist(), [round(value, 6) for value in values.tolist()]
+        ([[0, 1, 0, 1], [1, 0, 0, 1]], [0.5, 0.5, 0.5, 0.5])
     """
     ones = torch.ones(edge_index.size(1), dtype=torch.float64, device=edge_index.device)
     normalized: Any = gcn_norm(edge_index, ones, num_nodes, dtype=torch.float64)
@@ -165,7 +228,16 @@ def attention_column_sum(csr: EdgeCSR, largest_score: Tensor) -> Tensor:
         largest_score: s >= 0 of each head, [H]; inf if the scores have no bound.
 
     Returns:
-        [H], float64.
+        An upper bound for each head, [H], in float64.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import SortedEdges
+        >>> from lipsformer.graph.diagnostics import attention_column_sum
+        >>> csr = SortedEdges(torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]]), num_sources=2).csr
+        >>> sums = attention_column_sum(csr, torch.tensor([0.0, torch.inf]))
+        >>> [round(bound, 6) for bound in sums.tolist()]  # all weights are 1/2; each may be 1
+        [1.0, 2.0]
     """
     others = (csr.ptr.diff().double() - 1.0)[csr.row.long()]
     odds = torch.exp(-2.0 * largest_score.detach().double().cpu())
@@ -245,6 +317,17 @@ def layer_profile(
         `dirichlet_energy`. Lists with one entry per layer: `gradient_norm` (of all parameters of
         the layer), for GAT layers `attention_entropy`, `score_spread`, `attention_bound`, and for
         residual GCN layers `layer_bound`, the Lipschitz constant 1 + |W|_2 |A|_2.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import ResidualGCN
+        >>> from lipsformer.graph.diagnostics import layer_profile
+        >>> model = ResidualGCN(4, 8, 3, num_layers=2, bound=0.5)
+        >>> pair, y = torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 1])
+        >>> mask = torch.tensor([True, True])
+        >>> profile = layer_profile(model, torch.randn(2, 4), pair, y, mask)
+        >>> [round(bound, 3) for bound in profile["layer_bound"]]  # 1 + 0.5 |A|, and |A| = 1
+        [1.5, 1.5]
     """
     with modes_restored(model):
         return _profile(model.eval(), x, edge_index, y, mask)
@@ -298,7 +381,22 @@ def _profile(
 
 
 def gradient_norms(model: GraphNet) -> list[float]:
-    """Return the 2-norm of the gradient of each layer that the last backward pass computed."""
+    """Return the 2-norm of the gradient of each layer that the last backward pass computed.
+
+    Args:
+        model: The network. A layer without gradients gets 0.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import SparseGCNConv
+        >>> from lipsformer.graph.diagnostics import gradient_norms
+        >>> from lipsformer.graph.models import GraphNet
+        >>> layer, same = SparseGCNConv(1, 1, bias=False), torch.nn.Identity()
+        >>> model = GraphNet(same, [layer], same)  # one weight w: ones become w at both nodes
+        >>> model(torch.ones(2, 1), torch.tensor([[0, 1], [1, 0]])).sum().backward()
+        >>> [round(norm, 6) for norm in gradient_norms(model)]
+        [2.0]
+    """
     gradients = {id(p): p.grad for p in model.parameters()}
     return [_norm(layer, gradients) for layer in model.layers]
 

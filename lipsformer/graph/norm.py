@@ -117,6 +117,11 @@ def parse_norm(norm: str) -> tuple[str | None, str]:
 
     Raises:
         ValueError: If `norm` is none of these.
+
+    Example:
+        >>> from lipsformer.graph.norm import parse_norm
+        >>> parse_norm("lipschitznorm+pairnorm"), parse_norm("layernorm")
+        (('lipschitznorm', 'pairnorm'), (None, 'layernorm'))
     """
     score, plus, node = norm.partition("+")
     if score != SCORE_NORM:
@@ -132,7 +137,22 @@ def parse_norm(norm: str) -> tuple[str | None, str]:
 
 
 def check_score_norm(score_norm: str | None, released_code: bool) -> None:
-    """Raise a `ValueError` unless `score_norm` is known and `released_code` has an effect."""
+    """Check that `score_norm` is known and that `released_code` has an effect.
+
+    Args:
+        score_norm: 'lipschitznorm', or None for no normalization of the scores.
+        released_code: Whether the convolution normalizes as the authors' released code does.
+
+    Raises:
+        ValueError: If `score_norm` is another name, or if `released_code` is set without it.
+
+    Example:
+        >>> from lipsformer.graph.norm import check_score_norm
+        >>> check_score_norm("lipschitznorm", released_code=True)
+        >>> check_score_norm(None, released_code=True)
+        Traceback (most recent call last):
+        ValueError: released_code=True has no effect without score_norm='lipschitznorm'
+    """
     if score_norm not in (None, SCORE_NORM):
         raise ValueError(f"score_norm={score_norm!r} is not known; choose {SCORE_NORM!r} or None")
     if released_code and score_norm is None:

@@ -27,10 +27,23 @@ def plot_sweep(
     One panel shows the epoch with the best validation accuracy, and the other the last epoch.
 
     Args:
-        rows: Summaries with a `cell` of settings, as `scripts.graph_sweep` writes them.
-        x: The setting on the x axis.
-        path: PNG file to write.
-        log_x: Logarithmic x axis.
+        rows: Summaries, as `scripts.graph_sweep` writes them. Each has a `cell`, which maps the
+            names of settings to their values as text; `test_acc` and `last_test_acc` in percent;
+            and the standard deviations `test_acc_std` and `last_test_acc_std`, or None.
+        x: Name of the setting on the x axis, whose values are numbers.
+        path: PNG file to write; its folder is created.
+        log_x: Whether the x axis is logarithmic.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lipsformer.graph.plots import plot_sweep
+        >>> means = {"test_acc": 81, "test_acc_std": 1, "last_test_acc": 80, "last_test_acc_std": 2}
+        >>> rows = [{"cell": {"model.num_layers": depth}, **means} for depth in ("2", "8", "32")]
+        >>> path = Path(tempfile.mkdtemp()) / "sweep.png"
+        >>> plot_sweep(rows, "model.num_layers", path, log_x=True)
+        >>> path.read_bytes()[1:4]
+        b'PNG'
     """
     names = {"test_acc": "best validation epoch", "last_test_acc": "last epoch"}
     figure, axes = _panels(len(names), sharey=True)
@@ -68,9 +81,20 @@ def plot_layers(
 
     Args:
         profiles: Results of `layer_profile` by name of the network.
-        keys: Measures, such as `gradient_distance_from_mean`.
-        path: PNG file to write.
+        keys: Measures, such as `gradient_distance_from_mean`. The y axis is logarithmic, so values
+            that are not positive leave a gap.
+        path: PNG file to write; its folder is created.
         title: Title of the figure.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lipsformer.graph.plots import plot_layers
+        >>> path = Path(tempfile.mkdtemp()) / "layers.png"
+        >>> profiles = {"GCN": {"mean_cosine": [0.5, 1.0]}, "GAT": {"mean_cosine": [0.5, 0.6]}}
+        >>> plot_layers(profiles, ["mean_cosine"], path)
+        >>> path.read_bytes()[1:4]
+        b'PNG'
     """
     figure, axes = _panels(len(keys))
     for axis, key in zip(axes, keys, strict=True):
@@ -91,8 +115,19 @@ def plot_training(records: Sequence[Mapping[str, Any]], path: Path, *, title: st
 
     Args:
         records: Records of `fit`; those without a `profile` are skipped.
-        path: PNG file to write.
+        path: PNG file to write; its folder is created.
         title: Title of the figure.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lipsformer.graph.plots import plot_training
+        >>> path = Path(tempfile.mkdtemp()) / "training.png"
+        >>> norms = {"training_gradient_norm": [1.0, 0.1], "gradient_norm": [2.0, 0.2]}
+        >>> records = [{"epoch": 0, "profile": norms}, {"epoch": 1}, {"epoch": 2, "profile": norms}]
+        >>> plot_training(records, path, title="two layers")
+        >>> path.read_bytes()[1:4]
+        b'PNG'
     """
     keys = ["training_gradient_norm", "gradient_norm"]
     names = ["in training, with dropout", "in evaluation"]
@@ -124,15 +159,27 @@ def plot_epochs(
 
     Args:
         runs: Records of `fit` by name of the run.
-        keys: Numbers of a record, such as `gradient_norm` (of all parameters) or `test_acc`.
-        path: PNG file to write.
+        keys: Numbers of a record, such as `gradient_norm` (of all parameters) or `test_acc`. The y
+            axis is linear for accuracies and logarithmic for all others.
+        path: PNG file to write; its folder is created.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from lipsformer.graph.plots import plot_epochs
+        >>> path = Path(tempfile.mkdtemp()) / "epochs.png"
+        >>> records = [{"epoch": 0, "loss": 2.0}, {"epoch": 1, "loss": 0.5}]
+        >>> plot_epochs({"lr 0.01": records}, ["loss"], path)
+        >>> path.read_bytes()[1:4]
+        b'PNG'
     """
     figure, axes = _panels(len(keys))
     for axis, key in zip(axes, keys, strict=True):
+        linear = key.endswith("acc")
         for label, records in runs.items():
-            values = [_positive(record[key]) for record in records]
+            values = [record[key] if linear else _positive(record[key]) for record in records]
             axis.plot([record["epoch"] for record in records], values, label=label)
-        if not key.endswith("acc"):
+        if not linear:
             axis.set_yscale("log")
         axis.set_xlabel("epoch")
         axis.set_ylabel(key.replace("_", " "))

@@ -38,7 +38,7 @@ def evaluate(model: GraphNet, batches: Batches, device: str) -> dict[str, float]
 
     Args:
         model: The model, which is left in evaluation mode.
-        batches: Graphs with the masks of all splits.
+        batches: Graphs with the masks of all splits, `train_mask`, `val_mask` and `test_mask`.
         device: Device of the model.
 
     Returns:
@@ -47,6 +47,19 @@ def evaluate(model: GraphNet, batches: Batches, device: str) -> dict[str, float]
 
     Raises:
         ValueError: If a split has no node.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lipsformer.graph.batches import SPLITS
+        >>> from lipsformer.graph.models import GraphNet
+        >>> from lipsformer.graph.training import evaluate
+        >>> masks = {f"{split}_mask": torch.ones(2, dtype=torch.bool) for split in SPLITS}
+        >>> pair, y = torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 0])
+        >>> graph = Data(x=torch.eye(2), edge_index=pair, y=y, **masks)
+        >>> same = torch.nn.Identity()
+        >>> evaluate(GraphNet(same, [], same), [graph], "cpu")["val_acc"]  # the logits are x
+        0.5
     """
     model.eval()
     correct = dict.fromkeys(SPLITS, 0)
@@ -105,6 +118,23 @@ class Training:
         model: The model, on the device.
         settings: Settings of the optimizer and of early stopping.
         device: Device of the model.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lipsformer.graph import create_model
+        >>> from lipsformer.graph.batches import SPLITS
+        >>> from lipsformer.graph.config import GraphTrainConfig
+        >>> from lipsformer.graph.training import Training
+        >>> masks = {f"{split}_mask": torch.ones(2, dtype=torch.bool) for split in SPLITS}
+        >>> pair, y = torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 1])
+        >>> graph = Data(x=torch.eye(2), edge_index=pair, y=y, **masks)
+        >>> model = create_model("gcn", 2, 4, 2, num_layers=1)
+        >>> training = Training(model, GraphTrainConfig(epochs=2), "cpu")
+        >>> while not training.finished:
+        ...     training.run_epoch([graph], [graph])
+        >>> training.result()["epochs"]
+        2
     """
 
     def __init__(self, model: GraphNet, settings: GraphTrainConfig, device: str) -> None:
@@ -311,6 +341,20 @@ def fit(
 
     Raises:
         ValueError: If the checkpoint is damaged, or if another number of processes wrote it.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> from lipsformer.graph import create_model
+        >>> from lipsformer.graph.batches import SPLITS
+        >>> from lipsformer.graph.config import GraphTrainConfig
+        >>> from lipsformer.graph.training import fit
+        >>> masks = {f"{split}_mask": torch.ones(4, dtype=torch.bool) for split in SPLITS}
+        >>> edges = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])  # two pairs, a class each
+        >>> graph = Data(x=torch.eye(4), edge_index=edges, y=torch.tensor([0, 0, 1, 1]), **masks)
+        >>> build = lambda: create_model("gcn", 4, 8, 2, num_layers=1)
+        >>> fit(build, [graph], [graph], GraphTrainConfig(lr=0.1, epochs=20), seed=0)["test_acc"]
+        1.0
     """
     start = time.perf_counter()
     seed_everything(seed)

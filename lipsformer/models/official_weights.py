@@ -68,6 +68,16 @@ def official_swin_to_lipsformer(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         state_dict: Names to tensors.
+
+    Returns:
+        Today's names to tensors. A released 1x1 convolution loses its last two axes.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.official_weights import official_swin_to_lipsformer
+        >>> names = ("layers.0.blocks.1.dwconv_layers.0.weight", "layers.0.downsample.norm.weight")
+        >>> list(official_swin_to_lipsformer(dict.fromkeys(names, torch.zeros(1))))
+        ['stages.0.blocks.1.conv1.branch.depthwise.weight', 'stages.1.downsample.norm.weight']
     """
     if not any(name.endswith(".dwconv_layers.0.weight") for name in state_dict):
         return state_dict
@@ -90,6 +100,16 @@ def official_cswin_to_lipsformer(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         state_dict: Names to tensors.
+
+    Returns:
+        Today's names to tensors. A released 1x1 convolution loses its last two axes.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.official_weights import official_cswin_to_lipsformer
+        >>> names = ("stage1_conv_embed.0.weight", "stage1.0.qkv.weight", "stage1.0.norm1.weight")
+        >>> list(official_cswin_to_lipsformer(dict.fromkeys(names, torch.zeros(1))))
+        ['patch_embed.proj.weight', 'stages.0.blocks.0.attn.branch.qkv.weight']
     """
     if not any(name.startswith("stage1_conv_embed.") for name in state_dict):
         return state_dict
@@ -115,6 +135,16 @@ def rename_earlier_version(state_dict: dict[str, Any], prefix: str = "") -> None
     Args:
         state_dict: Names to tensors. Names of today's version stay as they are.
         prefix: Beginning of the model's names, such as "model.".
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.official_weights import rename_earlier_version
+        >>> block = "stages.0.blocks.0."
+        >>> names = (f"{block}attn.qkv.weight", f"{block}residual_attn.residual_scale")
+        >>> state_dict = dict.fromkeys(names, torch.zeros(1))
+        >>> rename_earlier_version(state_dict)
+        >>> sorted(state_dict)
+        ['stages.0.blocks.0.attn.branch.qkv.weight', 'stages.0.blocks.0.attn.residual_scale']
     """
     block = re.escape(prefix) + r"stages\.\d+\.blocks\.\d+\."
     if not any(re.match(block + r"residual_", name) for name in state_dict):
@@ -137,6 +167,14 @@ def check_same_form(state_dict: dict[str, Any], model: nn.Module) -> None:
 
     Raises:
         ValueError: If the forms differ; the logits would be wrong without a sign of it.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.models.official_weights import check_same_form
+        >>> of_paper = {"attn.qkv.weight": torch.zeros(6, 2), "attn.value_scale": torch.ones(1)}
+        >>> check_same_form(of_paper, torch.nn.Linear(2, 6))  # a model without value_scale
+        Traceback (most recent call last):
+        ValueError: the weights have the form of the paper, the model that of the released code: ...
     """
     suffix = ".value_scale"
     has_attention = any(name.endswith(".qkv.weight") for name in state_dict)

@@ -132,7 +132,18 @@ def add_one_self_loop(
         edge_index: [2, E] or a sparse adjacency matrix.
         edge_attr: Edge features or None.
         num_nodes: Number of nodes.
-        fill_value: See PyG's `add_self_loops`.
+        fill_value: How PyG's `add_self_loops` makes the features of the self loops; None for ones.
+
+    Returns:
+        The edges in the form in which they were given, with the self loops after the others in a
+        [2, E], and the features of all edges, or None without features.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.edge_attention.csr import add_one_self_loop
+        >>> edge_index = torch.tensor([[0, 0, 1], [0, 0, 0]])  # node 0 has two self loops
+        >>> add_one_self_loop(edge_index, num_nodes=2)[0].tolist()
+        [[1, 0, 1], [0, 0, 1]]
     """
     if torch.compiler.is_compiling() or detect_fake_mode(edge_index) is None:
         edge_index, edge_attr = remove_self_loops(edge_index, edge_attr)
@@ -140,7 +151,19 @@ def add_one_self_loop(
 
 
 def plain_edges(edge_index: Tensor | SortedEdges) -> Tensor:
-    """Return the `edge_index` that a `SortedEdges` was built from, or the argument itself."""
+    """Return the `edge_index` that a `SortedEdges` was built from, or the argument itself.
+
+    Args:
+        edge_index: Sources and targets, [2, E], or a `SortedEdges`.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import SortedEdges
+        >>> from lipsformer.graph.edge_attention.csr import plain_edges
+        >>> pair = torch.tensor([[0, 1], [1, 0]])
+        >>> plain_edges(SortedEdges(pair, num_sources=2)) is pair, plain_edges(pair) is pair
+        (True, True)
+    """
     return edge_index.edge_index if isinstance(edge_index, SortedEdges) else edge_index
 
 
@@ -159,6 +182,14 @@ class EdgeCSR:
         perm: Position by target of each edge sorted by source, [E].
         original: For copies of a graph, h * (edges of the graph) + (position of the edge in it) of
             each edge, where h is the number of the copy, [E].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.edge_attention.csr import EdgeCSR
+        >>> source, target = torch.tensor([2, 0, 1]), torch.tensor([1, 0, 1])
+        >>> csr = EdgeCSR.build(source, target, num_sources=3, num_targets=2)
+        >>> csr.ptr.tolist(), csr.col.tolist()  # target 0 has the source 0, target 1 has 2 and 1
+        ([0, 1, 3], [0, 2, 1])
     """
 
     num_sources: int
@@ -267,6 +298,15 @@ class Adjacency:
     Attributes:
         matrix: [T, S] in CSR.
         transpose: [S, T] in CSR.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import SortedEdges
+        >>> edges = SortedEdges(torch.tensor([[0, 1], [1, 0]]), num_sources=2)
+        >>> adjacency = edges.normalized(torch.float)  # with the self loops, every entry is 1/2
+        >>> mean = adjacency @ torch.tensor([[1.0], [3.0]])
+        >>> [round(value, 4) for value in mean.flatten().tolist()]
+        [2.0, 2.0]
     """
 
     matrix: Tensor

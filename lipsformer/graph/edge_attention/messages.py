@@ -33,12 +33,23 @@ def why_messages(
     Args:
         conv: The layer.
         kind: The class that defines the layer's messages. Subclasses may override them.
-        edge_index: The edges.
-        source: Representations of the source nodes.
-        target: Representations of the target nodes.
+        edge_index: The edges, [2, E].
+        source: Representations of the source nodes, [S, C].
+        target: Representations of the target nodes, [T, C], or None if they have none.
         size: The numbers of source and target nodes that the caller asked for.
         edge_features: Whether the call has edge features.
         attention_weights: Whether the call returns the attention weights.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import LipschitzGATConv
+        >>> from lipsformer.graph.edge_attention.messages import why_messages
+        >>> conv, x = LipschitzGATConv(4, 2), torch.randn(2, 4)
+        >>> pair = torch.tensor([[0, 1], [1, 0]])
+        >>> why_messages(conv, LipschitzGATConv, pair, x, x) is None
+        True
+        >>> why_messages(conv, LipschitzGATConv, pair, x, x, attention_weights=True)
+        'the attention weights are returned'
     """
     return (
         _unsupported_context(source)
@@ -64,11 +75,19 @@ def _unsupported_context(x: Tensor) -> str | None:
 
 
 def changed_messages(conv: Any, kind: type[MessagePassing]) -> str | None:
-    """Return what makes a layer send other messages than its class, or None.
+    """Return why a layer sends other messages than `kind` defines, or None if it sends the same.
 
     Args:
         conv: The layer.
         kind: The class that defines the messages.
+
+    Example:
+        >>> from lipsformer.graph import LipschitzGATConv
+        >>> from lipsformer.graph.edge_attention.messages import changed_messages
+        >>> changed_messages(LipschitzGATConv(4, 2), LipschitzGATConv) is None
+        True
+        >>> changed_messages(LipschitzGATConv(4, 2, flow="target_to_source"), LipschitzGATConv)
+        'messages flow from target to source'
     """
     for step in _STEPS:
         if getattr(conv, f"_{step}_forward_hooks") or getattr(conv, f"_{step}_forward_pre_hooks"):

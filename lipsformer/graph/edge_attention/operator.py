@@ -58,6 +58,15 @@ def edge_attention(
 
     Returns:
         [T, H, C] in the type that key and value share; zero for targets without an edge.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import SortedEdges
+        >>> from lipsformer.graph.edge_attention.operator import edge_attention
+        >>> edges = SortedEdges(torch.tensor([[0, 1], [0, 0]]), num_sources=2)  # both end in node 0
+        >>> query = key = torch.zeros(2, 1, 1)  # all scores are 0, so the weights are equal
+        >>> edge_attention(edges.csr, query, key, torch.tensor([[[1.0]], [[3.0]]])).flatten()
+        tensor([2., 0.])
     """
     if not training or dropout == 0:
         dropout, keep = 0.0, None
@@ -168,8 +177,20 @@ class _NeighborMax(torch.autograd.Function):
 def neighbor_max(values: Tensor, csr: EdgeCSR) -> Tensor:
     """Return the largest value among the sources of each target, [S, H] -> [T, H].
 
-    It equals `segment_max` of the values at the edges, but stores nothing per edge. The values must
-    not be negative. A target without edges gets 0. Equal maxima share the derivative evenly.
+    It equals `segment_max` of the values at the edges, but stores nothing per edge. A target
+    without edges gets 0. Equal maxima share the derivative evenly.
+
+    Args:
+        values: [S, H], none negative.
+        csr: The sorted edges.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import SortedEdges
+        >>> from lipsformer.graph.edge_attention.operator import neighbor_max
+        >>> edges = SortedEdges(torch.tensor([[0, 1], [0, 0]]), num_sources=2)  # both end in node 0
+        >>> neighbor_max(torch.tensor([[1.0], [3.0]]), edges.csr).flatten()
+        tensor([3., 0.])
     """
     return cast(Tensor, _NeighborMax.apply(values, csr))
 
@@ -188,8 +209,18 @@ class _WithSquaredNorm(torch.autograd.Function):
 
 
 def with_squared_norm(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `x` for further use and its squared norms over the last axis.
+    """Return `x` and its squared norms over the last axis, [..., C] -> [..., C] and [...].
 
-    One pass adds the gradients of both, where autograd takes four.
+    Use the returned `x` in place of the argument: the backward pass then adds the gradients of both
+    results in one pass over the data, and autograd would take four.
+
+    Args:
+        x: [..., C].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.edge_attention.operator import with_squared_norm
+        >>> with_squared_norm(torch.tensor([[3.0, 4.0]]))
+        (tensor([[3., 4.]]), tensor([25.]))
     """
     return cast(tuple[Tensor, Tensor], _WithSquaredNorm.apply(x))
