@@ -26,7 +26,7 @@ from lipsformer.analysis.bounds.graph import graph_domain
 from lipsformer.analysis.estimate import local_lipschitz
 from lipsformer.config import DataConfig
 from lipsformer.graph import create_model
-from lipsformer.graph.diagnostics import adjacency_sigma_bound
+from lipsformer.graph.operator_bounds import adjacency_sigma_bound
 from lipsformer.layers import ScaledCosineAttention
 
 SEEDS = (0, 1, 2)

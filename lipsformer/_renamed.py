@@ -67,8 +67,16 @@ NAMES = {
     "lipsformer.graph.config.RunConfig": "GraphRunConfig",
     "lipsformer.graph.config.SweepConfig": "GraphSweepConfig",
     "lipsformer.graph.config.TrainConfig": "GraphTrainConfig",
-    "lipsformer.graph.diagnostics.adjacency_norm": "adjacency_sigma_bound",
+    "lipsformer.graph.diagnostics.adjacency_norm": (
+        "lipsformer.graph.operator_bounds.adjacency_sigma_bound"
+    ),
+    "lipsformer.graph.diagnostics.attention_column_sum": (
+        "lipsformer.graph.operator_bounds.attention_column_sum"
+    ),
     "lipsformer.graph.diagnostics.mu": "distance_from_mean",
+    "lipsformer.graph.diagnostics.normalized_adjacency": (
+        "lipsformer.graph.operator_bounds.normalized_adjacency"
+    ),
     "lipsformer.graph.training.NodeBatch": "lipsformer.graph.batches.NodeBatch",
     "lipsformer.layers.ContractiveResidual": (
         "lipsformer.models.lipsformer_contractive.ContractiveResidual"
@@ -79,6 +87,12 @@ NAMES = {
     "lipsformer.layers.cosine_windows": "attend_in_windows",
     "lipsformer.layers.fit_window": "lipsformer.models.lipsformer.fit_window",
     "lipsformer.layers.kept_samples": "WeightedResidual(branch, ...), which owns its branch",
+    "lipsformer.layers.spectral.conv_sigma_bound": (
+        "lipsformer.analysis.conv_norms.conv_sigma_bound"
+    ),
+    "lipsformer.layers.spectral.depthwise_operator": (
+        "lipsformer.analysis.conv_norms.depthwise_operator"
+    ),
     "lipsformer.models.inference.FoldedConv": "lipsformer.models.folded_layers.FoldedConv",
     "lipsformer.models.inference.FoldedResidual": "lipsformer.models.folded_layers.FoldedResidual",
     "lipsformer.models.inference.fold_norm_before": "lipsformer.models.folding.fold_norm_before",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipsformer.analysis.conv_norms import depthwise_operator
 from lipsformer.analysis.local_norms import gram_sigma_bound
 from lipsformer.layers import ScaledCosineAttention
-from lipsformer.layers.spectral import depthwise_operator
 
 PADDED = 1e30  # a length at which the normalization has no slope
 TURN = 2.0 / math.sqrt(3.0)  # the largest |D^2 n(x)| (|x|^2 + eps) of the normalization n

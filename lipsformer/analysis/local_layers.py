@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lipsformer.analysis.bounds import UnknownModuleError, require_unchanged
 from lipsformer.analysis.bounds.layers import GELU_BOUND, depthwise_sigma_bounds
+from lipsformer.analysis.conv_norms import depthwise_operator
 from lipsformer.analysis.local_attention import LocalAttention
 from lipsformer.analysis.local_norms import (
     gram_sigma_bound,
@@ -27,7 +28,6 @@ from lipsformer.layers import (
     WeightedResidual,
     partition_heads,
 )
-from lipsformer.layers.spectral import depthwise_operator
 from lipsformer.models.embed import PatchConv2d, PatchEmbed
 from lipsformer.models.lipsformer import ConvBranch, LipsFormerBlock, Mlp
 from lipsformer.models.lipsformer_cswin import ConvMerging, StripeAttention

@@ -4,13 +4,20 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer import kernels
 from lipsformer.layers._checks import check_drop_path
-from lipsformer.layers._hooks import has_hooks
+from lipsformer.layers._residual_kernels import (
+    add,
+    add_gelu,
+    add_scaled,
+    applies_gelu,
+    declared,
+    enter,
+    entering_samples,
+    kept_samples,
+)
 
 
 class WeightedResidual(nn.Module):
@@ -103,55 +110,17 @@ class WeightedResidual(nn.Module):
             x: [B, ..., C].
             *context: Further arguments of the branch, such as the edges of a graph.
         """
-        mask, kept = self._draw_or_keep_all(x, context)
-        x, inputs = self._enter(x, kept)
-        ends_in = _declared(self.branch, "ends_in")
+        mask, kept = entering_samples(self, x, context)
+        x, inputs = enter(self, x, kept)
+        ends_in = declared(self.branch, "ends_in")
         if ends_in == "linear":
             scaled = self.branch(inputs, *context, output_scale=self.residual_scale)
-            return self._add_scaled(x, inputs, scaled, mask, kept)
+            return add_scaled(self, x, inputs, scaled, mask, kept)
         scale = self.residual_scale if mask is None else self.residual_scale * mask
-        if ends_in == "gelu" and self._applies_gelu(x, scale):
+        if ends_in == "gelu" and applies_gelu(self, x, scale):
             z = self.branch(inputs, *context, last_gelu=False)
-            return _add_gelu(x, inputs, z, scale, kept)
-        return _add(x, self.branch(inputs, *context), scale, kept)
-
-    def _draw_or_keep_all(
-        self, x: Tensor, context: tuple[Any, ...]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Draw as `draw` does, but let all samples enter the branch in two cases.
-
-        There are further arguments, which may belong to the samples. Or no sample is kept, and then
-        the factors are 0, so that each parameter has a gradient.
-        """
-        if context:
-            return self.draw_mask(x), None
-        mask, kept = self.draw(x)
-        if mask is not None and len(mask) == 0:
-            return mask.new_zeros(len(x), *mask.shape[1:]), None
-        return mask, kept
-
-    def _enter(self, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return x for the sum, and the samples of x that enter the branch."""
-        if kept is None:
-            return x, x
-        return kernels.fork(x, kept) if self._usable(x) else (x, x.index_select(0, kept))
-
-    def _usable(self, *tensors: Tensor) -> bool:
-        return kernels.usable("residual", *tensors, training=self.training)
-
-    def _add_scaled(
-        self, x: Tensor, inputs: Tensor, scaled: Tensor, mask: Tensor | None, kept: Tensor | None
-    ) -> Tensor:
-        """Add the output of a branch that is already multiplied by alpha."""
-        fits = scaled.shape == inputs.shape  # the kernel does not check it
-        if mask is not None and fits and self._usable(x, scaled):
-            return kernels.residual(x, scaled, mask, kept)
-        return _add(x, scaled, mask, kept)
-
-    def _applies_gelu(self, x: Tensor, scale: Tensor) -> bool:
-        """Return whether one kernel computes the last GELU of the branch and the sum."""
-        usable = kernels.usable("gelu_residual", x, scale, training=self.training)
-        return usable and not has_hooks(self.branch)  # a hook sees the output with GELU
+            return add_gelu(x, inputs, z, scale, kept)
+        return add(x, self.branch(inputs, *context), scale, kept)
 
     def draw(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Draw which samples of `x` ([B, ..., C]) enter the branch.
@@ -161,7 +130,8 @@ class WeightedResidual(nn.Module):
             their indices, [K], or None for all samples. K may be 0.
         """
         mask = self.draw_mask(x)
-        kept = _kept_samples(x, mask) if _declared(self.branch, "treats_samples_alone") else None
+        alone = declared(self.branch, "treats_samples_alone")
+        kept = kept_samples(x, mask) if alone else None
         return mask if mask is None or kept is None else mask[kept], kept
 
     def draw_mask(self, x: Tensor) -> Tensor | None:
@@ -187,39 +157,3 @@ class WeightedResidual(nn.Module):
 
 
 register_notrace_module(WeightedResidual)  # FX cannot trace drop path
-
-
-def _declared(branch: Any, name: str) -> Any:
-    """Return `name` of the class that defines the branch's forward function, None without it.
-
-    A subclass with its own forward function inherits the attribute, but need not do what it says.
-    """
-    cls = next(cls for cls in type(branch).__mro__ if "forward" in vars(cls))
-    return vars(cls).get(name)
-
-
-def _kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return the indices of the samples whose branch must be computed; None for all samples.
-
-    Samples are left out only on the CPU: on a GPU the host would have to wait until it knows how
-    many there are.
-    """
-    if mask is None or not kernels.usable("kept_samples", x, training=True):
-        return None
-    index = mask.flatten().nonzero().flatten()
-    return None if index.shape[0] == x.shape[0] else index
-
-
-def _add(x: Tensor, output: Tensor, scale: Tensor | None, kept: Tensor | None) -> Tensor:
-    """Return x + scale * output, where the branch's output may hold only the samples `kept`."""
-    if kept is not None:
-        output = output if scale is None else output * scale
-        return x.index_add(0, kept, output.to(x.dtype))
-    return x + output if scale is None else torch.addcmul(x, output, scale).to(x.dtype)
-
-
-def _add_gelu(x: Tensor, inputs: Tensor, z: Tensor, scale: Tensor, kept: Tensor | None) -> Tensor:
-    """Return x + scale * GELU(z), where z may hold only the samples `kept`."""
-    if z.shape == inputs.shape:  # the kernel does not check it
-        return kernels.gelu_residual(x, z, scale, kept)
-    return _add(x, F.gelu(z), scale, kept)

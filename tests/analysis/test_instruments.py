@@ -14,6 +14,7 @@ from lipsformer.analysis.bounds import (
     gathered_bound,
     lipschitz_bound,
 )
+from lipsformer.analysis.conv_norms import conv_sigma_bound
 from lipsformer.analysis.instruments import (
     BoundCheck,
     Monitor,
@@ -24,7 +25,7 @@ from lipsformer.analysis.instruments import (
 from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma_estimate, operators
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.layers import DepthwiseConv2d
-from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
+from lipsformer.layers.spectral import clip_singular_values
 
 
 def small_model(**kwargs) -> nn.Module:

@@ -11,12 +11,12 @@ from lipsformer.graph.diagnostics import (
     attention_statistics,
     dirichlet_energy,
     distance_from_mean,
-    gat_attention_bound,
     gradient_norms,
     layer_profile,
     mean_cosine,
 )
 from lipsformer.graph.edge_attention.csr import silence_beta_notice
+from lipsformer.graph.operator_bounds import gat_attention_bound
 
 NODES = 7
 

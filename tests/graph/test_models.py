@@ -5,10 +5,11 @@ import torch
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from lipsformer.graph import LipschitzGATConv, ResidualGCN, create_model
-from lipsformer.graph.diagnostics import adjacency_sigma_bound, layer_profile
+from lipsformer.graph.diagnostics import layer_profile
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import silence_beta_notice
 from lipsformer.graph.models import default_bound
+from lipsformer.graph.operator_bounds import adjacency_sigma_bound
 from lipsformer.layers.spectral import SpectralScale
 
 NAMES = [

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
-    carried_error,
+    carried,
     max_abs,
 )
 from lipsformer.analysis.bounds.core import (
@@ -444,7 +444,7 @@ def projected_bound(
     value, paper = factor * attended.value, factor * math.sqrt(attended.paper_squared)
     longest = outward(factor * math.sqrt(attended.radius_squared))
     # Errors are carried through the attention first, then through the projection.
-    error = carried_error(value, domain.error, factor * attended.rounding, domain.tokens)
+    error = carried(value, domain.error, factor * attended.rounding, domain.tokens)
     norm = outward(math.sqrt(domain.tokens) * longest)
     between = Domain(size=domain.size, radius=longest, norm=norm, error=error)
     rounding = linear_rounding(proj.weight, proj.bias, scale, between.rms, sigma)
@@ -453,7 +453,7 @@ def projected_bound(
         size=domain.size,
         radius=radius,
         norm=outward(math.sqrt(domain.tokens) * radius),
-        error=carried_error(sigma, error, rounding, domain.tokens),
+        error=carried(sigma, error, rounding, domain.tokens),
         channels=len(proj.weight),
         channels_first=False,
     )

@@ -181,25 +181,25 @@ def simple_bound(
         domain,
         size=size,
         radius=outward(radius),
-        norm=carried_error(value, domain.norm, shift, tokens),
-        error=carried_error(value, domain.error, rounding, tokens),
-        ball=carried_error(value, domain.ball, 0.0, tokens),
+        norm=carried(value, domain.norm, shift, tokens),
+        error=carried(value, domain.error, rounding, tokens),
+        ball=carried(value, domain.ball, 0.0, tokens),
         channels=domain.channels if channels is None else channels,
     )
     log10 = log10_of(value)
     return Bound(log10=log10, paper_log10=log10, output=output, input=domain)
 
 
-def carried_error(value: float, error: float, rounding: float, tokens: int) -> float:
-    r"""Return the error of the output of a layer, :math:`L e + \sqrt N \delta`.
+def carried(value: float, length: float, added: float, tokens: int) -> float:
+    r"""Return :math:`L a + \sqrt N b`, rounded up: a norm, an error or a ball after a layer.
 
     Args:
         value: Lipschitz constant L of the layer.
-        error: Error e of its input.
-        rounding: Error that the layer adds to a token, delta, as a root mean square.
+        length: Norm, error or radius of the ball before the layer, a.
+        added: What the layer adds to a token, b, as a root mean square.
         tokens: Number of tokens N of its output.
     """
-    total = value * error + math.sqrt(tokens) * rounding
+    total = value * length + math.sqrt(tokens) * added
     return outward(total) + TINY32 if total < math.inf else math.inf  # 0 * inf is not below inf
 
 
@@ -253,9 +253,9 @@ def scale_output(bound: Bound, scale: Tensor | None) -> Bound:
         output=replace(
             output,
             radius=outward(factor * output.radius),
-            norm=carried_error(factor, output.norm, 0.0, output.tokens),
-            error=carried_error(factor, output.error, 0.0, output.tokens),
-            ball=carried_error(factor, output.ball, 0.0, output.tokens),
+            norm=carried(factor, output.norm, 0.0, output.tokens),
+            error=carried(factor, output.error, 0.0, output.tokens),
+            ball=carried(factor, output.ball, 0.0, output.tokens),
         ),
     )
 
@@ -305,7 +305,7 @@ def image_domain(size: tuple[int, int], mean: Sequence[float], std: Sequence[flo
         size=size,
         radius=radius,
         norm=outward(math.sqrt(tokens) * radius),
-        error=carried_error(0.0, 0.0, rounding, tokens),
+        error=carried(0.0, 0.0, rounding, tokens),
         channels=len(mean),
         channels_first=True,
     )

@@ -11,7 +11,7 @@ from lipsformer.analysis.bounds.attention import column_mass, core_rounding, max
 from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
-    carried_error,
+    carried,
     max_abs,
     scale_output,
     simple_bound,
@@ -106,7 +106,7 @@ def _contractive_residual(module: Any, domain: Domain, scale: Tensor | None) -> 
         core.tau(), math.prod(window), module.dim // core.num_heads, most
     )
     rounding = gamma(3) * domain.rms + relative * added.rms
-    error = carried_error(largest, domain.error, rounding, domain.tokens) + added.error
+    error = carried(largest, domain.error, rounding, domain.tokens) + added.error
     output = replace(mixed.output, error=outward(error))
     return scale_output(replace(mixed, output=output, parts={"branch": plain}), scale)
 

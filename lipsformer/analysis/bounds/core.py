@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
-    carried_error,
+    carried,
     compose,
     scale_output,
 )
@@ -230,7 +230,7 @@ def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = No
     bound = registered.bound(module, domain, scale)
     if not all(tensor.isfinite().all() for tensor in _tensors(module)):
         bound = replace(bound, log10=math.inf, paper_log10=math.inf, last=None)
-    ball = carried_error(bound.value, domain.ball, 0.0, 1)
+    ball = carried(bound.value, domain.ball, 0.0, 1)
     output = replace(bound.output, ball=ball, centers=domain.centers)
     return replace(bound, kind=cls.__name__, input=domain, output=output)
 

@@ -42,12 +42,6 @@ from lipsformer.analysis.bounds.layers import PASSIVE, bias_norm, linear_sigma_b
 from lipsformer.analysis.bounds.lipsformer import require_input_kept, require_same_shape
 from lipsformer.analysis.bounds.rounding import log10_one_plus, outward, sigma_bound
 from lipsformer.graph.cosine_conv import ScaledCosineConv
-from lipsformer.graph.diagnostics import (
-    adjacency_sigma_bound,
-    attention_column_sum,
-    gat_attention_bound,
-    normalized_adjacency,
-)
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.edge_attention.messages import changed_messages
@@ -59,6 +53,12 @@ from lipsformer.graph.models.initial_residual import InitialResidualLayer
 from lipsformer.graph.models.lips import AttentionBranch, LipsLayer
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.norm import NodeNorm
+from lipsformer.graph.operator_bounds import (
+    adjacency_sigma_bound,
+    attention_column_sum,
+    gat_attention_bound,
+    normalized_adjacency,
+)
 from lipsformer.graph.transformer_conv import LipschitzTransformerConv
 from lipsformer.layers import LipschitzNormAttention
 

@@ -42,13 +42,13 @@ from lipsformer.analysis.bounds.rounding import (
     outward,
     sigma_bound,
 )
-from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
-from lipsformer.layers.spectral import (
+from lipsformer.analysis.conv_norms import (
     conv_symbols,
     depthwise_operator,
     grid_excess,
     scaled_groups,
 )
+from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
 
 # The largest derivative of GELU(x) = x Phi(x), which is Phi(x) + x phi(x) at x = sqrt(2).
 GELU_BOUND = outward(0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi))
@@ -276,7 +276,7 @@ def depthwise_sigma_bounds(weight: Tensor, size: tuple[int, int]) -> Tensor:
 def conv_bound(
     weight: Tensor, stride: tuple[int, int] = (1, 1), groups: int = 1, oversampling: int = 8
 ) -> Tensor:
-    """Return `lipsformer.layers.spectral.conv_sigma_bound`, rounded up, one value per group.
+    """Return `lipsformer.analysis.conv_norms.conv_sigma_bound`, rounded up, one value per group.
 
     An entry of the symbol errs by at most FFT_ERROR times the sum of its absolute taps. The
     Frobenius norm of these sums bounds the norm of the error.

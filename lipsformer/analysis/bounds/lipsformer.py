@@ -22,7 +22,7 @@ from lipsformer.analysis.bounds.attention import (
 from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
-    carried_error,
+    carried,
     compose,
     max_abs,
     scale_output,
@@ -154,14 +154,15 @@ def residual_bound(
     require_same_shape(domain, plain.output)
     weighted = chain(branch, domain, alpha, moves_channels=False)
     largest_weight = max_abs(alpha)
-    # The radius of a branch may be infinite, and 0 * inf is nan: in the program, too.
+    # With alpha = 0 the branch adds nothing, unless its values may be infinite. The program then
+    # computes 0 * inf = nan, so the error counts as infinite.
     rounded = 0.0 if plain.output.error < math.inf else math.inf
     nothing = Domain(size=(), radius=0.0, norm=0.0, error=rounded, ball=0.0)
     added = weighted.output if largest_weight > 0.0 else nothing
     paper_log10 = log10_product((plain.paper_log10, log10_of(largest_weight)))
     # The product with alpha and the sum round.
     rounding = gamma(3) * (domain.rms + added.rms)
-    error = carried_error(1.0, domain.error, rounding, domain.tokens) + added.error
+    error = carried(1.0, domain.error, rounding, domain.tokens) + added.error
     total = Bound(
         log10=log10_one_plus(weighted.log10),
         paper_log10=log10_one_plus(paper_log10),
@@ -207,7 +208,7 @@ def _weighted_residual(module: Any, domain: Domain, scale: Tensor | None) -> Bou
     return residual_bound(module.residual_scale, [("branch", module.branch)], domain, scale)
 
 
-def _window_layout(_: Any, module: Any, __: int, x: Tensor) -> Layout:
+def _window_layout(_model: Any, module: Any, _index: int, x: Tensor) -> Layout:
     size = (x.shape[1], x.shape[2])
     return Layout(module.window(*size), size)
 
@@ -245,7 +246,7 @@ def _pads(size: tuple[int, ...], window: tuple[int, ...]) -> bool:
     return any(side % extent != 0 for side, extent in zip(size, window, strict=True))
 
 
-def _stripe_layout(_: Any, module: Any, partition: int, x: Tensor) -> Layout:
+def _stripe_layout(_model: Any, module: Any, partition: int, x: Tensor) -> Layout:
     size = (x.shape[1], x.shape[2])
     return Layout(module.stripe(partition, *size), size)
 

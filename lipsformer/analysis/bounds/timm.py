@@ -28,7 +28,7 @@ from lipsformer.analysis.bounds.attention import (
 from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
-    carried_error,
+    carried,
     compose,
     max_abs,
     simple_bound,
@@ -86,7 +86,7 @@ def _patch_embed(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     return chain([("proj", module.proj), ("norm", module.norm)], padded, scale)
 
 
-def _sequence_layout(model: Any, _: Any, __: int, ___: Tensor) -> Layout:
+def _sequence_layout(model: Any, _module: Any, _index: int, _x: Tensor) -> Layout:
     grid = model.patch_embed.grid_size
     return Layout(grid, grid, model.num_prefix_tokens)
 
@@ -128,7 +128,7 @@ def _attention(
     return projected_bound(attended, module.proj, domain, scale)
 
 
-def _shifted_window_layout(_: Any, block: Any, __: int, x: Tensor) -> Layout:
+def _shifted_window_layout(_model: Any, block: Any, _index: int, x: Tensor) -> Layout:
     return Layout(block.window_size, (x.shape[1], x.shape[2]), shift=block.shift_size)
 
 
@@ -198,7 +198,7 @@ def _distilled_vit(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
             size=(),
             radius=outward(radius),
             norm=sum(head.output.norm for head in heads.values()),
-            error=carried_error(1.0, error, gamma(2) * (radius + error), 1),
+            error=carried(1.0, error, gamma(2) * (radius + error), 1),
         ),
         input=x.output,
         parts=heads,

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lipsformer.analysis.conv_norms import conv_sigma_bound
 from lipsformer.analysis.instruments.base import InstrumentBase
 from lipsformer.analysis.sigma import (
     Operator,
@@ -18,7 +19,7 @@ from lipsformer.analysis.sigma import (
     residual_scale_of,
 )
 from lipsformer.layers._checks import check_positive
-from lipsformer.layers.spectral import clip_singular_values, conv_sigma_bound
+from lipsformer.layers.spectral import clip_singular_values
 
 # Layers with matrices that `operators` does not follow.
 OTHERS = (
@@ -158,7 +159,8 @@ class SpectralCap(InstrumentBase):
 def _every_operator(model: nn.Module) -> list[Operator]:
     """Return the operators of a model, or raise if one of them cannot be capped.
 
-    A weight that several modules share stands there once for each way in which they apply it.
+    A weight that several modules share is listed once for each stride and number of groups with
+    which they apply it.
     """
     for name, module in model.named_modules():
         if isinstance(module, OTHERS) and not isinstance(module, nn.Conv2d):

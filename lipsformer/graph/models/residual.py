@@ -88,7 +88,7 @@ class ResidualGCN(GraphNet):
     The Frobenius Lipschitz constant of each layer is at most :math:`1 + c |\hat A|_2`. If the graph
     is undirected, :math:`|\hat A|_2 = 1` and the constant is at most 1 + c. On a directed graph
     :math:`|\hat A|_2` may be larger, about :math:`\sqrt{n / 2}` for a star of n nodes:
-    `lipsformer.graph.diagnostics.adjacency_sigma_bound` bounds it, and `layer_profile` reports
+    `lipsformer.graph.operator_bounds.adjacency_sigma_bound` bounds it, and `layer_profile` reports
     :math:`1 + c |\hat A|_2` for every layer.
 
     Example:

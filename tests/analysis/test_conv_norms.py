@@ -4,13 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipsformer.analysis.conv_norms import conv_sigma_bound, depthwise_operator
 from lipsformer.analysis.sigma import krylov_sigma_estimate
 from lipsformer.layers import largest_singular_value, orthogonalize
-from lipsformer.layers.spectral import (
-    clip_singular_values,
-    conv_sigma_bound,
-    depthwise_operator,
-)
+from lipsformer.layers.spectral import clip_singular_values
 
 
 def dense_operator(weight: Tensor, size, stride=1, padding=0, groups=1) -> Tensor:
