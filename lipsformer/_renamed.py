@@ -39,9 +39,18 @@ MODULES = {
     "scripts.stability_sweep": "benchmarks.league",
 }
 NAMES = {
+    "lipsformer._configfile.describe": "lipsformer._settings_help.describe",
+    "lipsformer._configfile.numbers_in": "lipsformer._checks.numbers_in",
+    "lipsformer._configfile.read_docstring": "lipsformer._settings_help.read_docstring",
+    "lipsformer._configfile.read_json": "lipsformer._files.read_json",
+    "lipsformer._configfile.require_each": "lipsformer._checks.require_each",
+    "lipsformer._configfile.require_effect": "lipsformer._checks.require_effect",
+    "lipsformer._configfile.require_finite": "lipsformer._checks.require_finite",
+    "lipsformer._configfile.require_writable": "lipsformer._files.require_writable",
     "lipsformer.analysis.bounds.largest": "max_abs",
     "lipsformer.analysis.bounds.rule": "bound_rule",
     "lipsformer.analysis.bounds.unchanged": "require_unchanged",
+    "lipsformer.analysis.robustness.withstood": "robust_mask",
     "lipsformer.analysis.sigma.krylov_sigma": "krylov_sigma_estimate",
     "lipsformer.config.config_identity": "lipsformer.engine.resume.config_identity",
     "lipsformer.config.load_config": "lipsformer._configfile.read_config(Config, ...)",
@@ -61,6 +70,14 @@ NAMES = {
     "lipsformer.engine.run_folder.load_model": "lipsformer.engine.weights.load_model",
     "lipsformer.engine.run_folder.load_weights": "lipsformer.engine.weights.load_weights",
     "lipsformer.engine.run_folder.read_weights": "lipsformer.engine.weights.read_weights",
+    "lipsformer.engine.run_folder.strip_wrappers": "lipsformer.engine.weights.strip_wrappers",
+    **{
+        f"lipsformer.engine.run_folder.{name}": f"lipsformer.engine.run_files.{name}"
+        for name in (
+            *("EXIT", "INSTRUMENTS", "OPTIMIZER", "PLOTS", "REPLAY", "REPORT", "SKIPPED"),
+            *("STATE", "TENSORBOARD"),
+        )
+    },
     "lipsformer.engine.steps.evaluate": "lipsformer.engine.evaluation.evaluate",
     "lipsformer.graph.config.DataConfig": "GraphDataConfig",
     "lipsformer.graph.config.ModelConfig": "GraphModelConfig",

@@ -65,9 +65,10 @@ def read_checkpoint(path: Path) -> StateDict:
                 content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("Please use")[0]
+        reason = reason.strip().partition("\n")[0]  # advice for programmers follows
         raise ReleasedWeightsError(
             f"{path}: refused, nothing was executed. A pickle may only contain tensors, plain "
-            f"containers and yacs.config.CfgNode; PyTorch's reader reports: {reason.strip()}"
+            f"containers and yacs.config.CfgNode; PyTorch's reader reports: {reason}"
         ) from None
     except Exception as error:  # both readers raise whatever damaged files make them raise
         raise ReleasedWeightsError(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lipsformer._renamed import renamed
 from lipsformer.analysis.estimate import Function, sample_norm
 
 
@@ -162,3 +163,6 @@ def robust_mask(
             f"an attack within distance {eps:g} broke a certificate: the certified radius is wrong"
         )
     return certified, attacked
+
+
+__getattr__ = renamed(__name__)

@@ -61,7 +61,8 @@ class _DepthwiseConv(torch.autograd.Function):
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, flip: bool = False) -> Tensor:
     """Convolve `x` ([B, H, W, C]) with `weight` ([C, 1, K, K]), flipped if asked."""
-    if usable("depthwise.csrc", x, weight):
+    parameters = (weight,) if bias is None else (weight, bias)
+    if usable("depthwise.csrc", x, *parameters):
         x, weight = x.contiguous(), weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         y = torch.empty_like(x)

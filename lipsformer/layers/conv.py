@@ -64,7 +64,9 @@ class DepthwiseConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Convolve `x` ([B, H, W, C]) without copying it to another layout."""
         if kernels.usable(
-            "depthwise", x, self.weight, training=self.training, unless=lambda: self.obstacle(x)
+            *("depthwise", x, self.weight, self.bias),
+            training=self.training,
+            unless=lambda: self.obstacle(x),
         ):
             return kernels.depthwise_conv(x, self.weight, self.bias)
         x = x.permute(0, 3, 1, 2)

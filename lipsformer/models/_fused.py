@@ -215,6 +215,8 @@ def _cpu_obstacle(block: Any, x: Tensor) -> str | None:
                 return "a parameter is frozen or replaced"
             if parameter.dtype != torch.float32 or not parameter.is_contiguous():
                 return "a parameter is not float32 or not contiguous"
+            if parameter.is_neg():
+                return "a parameter is a view with the opposite sign of what lies in memory"
     return None
 
 

@@ -197,8 +197,9 @@ class FoldedConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x` ([B, H, W, C])."""
-        conv = self.depthwise
-        if kernels.usable("depthwise_gelu", x, conv.weight, unless=lambda: self._obstacle(x)):
+        conv, scale = self.depthwise, self.residual_scale
+        parameters = (conv.weight, conv.bias, *([] if scale is None else [scale]))
+        if kernels.usable("depthwise_gelu", x, *parameters, unless=lambda: self._obstacle(x)):
             return kernels.depthwise_gelu(x, conv.weight, conv.bias, self.residual_scale)
         y = F.gelu(conv(x))
         if self.residual_scale is None:

@@ -173,12 +173,18 @@ def widen_the_queries(block):
     block.attn.branch.qkv.weight = nn.Parameter(torch.randn(6 * DIM, DIM))
 
 
+def turn_a_sign(block):
+    """The kernel would read what lies in memory, which is the opposite of the parameter."""
+    block.mlp.branch.fc1.bias = nn.Parameter(torch._neg_view(torch.randn(3 * DIM)))
+
+
 CHANGES = [second_pointwise, exchange_a_norm, leave_a_norm_out, put_a_layer_behind_the_attention]
 CHANGES += [
     remove_a_positional_encoding,
     enlarge_a_depthwise_kernel,
     shorten_a_depthwise_bias,
     widen_the_queries,
+    turn_a_sign,
     hook,
     adapt,
     subclass,

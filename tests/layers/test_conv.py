@@ -229,3 +229,18 @@ def test_a_kernel_that_is_no_square_is_applied_as_it_is(compiled_kernels):
     maps, *parameters = (t.double() for t in (x.permute(0, 3, 1, 2), conv.weight, conv.bias))
     expected = F.conv2d(maps, *parameters, padding=3, groups=8).permute(0, 2, 3, 1)
     torch.testing.assert_close(conv(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_parameters_that_are_views_with_the_opposite_sign_are_read_with_it(
+    name: str, gradients: bool
+) -> None:
+    conv, x = DepthwiseConv2d(11, kernel_size=3), torch.randn(5, 7, 11)
+    view = torch._neg_view(getattr(conv, name).detach().clone())
+    setattr(conv, name, nn.Parameter(view))
+    with torch.set_grad_enabled(gradients):
+        y = conv.train(gradients)(x[None])[0].detach()
+    weight, bias = (p.detach().resolve_neg().double() for p in (conv.weight, conv.bias))
+    expected = depthwise_conv(x, weight, bias)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)

@@ -14,6 +14,7 @@ import lipsformer
 from lipsformer.kernels import product
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
 from lipsformer.models.folded_layers import FoldedConv, FrozenLinear
+from tests.oracles import depthwise_conv
 
 SWIN = {"embed_dim": 24, "depths": (1, 2), "num_heads": (3, 6), "window_size": 7}
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -333,3 +334,19 @@ def test_second_derivatives_in_evaluation_mode_equal_differences_of_the_first(fo
     step = 1e-6
     differences = (first(x + step * v)[0] - first(x - step * v)[0]) / (2 * step)
     torch.testing.assert_close(second, differences, rtol=1e-4, atol=1e-5 * second.abs().max())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["weight", "bias", "residual_scale"])
+def test_a_folded_convolution_reads_views_with_the_opposite_sign_with_it(name: str) -> None:
+    folded = FoldedConv(DepthwiseConv2d(11, kernel_size=3), nn.Parameter(torch.randn(11)))
+    owner = folded if name == "residual_scale" else folded.depthwise
+    view = torch._neg_view(getattr(owner, name).detach().clone())
+    setattr(owner, name, nn.Parameter(view, requires_grad=False))
+    x = torch.randn(5, 7, 11)
+    conv = folded.depthwise
+    weight, bias, scale = (
+        p.resolve_neg().double() for p in (conv.weight, conv.bias, folded.residual_scale)
+    )
+    expected = x + scale * F.gelu(depthwise_conv(x, weight, bias))
+    torch.testing.assert_close(folded(x[None])[0].double(), expected, rtol=1e-5, atol=1e-5)

@@ -335,12 +335,16 @@ def test_command_line_refuses_an_existing_folder(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'out'} exists")
     assert main([str(tmp_path / "x.pth"), str(tmp_path / "new")]) == 2
     assert "no such file" in capsys.readouterr().err
-    for content, reason in ((b"no checkpoint", "refused, nothing"), (b"", "checkpoint (EOFError)")):
+    for content, reason in (
+        *((b"no checkpoint", "refused, nothing"), (b"<html></html>", "refused, nothing")),
+        (b"", "checkpoint (EOFError)"),
+    ):
         (tmp_path / "x.pth").write_bytes(content)
         assert main([str(tmp_path / "x.pth"), str(tmp_path / "new")]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: {tmp_path / 'x.pth'}: ")
         assert reason in error
+        assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()
 
 

@@ -70,8 +70,10 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         "srun": f'echo "$1" >> {tmp_path}/calls; shift; exec "$@"',
         "scontrol": f"""echo "$@" >> {tmp_path}/calls
             case "$1 $2" in
-              "show hostnames") echo node1 ;;
-              "show job") echo "   SuspendTime=None PreemptTime=${{FAKE_PREEMPT_TIME:-None}}" ;;
+              "show hostnames") echo node1; seq -f "node%g" 2 100000 ;;
+              "show job")  # what follows the time does not fit into a pipe
+                echo "   SuspendTime=None PreemptTime=${{FAKE_PREEMPT_TIME:-None}}"
+                printf "   Comment=%100000d\\n" 0 ;;
             esac""",
         "torchrun": f'echo "$@" > {tmp_path}/arguments; trap "exit 1" TERM\n'
         f"touch {tmp_path}/started; [ -z $FAKE_STATUS ] || exit $FAKE_STATUS\n"
