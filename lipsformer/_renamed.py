@@ -73,10 +73,7 @@ NAMES = {
     "lipsformer.engine.run_folder.strip_wrappers": "lipsformer.engine.weights.strip_wrappers",
     **{
         f"lipsformer.engine.run_folder.{name}": f"lipsformer.engine.run_files.{name}"
-        for name in (
-            *("EXIT", "INSTRUMENTS", "OPTIMIZER", "PLOTS", "REPLAY", "REPORT", "SKIPPED"),
-            *("STATE", "TENSORBOARD"),
-        )
+        for name in "EXIT INSTRUMENTS OPTIMIZER PLOTS REPLAY REPORT SKIPPED STATE TENSORBOARD".split()
     },
     "lipsformer.engine.steps.evaluate": "lipsformer.engine.evaluation.evaluate",
     "lipsformer.graph.config.DataConfig": "GraphDataConfig",

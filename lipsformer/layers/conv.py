@@ -63,10 +63,9 @@ class DepthwiseConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve `x` ([B, H, W, C]) without copying it to another layout."""
+        tensors = x, self.weight, self.bias
         if kernels.usable(
-            *("depthwise", x, self.weight, self.bias),
-            training=self.training,
-            unless=lambda: self.obstacle(x),
+            "depthwise", *tensors, training=self.training, unless=lambda: self.obstacle(x)
         ):
             return kernels.depthwise_conv(x, self.weight, self.bias)
         x = x.permute(0, 3, 1, 2)
