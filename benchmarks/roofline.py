@@ -18,6 +18,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,27 +145,26 @@ def operators(model: nn.Module, images: Tensor) -> list[Operator]:
         key = (kind, repr([tuple(x.shape) for x in operator.tensors()]))
         found.setdefault(key, operator).calls += 1
 
-    handles = []
+    hooks = ExitStack()
     for parent in model.modules():
         if isinstance(parent, (WindowAttention, StripeAttention)):
             core = Attention(parent)
             look = lambda _, __, qkv, core=core: note("attention", core, (qkv,), {})  # noqa: E731
-            handles.append(parent.qkv.register_forward_hook(look))
+            hooks.enter_context(parent.qkv.register_forward_hook(look))
         if isinstance(parent, WeightedResidual):
             core = Sum(parent)
             kind = "residual with GELU" if core.given.ends_in == "gelu" else "residual"
             add = lambda _, args, y, kind=kind, core=core: note(kind, core, (args[0], y), {})  # noqa: E731
-            handles.append(parent.branch.register_forward_hook(add))
+            hooks.enter_context(parent.branch.register_forward_hook(add))
         if isinstance(parent, nn.ModuleList):
             continue  # LePE is a part of the attention
         for module in parent.children():
             kind = next((KINDS[c] for c in type(module).__mro__ if c in KINDS), None)
             if kind is not None:
                 hook = lambda m, args, kwargs, kind=kind: note(kind, m, args, kwargs)  # noqa: E731
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    model(images)
-    for handle in handles:
-        handle.remove()
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+    with hooks:
+        model(images)
     return list(found.values())
 
 

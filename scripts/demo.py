@@ -36,7 +36,7 @@ from lipsformer.analysis.bounds import UnknownModuleError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.engine.run_files import CheckpointError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
-from scripts._demo_model import MAX_UPLOAD, DemoModel
+from scripts._classifier import MAX_UPLOAD, Classifier
 from scripts.reporting.certificates import picture_figure
 from scripts.reporting.pictures import InlineImage, overlaid
 
@@ -62,7 +62,7 @@ class Sample:
     credit: str
 
 
-def load_samples(model: DemoModel) -> list[Sample]:
+def load_samples(model: Classifier) -> list[Sample]:
     """Return pictures of scikit-learn; for a model of digits, held-out digits come first."""
     from sklearn.datasets import load_sample_image
 
@@ -114,7 +114,7 @@ def bars(classes: Sequence[str], probabilities: Tensor, before: Tensor | None = 
 class Answers:
     """The contents of the page. Images are uint8 [H, W, 3] of the size that the model takes."""
 
-    def __init__(self, model: DemoModel):
+    def __init__(self, model: Classifier):
         self.model = model
         self.samples = load_samples(model)
         first = self.samples[0]
@@ -352,7 +352,7 @@ def serve(checkpoint: str, which: str, *, host: str, port: int | None) -> None:
         )
     weights = find_weights(checkpoint, which)
     print(weights, flush=True)
-    answers = Answers(DemoModel.from_weights(weights))
+    answers = Answers(Classifier.from_weights(weights))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder

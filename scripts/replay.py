@@ -12,8 +12,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,26 +128,21 @@ def watched(model: nn.Module) -> Iterator[dict[str, list[str]]]:
         bad = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and not finite(x)]
         found["inputs"].extend(f"argument {i} of the model" for i in bad)
 
-    handles = [model.register_forward_pre_hook(look_at_input)]
-    for name, module in model.named_modules():
+    def look_at_output(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not finite(output):
+            found["outputs"].append(f"{name or 'model'} ({type(module).__name__})")
 
-        def look_at_output(module: nn.Module, _: Any, output: Any, name: str = name) -> None:
-            if isinstance(output, Tensor) and not finite(output):
-                found["outputs"].append(f"{name or 'model'} ({type(module).__name__})")
+    def look_at_gradient(name: str, gradient: Tensor) -> None:
+        if not finite(gradient):
+            found["gradients"].append(name)
 
-        handles.append(module.register_forward_hook(look_at_output))
-    for name, parameter in model.named_parameters():
-
-        def look_at_gradient(gradient: Tensor, name: str = name) -> None:
-            if not finite(gradient):
-                found["gradients"].append(name)
-
-        handles.append(parameter.register_hook(look_at_gradient))
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(model.register_forward_pre_hook(look_at_input))
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(look_at_output, name)))
+        for name, parameter in model.named_parameters():
+            hooks.enter_context(parameter.register_hook(partial(look_at_gradient, name)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def finite(tensor: Tensor) -> bool:

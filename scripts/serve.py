@@ -21,6 +21,8 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 
+from torch import nn
+
 from data import UnreadableImageError
 from data.images import EncodedPicture
 from lipsformer._checks import require
@@ -28,14 +30,14 @@ from lipsformer._commands import documented_parser, user_errors
 from lipsformer._errors import ConfigError
 from lipsformer.engine.run_files import CheckpointError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
-from scripts._demo_model import MAX_UPLOAD, DemoModel
-from scripts._runtimes import FORMATS, autocast, load
+from scripts._classifier import MAX_UPLOAD, Classifier
+from scripts._runtimes import FORMATS, Logits, autocast, fold, load
 
 BEST = 5  # classes in an answer
 WAIT_S = 10  # for the bytes of a picture, before its connection is closed
 
 
-def load_classifier(folder: Path, which: str = "best", precision: str = "fp32") -> DemoModel:
+def load_classifier(folder: Path, which: str = "best", precision: str = "fp32") -> Classifier:
     """Return the model of a run or an export, run by OpenVINO if the folder has its files.
 
     Args:
@@ -47,21 +49,22 @@ def load_classifier(folder: Path, which: str = "best", precision: str = "fp32") 
         CheckpointError: If there are no usable weights.
         ConfigError: If it is not known which model they belong to, or OpenVINO is missing.
     """
-    model = DemoModel.from_weights(find_weights(folder, which))
     exported = folder / FORMATS["openvino"].file
-    if exported.exists():
+
+    def runtime(model: nn.Module) -> Logits:
+        if not exported.exists():
+            return autocast(fold(model), precision)
         try:
-            model.fast = load(exported, precision)
+            return load(exported, precision)
         except ImportError as error:
             raise ConfigError(
                 f"{exported} needs OpenVINO: pip install 'lipsformer[deploy]'"
             ) from error
-    else:
-        model.fast = autocast(model.fast, precision)
-    return model
+
+    return Classifier.from_weights(find_weights(folder, which), runtime)
 
 
-def make_server(model: DemoModel, host: str, port: int) -> HTTPServer:
+def make_server(model: Classifier, host: str, port: int) -> HTTPServer:
     """Return a server that answers with a model. Port 0 is the first free one."""
     one_at_a_time = threading.Lock()  # only the model; a slow connection holds up no other one
 

@@ -1,11 +1,13 @@
 """The two signals of a coming failure: attention entropy, and the spectrum of Wq^T Wk."""
 
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lipsformer._modes import modes_restored
 from lipsformer.analysis.attention_maps import attention_scores
 from lipsformer.layers import ScaledCosineAttention
 from lipsformer.models.lipsformer_swin import WindowAttention
@@ -40,18 +42,11 @@ def attention_entropy(model: nn.Module, images: Tensor) -> list[float]:
         entropy = torch.special.entr(attn).sum(-1).mean() / math.log(attn.shape[-1])
         found.append(entropy.item())
 
-    handles = [
-        module.attention.register_forward_pre_hook(measure)
-        for module in model.modules()
-        if isinstance(module, WindowAttention)
-    ]
-    training = model.training
-    try:
+    with modes_restored(model), ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, WindowAttention):
+                hooks.enter_context(module.attention.register_forward_pre_hook(measure))
         model.eval()(images)
-    finally:
-        model.train(training)
-        for handle in handles:
-            handle.remove()
     return found
 
 

@@ -1,6 +1,7 @@
 """Attention maps: how much attention every token of a feature map receives."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -48,17 +49,14 @@ def attention_maps(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         ((2, 2, 16, 16), '1.000')
     """
     maps: dict[str, list[Tensor]] = {}
-    handles = []
-    for name, module in model.named_modules():
-        registered = registration_of(type(module))
-        if registered is not None and registered.layout is not None:
-            handles += _record_maps(name, module, partial(registered.layout, model), maps)
-    try:
-        with modes_restored(model), torch.no_grad():
-            model.eval()(images)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with modes_restored(model), torch.no_grad(), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            registered = registration_of(type(module))
+            if registered is not None and registered.layout is not None:
+                layout = partial(registered.layout, model)
+                for handle in _record_maps(name, module, layout, maps):
+                    hooks.enter_context(handle)
+        model.eval()(images)
     if not any(maps.values()):
         raise TypeError(
             f"{type(model).__name__} has no attention whose map is known: register its class with "
@@ -133,18 +131,13 @@ def probe_attention(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
 
         return hook
 
-    handles = [
-        module.register_forward_pre_hook(measure(name))
-        for name, module in model.named_modules()
-        if isinstance(module, ScaledCosineAttention)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, ScaledCosineAttention):
+                hooks.enter_context(module.register_forward_pre_hook(measure(name)))
         # Without `force_eager`, a compiled model would compile another graph for the hooks.
         with modes_restored(model), torch.compiler.set_stance("force_eager"):
             model.eval()(probe)
-    finally:
-        for handle in handles:
-            handle.remove()
     return record
 
 

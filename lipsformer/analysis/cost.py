@@ -5,7 +5,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,15 +86,11 @@ def part_costs(model: nn.Module, images: Tensor) -> list[PartCost]:
 
         return hook
 
-    handles = [
-        model.get_submodule(name).register_forward_hook(record_output(name)) for name in names
-    ]
-    try:
-        with modes_restored(model):
-            counts = _count_operators(model.eval(), images)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with modes_restored(model), ExitStack() as hooks:
+        for name in names:
+            part = model.get_submodule(name)
+            hooks.enter_context(part.register_forward_hook(record_output(name)))
+        counts = _count_operators(model.eval(), images)
     counted: set[nn.Parameter] = set()
     parameters: dict[str, int] = {}
     for name in names:  # a shared parameter counts in its first part

@@ -7,6 +7,7 @@ that contains a neighborhood of x.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -172,14 +173,10 @@ def capture_inputs(model: nn.Module, names: Iterable[str], x: Tensor) -> dict[st
     def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         return lambda _, args: inputs.update({name: args[0].detach()})
 
-    modules = {name: model.get_submodule(name) for name in names}  # before any hook is set
-    handles = [module.register_forward_pre_hook(keep(name)) for name, module in modules.items()]
-    try:
-        with torch.no_grad():
-            model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(keep(name)))
+        model(x)
     return inputs
 
 

@@ -35,7 +35,7 @@ from lipsformer.config import DataConfig
 from lipsformer.engine.build import timm_config
 from lipsformer.engine.run_folder import find_weights
 from scripts import demo
-from scripts._demo_model import DemoModel
+from scripts._classifier import Classifier
 from scripts.reporting.pictures import overlaid
 from tests.browser import Browser
 from tests.conftest import ROOT
@@ -69,7 +69,7 @@ def network():
 
 @pytest.fixture(scope="module")
 def model():
-    return DemoModel("lipsformer_swin_nano", network(), CLASSES, DATA)
+    return Classifier("lipsformer_swin_nano", network(), CLASSES, DATA)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_prediction_of_a_checkpoint_is_timms(tmp_path):
     expected_model = network()
     save_file(expected_model.state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(timm_config(expected_model, CLASSES))
-    model = DemoModel.from_weights(find_weights(tmp_path))
+    model = Classifier.from_weights(find_weights(tmp_path))
     assert (model.name, model.classes) == ("lipsformer_swin_nano", CLASSES)
     transform = create_transform(**resolve_model_data_config(expected_model))
     expected = expected_model(transform(photo())[None]).softmax(-1)[0]
@@ -188,7 +188,7 @@ def test_bars_are_sorted_escaped_and_marked():
 
 def test_a_model_without_known_attention_keeps_the_rest_of_the_page():
     plain = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=7)
-    page = demo.Answers(DemoModel("vit", plain, CLASSES, DataConfig(source="folder", img_size=32)))
+    page = demo.Answers(Classifier("vit", plain, CLASSES, DataConfig(source="folder", img_size=32)))
     assert page.block is None and page.heads == {}
     message = "<p>VisionTransformer has no attention whose map is known"
     assert page.attend(page.image, None, demo.ALL_HEADS).startswith(message)

@@ -1,5 +1,6 @@
-"""A model and the questions that the demo page asks it about one image."""
+"""A classifier of pictures, for the server, and what the demo page asks it about one image."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from scripts._runtimes import Logits, fold
 
 MAX_UPLOAD = 20 * 2**20  # bytes
 POWER_ITERATIONS = 15
+Runtime = Callable[[nn.Module], Logits]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Sensitivity:
     margin: float
 
 
-class DemoModel:
+class Classifier:
     """A classifier with its class names and its preprocessing.
 
     Images are uint8 [H, W, 3] of the size that the model takes.
@@ -65,13 +67,22 @@ class DemoModel:
         model: The classifier.
         classes: Names of its K outputs.
         data: The preprocessing.
+        runtime: Turns the model into the function that computes the logits, such as the same model
+            folded for inference.
     """
 
-    def __init__(self, name: str, model: nn.Module, classes: list[str], data: DataConfig):
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        classes: list[str],
+        data: DataConfig,
+        runtime: Runtime = fold,
+    ):
         self.name = name
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model.eval().requires_grad_(False).to(self.device)
-        self.fast: Logits = fold(self.model)  # the same logits in less time
+        self.run = runtime(self.model)
         self.classes = classes
         self.data = data
         self.transform = EvalTransform(
@@ -80,8 +91,8 @@ class DemoModel:
         self.normalize = Normalize(data.mean, data.std)
 
     @classmethod
-    def from_weights(cls, weights: Weights) -> "DemoModel":
-        """Build the model of weights.
+    def from_weights(cls, weights: Weights, runtime: Runtime = fold) -> "Classifier":
+        """Build the classifier of weights.
 
         Raises:
             CheckpointError: If the weights cannot be read or do not fit.
@@ -91,7 +102,7 @@ class DemoModel:
         known = weights.timm_config() or {}
         classes = weights.classes() or [f"class {i}" for i in range(known["num_classes"])]
         data = data_config(known["pretrained_cfg"], ["source=folder"], origin=str(weights.folder))
-        return cls(known["architecture"], model, classes, data)
+        return cls(known["architecture"], model, classes, data, runtime)
 
     def prepare(self, picture: Picture) -> np.ndarray:
         """Return the image that the model sees of a picture.
@@ -169,4 +180,4 @@ class DemoModel:
 
     @torch.no_grad()
     def _logits(self, image: np.ndarray) -> Tensor:
-        return self.fast(self.normalize(self._batch(image)))[0].float().cpu()
+        return self.run(self.normalize(self._batch(image)))[0].float().cpu()
