@@ -71,10 +71,15 @@ NAMES = {
     "lipsformer.engine.run_folder.load_weights": "lipsformer.engine.weights.load_weights",
     "lipsformer.engine.run_folder.read_weights": "lipsformer.engine.weights.read_weights",
     "lipsformer.engine.run_folder.strip_wrappers": "lipsformer.engine.weights.strip_wrappers",
-    **{
-        f"lipsformer.engine.run_folder.{name}": f"lipsformer.engine.run_files.{name}"
-        for name in "EXIT INSTRUMENTS OPTIMIZER PLOTS REPLAY REPORT SKIPPED STATE TENSORBOARD".split()
-    },
+    "lipsformer.engine.run_folder.EXIT": "lipsformer.engine.run_files.EXIT",
+    "lipsformer.engine.run_folder.INSTRUMENTS": "lipsformer.engine.run_files.INSTRUMENTS",
+    "lipsformer.engine.run_folder.OPTIMIZER": "lipsformer.engine.run_files.OPTIMIZER",
+    "lipsformer.engine.run_folder.PLOTS": "lipsformer.engine.run_files.PLOTS",
+    "lipsformer.engine.run_folder.REPLAY": "lipsformer.engine.run_files.REPLAY",
+    "lipsformer.engine.run_folder.REPORT": "lipsformer.engine.run_files.REPORT",
+    "lipsformer.engine.run_folder.SKIPPED": "lipsformer.engine.run_files.SKIPPED",
+    "lipsformer.engine.run_folder.STATE": "lipsformer.engine.run_files.STATE",
+    "lipsformer.engine.run_folder.TENSORBOARD": "lipsformer.engine.run_files.TENSORBOARD",
     "lipsformer.engine.steps.evaluate": "lipsformer.engine.evaluation.evaluate",
     "lipsformer.graph.config.DataConfig": "GraphDataConfig",
     "lipsformer.graph.config.ModelConfig": "GraphModelConfig",
