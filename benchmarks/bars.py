@@ -5,7 +5,8 @@
 A ratio is that of a LipsFormer to timm's Swin of its size in the same run. The worst one of all
 processors counts. If something was measured on several days on a processor, its last day counts,
 with all of its records. The table names the record, and rounds ratios to their worse side, so that
-a goal that was just missed does not look met.
+a goal that was just missed does not look met. The last table has unfolded inference, which has no
+goal.
 """
 
 import json
@@ -14,13 +15,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.deployment import fastest_ratios
+from benchmarks.deployment import eager_ratios, fastest_ratios
 from benchmarks.records import markdown
 
 RESULTS = Path(__file__).parent / "results"
 TINY = ("lipsformer_swin_tiny", "lipsformer_tiny")
 NANO = ("lipsformer_swin_nano",)
-PROCESSORS = ("xeon", "milan", "genoa", "turin")
+PROCESSORS = {
+    "xeon": "Xeon",
+    "milan": "EPYC, third generation",
+    "genoa": "EPYC, fourth generation",
+    "turin": "EPYC, fifth generation",
+}
 _WINDOWS = "_windows_of_5"  # Swin's and ours, which need no padding at 160 px
 
 
@@ -140,10 +146,44 @@ def summary() -> str:
     return markdown(("what", *(f"`{model}`" for model in TINY)), rows)
 
 
+def unfolded() -> str:
+    """Return the lowest and the highest speed ratio of unfolded inference, as Markdown.
+
+    Both tiny models count, on images of 224 px, in all records of a processor.
+    """
+    shapes = [(precision, batch) for precision in ("fp32", "bf16") for batch in (1, 8, 32)]
+    rows = []
+    for processor, name in PROCESSORS.items():
+        speeds: dict[tuple[str, int], list[float]] = {}
+        for precision, batch, speed in _unfolded_ratios(processor):
+            speeds.setdefault((precision, batch), []).append(speed)
+        cells = (_range(speeds[s]) if s in speeds else f"no {s[0]}" for s in shapes)
+        rows.append((name, *cells))
+    header = (f"{precision}, batch {batch}" for precision, batch in shapes)
+    return markdown(("processor", *header), rows)
+
+
+def _unfolded_ratios(processor: str) -> Iterator[tuple[str, int, float]]:
+    """Yield precision, batch size and ratio of both tiny models."""
+    for path in sorted(RESULTS.glob(f"*_{processor}*.json")):
+        record = json.loads(path.read_text())
+        if path.name.startswith("deployment_"):
+            for model, precision, batch, speed in eager_ratios(record):
+                if model in TINY:
+                    yield precision, batch, speed
+        elif path.name.startswith(("models_", "infer_")) and "_avx2_" not in path.name:
+            for setting in record["settings"]:
+                for model in TINY:
+                    own = setting["models"].get(model, {}).get("infer", {}).get("eager")
+                    if own and setting["img_size"] == 224:
+                        precision = record["options"]["precision"]
+                        yield precision, setting["batch_size"], own["speed_ratio"]
+
+
 def _range(speeds: Sequence[float]) -> str:
     low, high = f"{min(speeds):.2f}", f"{max(speeds):.2f}"
     return low if low == high else f"{low} to {high}"
 
 
 if __name__ == "__main__":
-    print(table(), summary(), sep="\n\n")
+    print(table(), summary(), unfolded(), sep="\n\n")

@@ -268,6 +268,17 @@ def fastest_ratios(record: dict[str, Any]) -> Iterator[tuple[str, str, int, floa
             yield piece["model"], precision, piece["batch"], ratio, [own[1], reference[1]]
 
 
+def eager_ratios(record: dict[str, Any]) -> Iterator[tuple[str, str, int, float]]:
+    """Yield model, precision, batch size and the ratio of the models in eager PyTorch."""
+    for piece in record["pieces"]:
+        seconds = _seconds(piece)
+        base = next(iter(seconds))[0]
+        for name, form, precision in seconds:
+            if (name, form) == (piece["model"], "eager"):
+                own, reference = seconds[name, form, precision], seconds[base, form, precision]
+                yield name, precision, piece["batch"], _ratio(reference, own)
+
+
 def _seconds(piece: dict[str, Any]) -> dict[tuple[str, str, str], list[float]]:
     return {(name, form, precision): own for name, form, precision, own in piece["seconds"]}
 

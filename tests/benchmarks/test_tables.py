@@ -216,6 +216,7 @@ def test_the_page_on_gpus_shows_the_first_steps_on_one():
 
 def test_the_pages_on_speed_show_the_goals():
     assert bars.summary() in (ROOT / "docs/performance.md").read_text()
+    assert bars.unfolded() in (ROOT / "docs/performance.md").read_text()
     assert bars.table() in (ROOT / "docs/measurements.md").read_text()
 
 
