@@ -59,15 +59,19 @@ def difference_bounds(bound: Bound, num_logits: int) -> Tensor:
         largest = outward(math.sqrt(2.0) * bound.value)
         return torch.full((num_logits, num_logits), largest, dtype=torch.float64)
     log10, weight = bound.last[:2]
+    _require_rows(weight, num_logits)
+    if log10 == -math.inf:  # all logits are constant
+        return torch.zeros(num_logits, num_logits, dtype=torch.float64)
+    before = power_of_ten(bound.log10 - log10 + 2.0**-50 * (abs(bound.log10) + abs(log10)))
+    return row_distances(weight) * before * OUTWARD
+
+
+def _require_rows(weight: Tensor, num_logits: int) -> None:
     if len(weight) != num_logits:
         raise ValueError(
             f"num_logits={num_logits}, but the bounded network has {len(weight)} logits: pass "
             f"{len(weight)}, or tell certified_radius by `outputs` which of them its logits are"
         )
-    if log10 == -math.inf:  # all logits are constant
-        return torch.zeros(num_logits, num_logits, dtype=torch.float64)
-    before = power_of_ten(bound.log10 - log10 + 2.0**-50 * (abs(bound.log10) + abs(log10)))
-    return row_distances(weight) * before * OUTWARD
 
 
 def row_distances(weight: Tensor) -> Tensor:
@@ -104,6 +108,9 @@ def difference_errors(bound: Bound, num_logits: int) -> Tensor:
     Returns:
         [K, K], float64.
 
+    Raises:
+        ValueError: If the network has another number of logits.
+
     Example:
         >>> import torch
         >>> from lipsformer.analysis.bounds import Domain, lipschitz_bound
@@ -118,6 +125,7 @@ def difference_errors(bound: Bound, num_logits: int) -> Tensor:
     if bound.last is None:
         largest = outward(math.sqrt(2.0) * bound.output.error)
         return torch.full((num_logits, num_logits), largest, dtype=torch.float64)
+    _require_rows(bound.last.weight, num_logits)
     added = bound.last.rounding.cpu()
     return (row_distances(bound.last.weight) * bound.last.error + added[:, None] + added) * OUTWARD
 

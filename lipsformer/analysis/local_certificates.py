@@ -226,6 +226,7 @@ def local_certificates(
 
     Raises:
         UnknownModuleError: If a part of the model is not covered by the proof.
+        ValueError: If `failure` is outside [0, 1).
 
     Example:
         >>> import timm, torch
@@ -236,6 +237,8 @@ def local_certificates(
         >>> bool(distances[0] > 0.0)
         True
     """
+    if not 0.0 <= failure < 1.0:
+        raise ValueError(f"failure={failure} must be in [0, 1)")
     if not isinstance(model, (LipsFormerSwin, LipsFormerCSwin)):
         raise UnknownModuleError(f"no local bound is known for {type(model).__name__}")
     if model.head.global_pool.pool_type != "avg" or not isinstance(model.head.fc, nn.Linear):

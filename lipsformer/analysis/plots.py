@@ -15,7 +15,7 @@ def plot_bounds(
     """Plot the bound, the paper's bound and the estimate of every block and of the whole model.
 
     Args:
-        path: Path of the PNG file.
+        path: Path of the PNG file. Its folder is created if it does not exist.
         title: Title of the figure.
         rows: (name, log10 bound, log10 paper bound, log10 estimate) of the blocks, by depth.
         total: The same for the whole model.
@@ -24,7 +24,8 @@ def plot_bounds(
         >>> import tempfile
         >>> from pathlib import Path
         >>> from lipsformer.analysis.plots import plot_bounds
-        >>> path, rows = Path(tempfile.mkdtemp(), "bounds.png"), [("blocks.0", 0.5, 2.0, 0.1)]
+        >>> path = Path(tempfile.mkdtemp(), "plots", "bounds.png")
+        >>> rows = [("blocks.0", 0.5, 2.0, 0.1)]
         >>> plot_bounds(path, "one block", rows, total=("model", 0.7, 2.5, 0.2))
         >>> path.read_bytes()[1:4]
         b'PNG'
@@ -50,6 +51,7 @@ def plot_bounds(
     blocks.set_ylabel("log10 Lipschitz constant")
     figure.legend(*blocks.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 

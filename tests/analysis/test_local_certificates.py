@@ -339,6 +339,12 @@ def test_a_tie_has_no_certificate():
     assert math.isclose(local.local_certificates(model, torch.zeros(1, 3, 20, 20))[1].item(), 0.0)
 
 
+@pytest.mark.parametrize("failure", [-1e-12, 1.0, math.nan])
+def test_a_failure_outside_its_range_is_refused(failure):
+    with pytest.raises(ValueError, match=rf"failure={failure} must be in \[0, 1\)"):
+        local.local_certificates(trained("swin", size=8), torch.randn(1, 3, 8, 8), failure)
+
+
 def test_autocast_takes_no_precision_from_the_probes(monkeypatch):
     norms: list[Tensor] = []
 

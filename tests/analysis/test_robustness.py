@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lipsformer._errors import ConfigError
 from lipsformer.analysis.bounds import Domain, image_domain, lipschitz_bound
-from lipsformer.analysis.certificates import certified_radius, real_errors
+from lipsformer.analysis.certificates import certified_radius, difference_errors, real_errors
 from lipsformer.analysis.robustness import margins, pgd_attack, robust_mask, smallest_margins
 from lipsformer.config import DataConfig
 from scripts._certify import certify, model_bound
@@ -72,8 +72,11 @@ def test_certificates_of_linear_classifiers_never_pass_the_exact_distance():
 def test_another_number_of_logits_is_refused():
     layer = nn.Linear(11, 5).double()
     message = "num_logits=3, but the bounded network has 5 logits: pass 5, or .* `outputs`"
+    bound = lipschitz_bound(layer, Domain(size=(), norm=1.0, error=0.5))
     with pytest.raises(ValueError, match=message):
-        certified_radius(torch.randn(2, 3), lipschitz_bound(layer, Domain(size=())))
+        certified_radius(torch.randn(2, 3), bound)
+    with pytest.raises(ValueError, match=message):
+        difference_errors(bound, num_logits=3)
 
 
 def test_a_radius_is_not_rounded_up():
