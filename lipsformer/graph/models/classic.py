@@ -20,7 +20,26 @@ __all__ = ["ClassicGNN"]
 
 
 class ClassicLayer(nn.Module):
-    """Compute Dropout(ReLU(Norm(conv(X) + X S))), or Norm(X + Dropout(ReLU(conv(X))))."""
+    """Compute Dropout(ReLU(Norm(conv(X) + X S))), or Norm(X + Dropout(ReLU(conv(X)))) with `post`.
+
+    Args:
+        conv: The graph convolution or attention.
+        skip: The linear map S, or None for no skip.
+        norm: The norm of the nodes.
+        dropout: Probability of dropping an entry, in [0, 1].
+        post: Compute the second form.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import SparseGCNConv
+        >>> from lipsformer.graph.models.classic import ClassicLayer
+        >>> from lipsformer.graph.norm import NodeNorm
+        >>> layer = ClassicLayer(SparseGCNConv(3, 3), None, NodeNorm("none", 3), 0.0, post=False)
+        >>> pair = torch.tensor([[0, 1], [1, 0]])  # the nodes average their features
+        >>> y = layer(torch.randn(2, 3), pair)
+        >>> torch.allclose(y[0], y[1])
+        True
+    """
 
     def __init__(
         self, conv: nn.Module, skip: nn.Module | None, norm: NodeNorm, dropout: float, post: bool

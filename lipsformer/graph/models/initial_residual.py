@@ -19,6 +19,19 @@ class InitialResidualLayer(nn.Module):
     """Compute ReLU(((1 - alpha) A X + alpha X_0) ((1 - beta) I + beta W)).
 
     A is the normalized adjacency, and X_0 are the first representations.
+
+    Args:
+        conv: The convolution, with its alpha and beta.
+        dropout: Probability of dropping an entry of X, in [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.gcn_conv import SparseGCN2Conv
+        >>> from lipsformer.graph.models.initial_residual import InitialResidualLayer
+        >>> layer = InitialResidualLayer(SparseGCN2Conv(3, alpha=1.0, theta=0.0, layer=1), 0.0)
+        >>> x, first = torch.randn(2, 3), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+        >>> layer(x, first, torch.tensor([[0, 1], [1, 0]])).tolist()  # X_0 alone
+        [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
     """
 
     def __init__(self, conv: SparseGCN2Conv, dropout: float) -> None:

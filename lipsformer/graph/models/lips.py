@@ -17,7 +17,22 @@ __all__ = ["LipsGAT", "LipsGraphTransformer"]
 
 
 class AttentionBranch(nn.Module):
-    """CenterNorm, attention over the neighbors and a projection."""
+    """Compute CenterNorm, attention over the neighbors and a projection.
+
+    Args:
+        conv: The attention.
+        width: Number of channels C.
+        dropout: Probability of dropping an entry of the output, in [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import ScaledCosineConv
+        >>> from lipsformer.graph.models.lips import AttentionBranch
+        >>> branch = AttentionBranch(ScaledCosineConv(3, 3), width=3, dropout=0.0)
+        >>> x = torch.ones(2, 3)  # CenterNorm takes the mean away, so nothing is left
+        >>> branch(x, torch.tensor([[0, 1], [1, 0]])).abs().max().item()
+        0.0
+    """
 
     def __init__(self, conv: ScaledCosineConv, width: int, dropout: float) -> None:
         super().__init__()
@@ -33,8 +48,24 @@ class AttentionBranch(nn.Module):
 class LipsLayer(nn.Module):
     """Add attention and an MLP to the input, each after CenterNorm and with a weighted residual.
 
+    Args:
+        conv: The attention.
+        width: Number of channels C.
+        mlp_ratio: Hidden channels of the MLP divided by C; 0 for no MLP.
+        residual_scale: Initial weight alpha of both residuals.
+        dropout: Probability of dropping an entry of each branch's output, in [0, 1].
+
     Raises:
         ValueError: If `mlp_ratio` is neither 0 nor gives at least one channel.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import ScaledCosineConv
+        >>> from lipsformer.graph.models.lips import LipsLayer
+        >>> layer = LipsLayer(ScaledCosineConv(3, 3), 3, 2.0, residual_scale=0.0, dropout=0.0)
+        >>> x = torch.randn(2, 3)  # with alpha = 0 both branches add nothing
+        >>> torch.equal(layer(x, torch.tensor([[0, 1], [1, 0]])), x)
+        True
     """
 
     def __init__(

@@ -28,7 +28,23 @@ def default_bound(num_layers: int) -> float:
 
 
 class ResidualLayer(nn.Module):
-    """Compute X + ReLU(A X W + b), where A is the normalized adjacency or the attention."""
+    """Compute X + ReLU(A X W + b), where A is the normalized adjacency or the attention.
+
+    Args:
+        conv: Computes A X W + b.
+        bound: Largest singular value of W, > 0, at every step; None leaves W free.
+        residual: Add X.
+        dropout: Probability of dropping an entry of X before the convolution, in [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph import SparseGCNConv
+        >>> from lipsformer.graph.models.residual import ResidualLayer
+        >>> from lipsformer.layers import largest_singular_value
+        >>> layer = ResidualLayer(SparseGCNConv(3, 3), bound=0.5, residual=True, dropout=0.0)
+        >>> largest_singular_value(layer.conv.lin.weight).round(decimals=4)
+        tensor(0.5000)
+    """
 
     def __init__(
         self,
