@@ -51,6 +51,8 @@ NAMES = {
     "lipsformer.analysis.bounds.rule": "bound_rule",
     "lipsformer.analysis.bounds.unchanged": "require_unchanged",
     "lipsformer.analysis.robustness.withstood": "robust_mask",
+    "lipsformer.analysis.sigma.assign": "lipsformer._sharding.assign",
+    "lipsformer.analysis.sigma.full_tensor": "lipsformer._sharding.full_tensor",
     "lipsformer.analysis.sigma.krylov_sigma": "krylov_sigma_estimate",
     "lipsformer.config.config_identity": "lipsformer.engine.resume.config_identity",
     "lipsformer.config.load_config": "lipsformer._configfile.read_config(Config, ...)",

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lipsformer._renamed import renamed
+from lipsformer._sharding import full_tensor
 from lipsformer.engine.metrics import StepMetrics
 from lipsformer.engine.optim import set_lr, skips_on_device
 from lipsformer.engine.parts import BatchTransform, MicroBatch
@@ -93,8 +93,7 @@ def apply_gradient(state: TrainState, step: int) -> Tensor:
     limit = float("inf") if state.clip_grad is None else state.clip_grad
     grad_norm = state.accelerator.clip_grad_norm_(state.model.parameters(), limit)
     assert isinstance(grad_norm, Tensor)
-    if isinstance(grad_norm, DTensor):
-        grad_norm = grad_norm.full_tensor()
+    grad_norm = full_tensor(grad_norm)
     set_lr(state.optimizer, state.schedule(step))
     state.before_change()
     for instrument in state.instruments:
