@@ -68,6 +68,7 @@ NAMES = {
     "lipsformer.engine.checkpoint.write_atomically": "lipsformer._files.write_atomically",
     "lipsformer.engine.metrics.Window": "StepMetrics",
     "lipsformer.engine.metrics.summarise": "summarize",
+    "lipsformer.engine.parts.Parts": "TrainingParts",
     "lipsformer.engine.run_folder.create_model": "lipsformer.engine.weights.create_model",
     "lipsformer.engine.run_folder.load_model": "lipsformer.engine.weights.load_model",
     "lipsformer.engine.run_folder.load_weights": "lipsformer.engine.weights.load_weights",

@@ -26,7 +26,7 @@ from lipsformer.engine.distributed import environment, memory_gib
 from lipsformer.engine.evaluation import evaluate
 from lipsformer.engine.lock import FolderLock
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, duration, summarize
-from lipsformer.engine.parts import Parts
+from lipsformer.engine.parts import TrainingParts
 from lipsformer.engine.plots import plot_run
 from lipsformer.engine.resume import FORMAT, require_same_data, require_same_world
 from lipsformer.engine.run_files import (
@@ -78,7 +78,7 @@ class Trainer:
         0
     """
 
-    def __init__(self, config: Config, parts: Parts, start: Path | None):
+    def __init__(self, config: Config, parts: TrainingParts, start: Path | None):
         self.config = config
         self.config_text = dump_config(config)  # takes longer than the rest of a save
         self.parts = parts
@@ -174,11 +174,11 @@ class Trainer:
         self.step = step
         epoch_ends = step % self.steps_per_epoch == 0
         logs = step % self.config.run.log_every == 0 or epoch_ends
-        if logs or self.parts.monitored:
+        monitored = self.parts.pending.take()
+        if logs or monitored:
             on_first_rank(self.lock.check)  # another owner's records must not be mixed with these
-        for completed, record in self.parts.monitored:
+        for completed, record in monitored:
             self.tracking.record("monitor", completed, completed / self.steps_per_epoch, record)
-        self.parts.monitored.clear()
         if logs:
             self._log()
         if epoch_ends:
