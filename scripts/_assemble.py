@@ -26,13 +26,14 @@ from lipsformer._errors import ConfigError, first_line
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import bound_domain, build_model, make_instruments, timm_config
 from lipsformer.engine.compilation import compile_regions, compiles, try_kernels
-from lipsformer.engine.distributed import shard_ema, share_of_step
+from lipsformer.engine.distributed import shard_ema
 from lipsformer.engine.initial_weights import load_initial_weights
 from lipsformer.engine.loss import fingerprint, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.parts import PendingRecords, TrainingParts
 from lipsformer.engine.preflight import check_model
 from lipsformer.engine.schedule import CosineSchedule
+from lipsformer.engine.step_share import share_of_step
 from lipsformer.engine.train_state import TrainState
 
 PROBES = 8  # validation images at which the monitor reads attention

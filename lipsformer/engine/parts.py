@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lipsformer._renamed import renamed
-from lipsformer.engine.distributed import StepShare
+from lipsformer.engine.step_share import StepShare
 from lipsformer.engine.train_state import TrainState
 
 MicroBatch = tuple[Tensor, Tensor]

@@ -22,7 +22,7 @@ from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.claim import Claim
-from lipsformer.engine.distributed import environment, memory_gib
+from lipsformer.engine.environment import environment, memory_gib
 from lipsformer.engine.evaluation import evaluate
 from lipsformer.engine.lock import FolderLock
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, duration, summarize
