@@ -163,8 +163,7 @@ def train_epoch(
     for micro_batches, num_samples in stopwatch.waiting(batches):
         loss_sum, grad_norm = train_step(state, micro_batches, num_samples, step, transform)
         metrics.add(step, state.schedule(step), num_samples, loss_sum, grad_norm)
-        stopwatch.images += num_samples
-        stopwatch.steps += 1
+        stopwatch.count(num_samples)
         step += 1
         if after_step(step):
             break

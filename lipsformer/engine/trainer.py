@@ -40,7 +40,7 @@ from lipsformer.engine.run_files import (
     TIMM_CONFIG,
     read_state,
 )
-from lipsformer.engine.run_folder import RunFolder, better_kind
+from lipsformer.engine.run_folder import RunFolder, as_best
 from lipsformer.engine.signals import StopRequest
 from lipsformer.engine.steps import train_epoch
 from lipsformer.engine.stopwatch import Stopwatch
@@ -242,11 +242,10 @@ class Trainer:
                 f"loss {result['loss']:.4f}  ({result['images']} images){more}"
             )
         self.history.append({"epoch": epoch, "update": self.step, **figures})
-        kind = better_kind(figures)
-        top1 = figures[kind]["top1"]
-        better = self.best is None or top1 > self.best["top1"]
+        found = as_best(self.history[-1])
+        better = self.best is None or found["top1"] > self.best["top1"]
         if better:
-            self.best = {"epoch": epoch, "update": self.step, "weights": kind, "top1": top1}
+            self.best = found
         complete = self.step == self.total_steps
         if better or complete or self._save_is_due():
             self._save()
