@@ -37,7 +37,7 @@ from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
 from lipsformer.engine.distributed import start
-from lipsformer.engine.parts import Parts
+from lipsformer.engine.parts import TrainingParts
 from lipsformer.engine.steps import train_epoch
 from lipsformer.engine.trainer import Trainer
 from scripts._assemble import assemble
@@ -45,7 +45,7 @@ from scripts._assemble import assemble
 Turn = Callable[[], None]
 
 
-def bare_loop(config: Config, parts: Parts, file: Path) -> Turn:
+def bare_loop(config: Config, parts: TrainingParts, file: Path) -> Turn:
     """One epoch of a loop as it is written by hand."""
     accelerator, per_epoch = parts.state.accelerator, parts.train_batches.updates_per_epoch
     model = build_model(config, parts.classes).train()

@@ -47,6 +47,11 @@ def require_each(
         require(fits(value), f"{prefix}.{name}", value, allowed)
 
 
+def optional(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return the check that accepts null, and otherwise what `fits` accepts."""
+    return lambda value: value is None or fits(value)
+
+
 def require_effect(section: object, prefix: str, name: str, works: bool, needs: str) -> None:
     """Refuse a value that is not the default where it would be ignored in silence.
 

@@ -6,7 +6,7 @@ docs/recipes.md says which flag of timm's train script each key is.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lipsformer._checks import require, require_each, require_effect, require_finite
+from lipsformer._checks import optional, require, require_each, require_effect, require_finite
 
 MOST_PIXELS = 16384  # on a side
 
@@ -143,24 +143,16 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         require_finite(self, "loss")
-        threshold, task, distill = (
-            self.bce_target_thresh,
-            self.task_loss_weight,
-            self.distill_loss_weight,
-        )
         allowed = "must be in [0, 1), or null for off"
-        require(
-            threshold is None or 0 <= threshold < 1, "loss.bce_target_thresh", threshold, allowed
-        )
+        require_each(self, "loss", ("bce_target_thresh",), optional(lambda v: 0 <= v < 1), allowed)
         names = ("margin", "margin_temperature", "temperature")
-        require_each(self, "loss", names, lambda value: value > 0, "must be > 0")
-        require(task is None or task >= 0, "loss.task_loss_weight", task, "must be >= 0, or null")
-        allowed = "must be <= 1 without loss.distill_loss_weight, which is then 1 minus it"
-        fits = task is None or distill is not None or task <= 1
-        require(fits, "loss.task_loss_weight", task, allowed)
-        fits = distill is None or distill >= 0
-        require(fits, "loss.distill_loss_weight", distill, "must be >= 0, or null")
-        require(self.teacher != "", "loss.teacher", self.teacher, "must name weights, or be null")
+        require_each(self, "loss", names, lambda v: v > 0, "must be > 0")
+        names = ("task_loss_weight", "distill_loss_weight")
+        require_each(self, "loss", names, optional(lambda v: v >= 0), "must be >= 0, or null")
+        if self.distill_loss_weight is None:
+            allowed = "must be <= 1 without loss.distill_loss_weight, which is then 1 minus it"
+            require_each(self, "loss", ("task_loss_weight",), optional(lambda v: v <= 1), allowed)
+        require_each(self, "loss", ("teacher",), optional(bool), "must name weights, or be null")
         bce, token = self.type == "bce", self.distill_type == "token"
         soft = not (token and self.token_distill_type == "hard")
         for name, works, needs in (
@@ -220,20 +212,17 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require_finite(self, "optim")
-        require(self.lr >= 0, "optim.lr", self.lr, "must be >= 0")
-        betas, eps, momentum = self.betas, self.eps, self.momentum
+        require_each(self, "optim", ("lr", "weight_decay"), lambda v: v >= 0, "must be >= 0")
+        betas = self.betas
         fits = betas is None or (len(betas) in (2, 3) and all(0 <= beta < 1 for beta in betas))
         require(fits, "optim.betas", betas, "must be two or three numbers in [0, 1), or null")
-        require(eps is None or eps > 0, "optim.eps", eps, "must be > 0, or null")
-        fits = momentum is None or 0 <= momentum < 1
-        require(fits, "optim.momentum", momentum, "must be in [0, 1), or null")
-        decay = self.weight_decay
-        require(decay >= 0, "optim.weight_decay", decay, "must be >= 0")
-        clip = self.clip_grad
-        require(clip is None or clip > 0, "optim.clip_grad", clip, "must be > 0, or null for off")
-        decay = self.layer_decay
+        require_each(self, "optim", ("eps",), optional(lambda v: v > 0), "must be > 0, or null")
+        allowed = "must be in [0, 1), or null"
+        require_each(self, "optim", ("momentum",), optional(lambda v: 0 <= v < 1), allowed)
+        allowed = "must be > 0, or null for off"
+        require_each(self, "optim", ("clip_grad",), optional(lambda v: v > 0), allowed)
         allowed = "must be in (0, 1], or null for off"
-        require(decay is None or 0 < decay <= 1, "optim.layer_decay", decay, allowed)
+        require_each(self, "optim", ("layer_decay",), optional(lambda v: 0 < v <= 1), allowed)
         scale = self.residual_lr_scale
         require(scale >= 0, "optim.residual_lr_scale", scale, "must be >= 0, and 1 is off")
 
@@ -260,6 +249,5 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         require_finite(self, "schedule")
-        warmup = self.warmup_epochs
-        require(warmup >= 0, "schedule.warmup_epochs", warmup, "must be >= 0")
-        require(self.min_lr >= 0, "schedule.min_lr", self.min_lr, "must be >= 0")
+        names = ("warmup_epochs", "min_lr")
+        require_each(self, "schedule", names, lambda v: v >= 0, "must be >= 0")

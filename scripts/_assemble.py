@@ -26,19 +26,20 @@ from lipsformer._errors import ConfigError, first_line
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import bound_domain, build_model, make_instruments, timm_config
 from lipsformer.engine.compilation import compile_regions, compiles, try_kernels
-from lipsformer.engine.distributed import shard_ema, share_of_step
+from lipsformer.engine.distributed import shard_ema
 from lipsformer.engine.initial_weights import load_initial_weights
 from lipsformer.engine.loss import fingerprint, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
-from lipsformer.engine.parts import Parts
+from lipsformer.engine.parts import PendingRecords, TrainingParts
 from lipsformer.engine.preflight import check_model
 from lipsformer.engine.schedule import CosineSchedule
+from lipsformer.engine.step_share import share_of_step
 from lipsformer.engine.train_state import TrainState
 
 PROBES = 8  # validation images at which the monitor reads attention
 
 
-def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Parts:
+def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> TrainingParts:
     """Build data, model, optimizer and instruments of a run. Nothing is written.
 
     Args:
@@ -88,15 +89,15 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
     if config.lipschitz.monitor_every is not None:
         images, _ = collate([val_set[i * len(val_set) // PROBES] for i in range(PROBES)])
         probe = normalize(images.to(accelerator.device))
-    monitored: list[tuple[int, Mapping[str, float]]] = []
+    pending = PendingRecords()
     state.instruments = make_instruments(
         config.lipschitz,
         state,
         probe=probe,
         domain=domain,
-        write=lambda step, record: monitored.append((step, record)),
+        write=pending.add,
     )
-    return Parts(
+    return TrainingParts(
         state=state,
         train_batches=train_batches,
         transform=build_batch_transform(
@@ -112,7 +113,7 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Pa
         classes=classes,
         timm_config=description,
         step_share=step_share,
-        monitored=monitored,
+        pending=pending,
     )
 
 

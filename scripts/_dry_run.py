@@ -8,7 +8,7 @@ from lipsformer._configfile import dump_config
 from lipsformer.analysis.cost import count_parameters, part_costs, training_bytes
 from lipsformer.config import Config
 from lipsformer.engine import distributed
-from lipsformer.engine.parts import Parts
+from lipsformer.engine.parts import TrainingParts
 from lipsformer.engine.resume import find_start
 from scripts._assemble import assemble
 
@@ -26,7 +26,7 @@ def dry_run(config: Config) -> str:
     return f"{text}\n\nwould start {place}; nothing was written"
 
 
-def describe_run(config: Config, parts: Parts) -> str:
+def describe_run(config: Config, parts: TrainingParts) -> str:
     """Return sections of text; the model runs forward on two images of noise."""
     device = parts.state.accelerator.device.type.upper()
     sections = {
@@ -38,7 +38,7 @@ def describe_run(config: Config, parts: Parts) -> str:
     return "\n\n".join(f"# {name}\n{text}" for name, text in sections.items())
 
 
-def _model(config: Config, parts: Parts) -> str:
+def _model(config: Config, parts: TrainingParts) -> str:
     module, size = parts.state.module, config.data.img_size
     images = torch.zeros(1, 3, size, size, device=parts.state.accelerator.device)
     costs = part_costs(module, images)
@@ -50,7 +50,7 @@ def _model(config: Config, parts: Parts) -> str:
     return "\n".join(lines)
 
 
-def _schedule(config: Config, parts: Parts) -> str:
+def _schedule(config: Config, parts: TrainingParts) -> str:
     updates, schedule = parts.train_batches.updates_per_epoch, parts.state.schedule
     last = config.train.epochs * updates - 1
     share = parts.step_share
@@ -66,7 +66,7 @@ def _schedule(config: Config, parts: Parts) -> str:
     return "\n".join(lines)
 
 
-def _memory(config: Config, parts: Parts) -> str:
+def _memory(config: Config, parts: TrainingParts) -> str:
     state, size = parts.state, config.data.img_size
     device = state.accelerator.device
     found = training_bytes(

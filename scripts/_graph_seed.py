@@ -204,7 +204,7 @@ def train_seed(
 ) -> dict[str, Any]:
     """Train one seed of a config on its data and return its outcome and its environment.
 
-    The outcome is that of `fit`, and the environment that of `environment` at the start.
+    The outcome is that of `fit`, and the environment that of `seed_environment` at the start.
 
     Args:
         config: The config of the run.
@@ -214,7 +214,7 @@ def train_seed(
         device: Device of this process; None for the config's.
         progress: Whether to show the progress on the terminal.
     """
-    start = environment()
+    start = seed_environment()
     tensorboard = config.run.tensorboard and folder is not None and rank_and_count()[0] == 0
     if tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # an optional dependency
@@ -254,8 +254,8 @@ def train_seed(
     return {**outcome, "environment": start}
 
 
-def environment() -> dict[str, Any]:
-    """Return what may explain why two runs differ: commit, date, processor, threads, versions."""
+def seed_environment() -> dict[str, Any]:
+    """Return what a seed is trained with: commit, date, processor, threads, versions."""
     return {
         "commit": commit(),
         "date": datetime.date.today().isoformat(),

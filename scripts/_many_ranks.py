@@ -28,9 +28,9 @@ from data.build import sizes_by_epoch
 from lipsformer._errors import ConfigError
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
-from lipsformer.engine.distributed import StepShare, share_of_step
 from lipsformer.engine.loss import make_criterion
 from lipsformer.engine.optim import make_optimizer
+from lipsformer.engine.step_share import StepShare, share_of_step
 
 # Images for training and validation, and classes, for machines without the data.
 PUBLISHED = {"imagenet-1k": (1_281_167, 50_000, 1000)}

@@ -27,7 +27,7 @@ from lipsformer._commands import documented_parser, user_errors
 from lipsformer._errors import ConfigError
 from lipsformer._files import read_json
 from lipsformer.engine import distributed
-from lipsformer.engine.parts import Parts
+from lipsformer.engine.parts import TrainingParts
 from lipsformer.engine.run_files import CHECKPOINTS, REPLAY, CheckpointError, find_fault, read_state
 from lipsformer.engine.run_folder import RunFolder
 from lipsformer.engine.steps import apply_gradient, backward
@@ -81,7 +81,7 @@ def _updates(ranks: list[TrainBatches], epoch: int, position: int) -> Iterator[t
     return zip(*(batches.epoch(epoch, position) for batches in ranks), strict=True)
 
 
-def _train_step(parts: Parts, shares: Sequence[Update], step: int) -> tuple[Tensor, Tensor]:
+def _train_step(parts: TrainingParts, shares: Sequence[Update], step: int) -> tuple[Tensor, Tensor]:
     """Make the step that many ranks make together; return the sum of all losses, and the norm."""
     state = parts.state
     state.model.train()
@@ -104,7 +104,7 @@ def _train_step(parts: Parts, shares: Sequence[Update], step: int) -> tuple[Tens
     return losses, apply_gradient(state, step)
 
 
-def inspect(parts: Parts, shares: Sequence[Update], step: int) -> dict[str, Any]:
+def inspect(parts: TrainingParts, shares: Sequence[Update], step: int) -> dict[str, Any]:
     """Return loss and gradient norm of a step, and what in it was not finite, in order."""
     state = parts.state
     with watched(state.module) as found:

@@ -26,7 +26,7 @@ import train
 from lipsformer._configfile import make_config, read_config
 from lipsformer.config import Config, DataConfig
 from lipsformer.engine.build import build_model
-from lipsformer.engine.distributed import share_of_step
+from lipsformer.engine.step_share import share_of_step
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r'^```(\w*)(?: title="(.+?)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)

@@ -16,6 +16,7 @@ LIBRARY = {
     *{"lipsformer", "lipsformer.config", "lipsformer.recipe", "lipsformer._configfile"},
     *{"lipsformer._checks", "lipsformer._commands", "lipsformer._errors", "lipsformer._files"},
     *{"lipsformer._machine", "lipsformer._modes", "lipsformer._ranks", "lipsformer._settings_help"},
+    "lipsformer._sharding",
     *{"lipsformer.kernels", "lipsformer.layers", "lipsformer.models", "lipsformer.graph"},
     *{"lipsformer.analysis", "lipsformer.engine", "lipsformer.jsonl"},
 }
@@ -41,6 +42,7 @@ OWN = {
     "lipsformer/_machine.py": set(),
     "lipsformer/_modes.py": set(),
     "lipsformer/_ranks.py": set(),
+    "lipsformer/_sharding.py": set(),
     "lipsformer/config.py": {
         *{"lipsformer._checks", "lipsformer._errors", "lipsformer._machine", "lipsformer.recipe"}
     },
@@ -57,7 +59,8 @@ OWN = {
         *{"lipsformer._ranks", "lipsformer.jsonl"},
     },
     "lipsformer/analysis": {
-        *{"lipsformer.analysis", "lipsformer.models", "lipsformer.layers", "lipsformer._modes"}
+        *{"lipsformer.analysis", "lipsformer.models", "lipsformer.layers", "lipsformer._modes"},
+        "lipsformer._sharding",
     },
     "lipsformer/analysis/bounds/graph.py": {
         *{"lipsformer.analysis", "lipsformer.models", "lipsformer.layers", "lipsformer.graph"}
@@ -66,7 +69,7 @@ OWN = {
         *{"lipsformer.engine", "lipsformer.analysis", "lipsformer.models", "lipsformer.kernels"},
         *{"lipsformer.config", "lipsformer._checks", "lipsformer._configfile"},
         *{"lipsformer._machine", "lipsformer._errors", "lipsformer._files", "lipsformer._ranks"},
-        *{"lipsformer.jsonl"},
+        *{"lipsformer._sharding", "lipsformer.jsonl"},
     },
     "data": {"data"},
     "data/build.py": {"data", "lipsformer.config"},
@@ -93,6 +96,7 @@ ELSEWHERE = {
     "lipsformer/_machine.py": set(),
     "lipsformer/_modes.py": {"torch"},
     "lipsformer/_ranks.py": {"torch"},
+    "lipsformer/_sharding.py": {"torch"},
     "lipsformer/config.py": set(),
     "lipsformer/recipe.py": set(),
     "lipsformer/kernels": {"torch", "timm", "triton", "numpy"},

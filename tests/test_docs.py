@@ -22,7 +22,7 @@ import train
 from lipsformer._commands import COMMANDS
 from lipsformer._configfile import make_config
 from lipsformer.config import Config
-from lipsformer.engine.distributed import share_of_step
+from lipsformer.engine.step_share import share_of_step
 from tests import newcomer
 from tests.documents import ROOT, check_command, read_blocks, read_commands
 

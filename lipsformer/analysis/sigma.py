@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
@@ -136,45 +135,6 @@ def gain_of(module: nn.Module) -> Tensor | None:
         [1.0, 1.0, 1.0]
     """
     return module.weight if isinstance(module, CenterNorm) else None
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full values of a tensor that FSDP2 may have sharded. Every rank must call it.
-
-    Returns:
-        The values without a gradient. They share the memory of a tensor that is not sharded.
-
-    Example:
-        >>> from torch import nn
-        >>> from lipsformer.analysis.sigma import full_tensor
-        >>> full_tensor(nn.LayerNorm(3).weight)
-        tensor([1., 1., 1.])
-    """
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def assign(weight: Tensor, values: Tensor) -> None:
-    """Write the full values into a weight that FSDP2 may have sharded. Every rank must call it.
-
-    Args:
-        weight: The parameter, changed in place.
-        values: Its new values, in the full shape; the same on every rank.
-
-    Example:
-        >>> import torch
-        >>> from lipsformer.analysis.sigma import assign
-        >>> layer = torch.nn.Linear(2, 2)
-        >>> assign(layer.weight, torch.eye(2))
-        >>> layer.weight.tolist()
-        [[1.0, 0.0], [0.0, 1.0]]
-    """
-    with torch.no_grad():
-        if isinstance(weight, DTensor):
-            values = distribute_tensor(
-                values.to(weight.dtype), weight.device_mesh, weight.placements, src_data_rank=None
-            )
-        weight.copy_(values)
 
 
 @without_autocast

@@ -20,7 +20,7 @@ from lipsformer._files import replacing, write_atomically
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.run_files import CONFIG, ENVIRONMENT, EXIT, METRICS, SKIPPED, find_fault
-from lipsformer.engine.run_folder import RunFolder, better_kind
+from lipsformer.engine.run_folder import RunFolder, as_best
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Claim:
                 for entry in history
                 if find_fault(self.checkpoints.path_of(entry["update"])) is None
             ]
-            evaluations = [_as_best(entry) for entry in kept]
+            evaluations = [as_best(entry) for entry in kept]
             self.best = max(evaluations, key=lambda found: found["top1"], default=None)
 
     def bring(self, start: Path, history: Sequence[dict[str, Any]]) -> None:
@@ -141,12 +141,4 @@ class Claim:
 
 def _evaluation_at(history: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
     """Return the evaluation after `step` steps in the form of `best`; None if there was none."""
-    return next((_as_best(entry) for entry in history if entry["update"] == step), None)
-
-
-def _as_best(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an evaluation of the history in the form of `best`."""
-    figures = {kind: entry[kind] for kind in ("raw", "ema") if kind in entry}
-    kind = better_kind(figures)
-    named = {"weights": kind, "top1": figures[kind]["top1"]}
-    return {"epoch": entry["epoch"], "update": entry["update"], **named}
+    return next((as_best(entry) for entry in history if entry["update"] == step), None)

@@ -1,13 +1,9 @@
-"""A process among its ranks: how it starts, and what it runs on."""
+"""A process among its ranks: how it joins them, with which device and precision."""
 
 import logging
 import os
-import platform
-import sys
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,8 +13,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from timm.utils.model_ema import ModelEmaV3
 
 from lipsformer._errors import ConfigError
-from lipsformer._machine import commit, cpu_name
-from lipsformer.config import Config, TrainConfig
+from lipsformer.config import Config
 from lipsformer.engine.allocator import keep_freed_memory
 from lipsformer.engine.run_files import TENSORBOARD
 
@@ -157,77 +152,6 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
             "set train.precision=fp32 for training, --precision fp32 for eval.py"
         )
     return accelerator
-
-
-class StepShare(NamedTuple):
-    """The share of one device in an optimizer step.
-
-    Attributes:
-        samples: Number of samples of a micro-batch.
-        micro_batches: Number of micro-batches.
-
-    Example:
-        >>> share = StepShare(samples=24, micro_batches=2)
-        >>> share.samples * share.micro_batches
-        48
-    """
-
-    samples: int
-    micro_batches: int
-
-
-def share_of_step(train: TrainConfig, world_size: int) -> StepShare:
-    """Return the share of each device in an optimizer step.
-
-    Raises:
-        ConfigError: Unless global batch = processes x samples x micro-batches.
-    """
-    share, rest = divmod(train.global_batch_size, world_size)
-    if rest:
-        near = [share * world_size, (share + 1) * world_size]
-        raise ConfigError(
-            f"train.global_batch_size={train.global_batch_size} cannot be shared by {world_size} "
-            f"processes; {' or '.join(str(n) for n in near if n)} would fit"
-        )
-    samples = train.batch_size_per_device or share
-    if share % samples:
-        fitting = [n for n in range(1, share + 1) if share % n == 0]
-        raise ConfigError(
-            f"train.batch_size_per_device={samples} does not divide the {share} samples that each "
-            f"of {world_size} processes gets of train.global_batch_size="
-            f"{train.global_batch_size}; {', '.join(map(str, fitting))} would fit"
-        )
-    return StepShare(samples, share // samples)
-
-
-def environment(accelerator: Accelerator) -> dict[str, Any]:
-    """Return what may explain why two runs differ: versions, commit, command, machine, ranks."""
-    packages = ("torch", "timm", "accelerate", "torchvision", "safetensors", "omegaconf", "numpy")
-    device = accelerator.device
-    return {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": [sys.executable, *sys.argv],
-        "git_commit": commit(),
-        "cpu": cpu_name(),
-        "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in packages},
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads(),
-        "world_size": accelerator.num_processes,
-        "distributed": str(accelerator.distributed_type.value),
-        "precision": accelerator.mixed_precision,
-    }
-
-
-def memory_gib(device: torch.device) -> float:
-    """Return the peak memory so far: allocated on a CUDA device, or resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource  # not on Windows
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def shard_ema(ema: ModelEmaV3, accelerator: Accelerator) -> None:

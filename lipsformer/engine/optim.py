@@ -8,9 +8,9 @@ from timm.optim import Muon, create_optimizer_v2, get_optimizer_info, list_optim
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
 from timm.optim.kron import Kron
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lipsformer._errors import ConfigError, first_line
+from lipsformer._sharding import distribute_like
 from lipsformer.config import OptimConfig
 
 FILLED_BY_CONFIG = ("lr", "weight_decay", "betas", "eps", "momentum", "foreach", "fused")
@@ -243,10 +243,8 @@ def load_state(
         state: dict[str, Any] = dict(numbers["parameters"][names[parameter]])
         for key in [key for key in tensors if key.startswith(prefix)]:
             value = tensors[key]
-            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
-                value = distribute_tensor(
-                    value.to(parameter.device), parameter.device_mesh, parameter.placements
-                )
+            if value.shape == parameter.shape:
+                value = distribute_like(value, parameter)
             state[key.removeprefix(prefix)] = value
         if state:
             restored["state"][index] = state

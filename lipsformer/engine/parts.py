@@ -1,12 +1,13 @@
 """The objects of a run, as they are built from its config, and what the data must offer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from lipsformer.engine.distributed import StepShare
+from lipsformer._renamed import renamed
+from lipsformer.engine.step_share import StepShare
 from lipsformer.engine.train_state import TrainState
 
 MicroBatch = tuple[Tensor, Tensor]
@@ -62,8 +63,31 @@ class TrainBatches(Protocol):
         ...
 
 
+class PendingRecords:
+    """The records of the monitor that are not written yet.
+
+    Example:
+        >>> pending = PendingRecords()
+        >>> pending.add(20, {"sigma/head.fc.weight": 1.5})
+        >>> pending.take(), pending.take()
+        ([(20, {'sigma/head.fc.weight': 1.5})], [])
+    """
+
+    def __init__(self) -> None:
+        self._records: list[tuple[int, Mapping[str, float]]] = []
+
+    def add(self, step: int, record: Mapping[str, float]) -> None:
+        """Add the record after `step` completed steps."""
+        self._records.append((step, record))
+
+    def take(self) -> list[tuple[int, Mapping[str, float]]]:
+        """Return the records in their order, each with its number of steps, and forget them."""
+        taken, self._records = self._records, []
+        return taken
+
+
 @dataclass(frozen=True)
-class Parts:
+class TrainingParts:
     """The objects built from a config: data, model, optimizer.
 
     Attributes:
@@ -76,11 +100,10 @@ class Parts:
         classes: Names of the classes in the order of the labels.
         timm_config: timm's description of the model, as JSON.
         step_share: The share of each device in an optimizer step.
-        monitored: Records of the monitor that are not written yet, with the number of completed
-            steps.
+        pending: Receives the records of the monitor, which the trainer writes after each step.
 
     Example:
-        >>> Parts.__dataclass_fields__["step_share"].type.__name__
+        >>> TrainingParts.__dataclass_fields__["step_share"].type.__name__
         'StepShare'
     """
 
@@ -94,4 +117,7 @@ class Parts:
     classes: Sequence[str]
     timm_config: str
     step_share: StepShare
-    monitored: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+    pending: PendingRecords
+
+
+__getattr__ = renamed(__name__)

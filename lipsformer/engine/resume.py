@@ -8,10 +8,10 @@ from lipsformer._configfile import dotted, read_config
 from lipsformer._errors import ConfigError
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
-from lipsformer.engine.distributed import StepShare
 from lipsformer.engine.preflight import check_folder
 from lipsformer.engine.run_files import CONFIG, METRICS, SKIPPED, find_fault, read_state
 from lipsformer.engine.run_folder import RunFolder
+from lipsformer.engine.step_share import StepShare
 
 logger = logging.getLogger(__name__)
 

@@ -295,4 +295,19 @@ def better_kind(figures: dict[str, dict[str, Any]]) -> str:
     return max(reversed(figures), key=lambda kind: figures[kind]["top1"])
 
 
+def as_best(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Return an evaluation of the history in the form in which a run records its best one.
+
+    Args:
+        evaluation: Its epoch, its update and the figures of each kind of weights.
+    """
+    kind = better_kind({kind: evaluation[kind] for kind in FILES if kind in evaluation})
+    return {
+        "epoch": evaluation["epoch"],
+        "update": evaluation["update"],
+        "weights": kind,
+        "top1": evaluation[kind]["top1"],
+    }
+
+
 __getattr__ = renamed(__name__)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lipsformer._renamed import renamed
+from lipsformer._sharding import full_tensor
 from lipsformer.engine.metrics import StepMetrics
 from lipsformer.engine.optim import set_lr, skips_on_device
 from lipsformer.engine.parts import BatchTransform, MicroBatch
@@ -93,8 +93,7 @@ def apply_gradient(state: TrainState, step: int) -> Tensor:
     limit = float("inf") if state.clip_grad is None else state.clip_grad
     grad_norm = state.accelerator.clip_grad_norm_(state.model.parameters(), limit)
     assert isinstance(grad_norm, Tensor)
-    if isinstance(grad_norm, DTensor):
-        grad_norm = grad_norm.full_tensor()
+    grad_norm = full_tensor(grad_norm)
     set_lr(state.optimizer, state.schedule(step))
     state.before_change()
     for instrument in state.instruments:
@@ -164,8 +163,7 @@ def train_epoch(
     for micro_batches, num_samples in stopwatch.waiting(batches):
         loss_sum, grad_norm = train_step(state, micro_batches, num_samples, step, transform)
         metrics.add(step, state.schedule(step), num_samples, loss_sum, grad_norm)
-        stopwatch.images += num_samples
-        stopwatch.steps += 1
+        stopwatch.count(num_samples)
         step += 1
         if after_step(step):
             break

@@ -20,7 +20,7 @@ class Stopwatch:
 
     Example:
         >>> stopwatch = Stopwatch(Accelerator(cpu=True))
-        >>> stopwatch.images = 64
+        >>> stopwatch.count(64)
         >>> stopwatch.read()["images_per_s"] > 0
         True
     """
@@ -46,6 +46,11 @@ class Stopwatch:
             if item is None:
                 return
             yield item
+
+    def count(self, images: int) -> None:
+        """Count one update and its images."""
+        self.images += images
+        self.steps += 1
 
     def read(self) -> dict[str, float]:
         """Return the rates since the last reset, and reset. Every rank must call it.

@@ -1,5 +1,6 @@
 """The records of a run: metrics.jsonl, which is the source of truth, trackers and the console."""
 
+import contextlib
 import json
 import logging
 import os
@@ -77,9 +78,10 @@ class Tracking:
         self._bar = tqdm(
             total=total_steps, initial=step, unit="update", disable=not terminal, smoothing=0.1
         )
-        self._redirect = logging_redirect_tqdm([logging.getLogger("lipsformer")])
+        self._redirect = contextlib.ExitStack()  # empty without a terminal
         if terminal:
-            self._redirect.__enter__()
+            loggers = [logging.getLogger("lipsformer")]
+            self._redirect.enter_context(logging_redirect_tqdm(loggers))
         self._terminal = terminal
 
     def record(self, kind: str, step: int, epoch: float, values: Mapping[str, float]) -> None:
@@ -125,8 +127,7 @@ class Tracking:
     def close(self) -> None:
         """Close the bar and the trackers."""
         self._bar.close()
-        if self._terminal:
-            self._redirect.__exit__(None, None, None)
+        self._redirect.close()
         for tracker in self.accelerator.trackers:
             try:
                 tracker.finish()

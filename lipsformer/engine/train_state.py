@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from timm.task import TrainingTask
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lipsformer._errors import ConfigError
+from lipsformer._sharding import distribute_like, full_tensor
 from lipsformer.analysis.instruments import InstrumentBase
 from lipsformer.engine.optim import load_state, state_numbers, state_tensors
 from lipsformer.engine.run_files import EMA, INSTRUMENTS, MODEL, OPTIMIZER, read_state
@@ -125,15 +126,14 @@ class TrainState:
         """
         gathered: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            sharded = isinstance(tensor, DTensor)
-            full = tensor.full_tensor() if sharded else tensor  # every rank takes part
+            full = full_tensor(tensor)
             if not self.accelerator.is_main_process:
                 continue
-            if sharded:
+            if isinstance(tensor, DTensor):
                 full = full.to("cpu", copy=True)
             elif name not in uncopied:
                 full = full.clone()
-            gathered[name] = full.detach()
+            gathered[name] = full
         return gathered
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -194,9 +194,4 @@ def _fill(targets: dict[str, Tensor], file: Path) -> None:
     sources = load_file(file)
     check_fit(targets, sources, str(file))
     for name, target in targets.items():
-        source = sources[name]
-        if isinstance(target, DTensor):
-            source = distribute_tensor(
-                source.to(target.device), target.device_mesh, target.placements
-            )
-        target.copy_(source)
+        target.copy_(distribute_like(sources[name], target))

@@ -22,11 +22,11 @@ from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.claim import Claim
-from lipsformer.engine.distributed import environment, memory_gib
+from lipsformer.engine.environment import environment, memory_gib
 from lipsformer.engine.evaluation import evaluate
 from lipsformer.engine.lock import FolderLock
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, duration, summarize
-from lipsformer.engine.parts import Parts
+from lipsformer.engine.parts import TrainingParts
 from lipsformer.engine.plots import plot_run
 from lipsformer.engine.resume import FORMAT, require_same_data, require_same_world
 from lipsformer.engine.run_files import (
@@ -40,7 +40,7 @@ from lipsformer.engine.run_files import (
     TIMM_CONFIG,
     read_state,
 )
-from lipsformer.engine.run_folder import RunFolder, better_kind
+from lipsformer.engine.run_folder import RunFolder, as_best
 from lipsformer.engine.signals import StopRequest
 from lipsformer.engine.steps import train_epoch
 from lipsformer.engine.stopwatch import Stopwatch
@@ -78,7 +78,7 @@ class Trainer:
         0
     """
 
-    def __init__(self, config: Config, parts: Parts, start: Path | None):
+    def __init__(self, config: Config, parts: TrainingParts, start: Path | None):
         self.config = config
         self.config_text = dump_config(config)  # takes longer than the rest of a save
         self.parts = parts
@@ -174,11 +174,11 @@ class Trainer:
         self.step = step
         epoch_ends = step % self.steps_per_epoch == 0
         logs = step % self.config.run.log_every == 0 or epoch_ends
-        if logs or self.parts.monitored:
+        monitored = self.parts.pending.take()
+        if logs or monitored:
             on_first_rank(self.lock.check)  # another owner's records must not be mixed with these
-        for completed, record in self.parts.monitored:
+        for completed, record in monitored:
             self.tracking.record("monitor", completed, completed / self.steps_per_epoch, record)
-        self.parts.monitored.clear()
         if logs:
             self._log()
         if epoch_ends:
@@ -242,11 +242,10 @@ class Trainer:
                 f"loss {result['loss']:.4f}  ({result['images']} images){more}"
             )
         self.history.append({"epoch": epoch, "update": self.step, **figures})
-        kind = better_kind(figures)
-        top1 = figures[kind]["top1"]
-        better = self.best is None or top1 > self.best["top1"]
+        found = as_best(self.history[-1])
+        better = self.best is None or found["top1"] > self.best["top1"]
         if better:
-            self.best = {"epoch": epoch, "update": self.step, "weights": kind, "top1": top1}
+            self.best = found
         complete = self.step == self.total_steps
         if better or complete or self._save_is_due():
             self._save()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
+from lipsformer._sharding import full_tensor
 from lipsformer.analysis.bounds.composition import (
     Bound,
     Domain,
@@ -25,7 +26,6 @@ from lipsformer.analysis.bounds.composition import (
     scale_output,
 )
 from lipsformer.analysis.bounds.tampering import CALL, methods_of, overridden, tampering
-from lipsformer.analysis.sigma import full_tensor
 from lipsformer.layers import merge_heads
 
 

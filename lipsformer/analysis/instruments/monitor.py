@@ -7,16 +7,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from lipsformer._sharding import full_tensor
 from lipsformer.analysis.attention_maps import probe_attention
 from lipsformer.analysis.bounds import Domain, gathered_bound
 from lipsformer.analysis.instruments.base import InstrumentBase
-from lipsformer.analysis.sigma import (
-    SigmaTracker,
-    full_tensor,
-    gain_of,
-    operators,
-    residual_scale_of,
-)
+from lipsformer.analysis.sigma import SigmaTracker, gain_of, operators, residual_scale_of
 
 Write = Callable[[int, Mapping[str, float]], None]
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from lipsformer._sharding import assign, full_tensor
 from lipsformer.analysis.instruments.base import InstrumentBase
-from lipsformer.analysis.sigma import assign, full_tensor, operators
+from lipsformer.analysis.sigma import operators
 from lipsformer.layers.contractive import orthogonal_parts, orthogonalize
 
 

@@ -7,13 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lipsformer._sharding import assign, full_tensor
 from lipsformer.analysis.conv_norms import conv_sigma_bound
 from lipsformer.analysis.instruments.base import InstrumentBase
 from lipsformer.analysis.sigma import (
     Operator,
     SigmaTracker,
-    assign,
-    full_tensor,
     gain_of,
     operators,
     residual_scale_of,

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from lipsformer._sharding import assign, full_tensor
 from lipsformer.analysis.instruments.base import InstrumentBase
-from lipsformer.analysis.sigma import SigmaTracker, assign, full_tensor, operators
+from lipsformer.analysis.sigma import SigmaTracker, operators
 from lipsformer.layers._checks import check_positive
 
 

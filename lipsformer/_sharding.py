@@ -1,0 +1,48 @@
+"""Tensors that FSDP2 may have sharded: their full values, and writing full values into them.
+
+Every rank must call these functions, because they exchange values. A tensor that is not sharded is
+handled as a plain one.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full values of a tensor, without a gradient.
+
+    They share the memory of a tensor that is not sharded.
+    """
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def distribute_like(values: Tensor, tensor: Tensor, *, src_data_rank: int | None = 0) -> Tensor:
+    """Return full values on the device of a tensor and sharded like it, or as they are.
+
+    Args:
+        values: The full values.
+        tensor: The values are returned as they are if this tensor is not sharded.
+        src_data_rank: The rank whose values all ranks get; None if all ranks have the same values,
+            which need not be sent then.
+    """
+    if not isinstance(tensor, DTensor):
+        return values
+    return distribute_tensor(
+        values.to(tensor.device),
+        tensor.device_mesh,
+        tensor.placements,
+        src_data_rank=src_data_rank,
+    )
+
+
+@torch.no_grad()
+def assign(weight: Tensor, values: Tensor) -> None:
+    """Write full values into a weight.
+
+    Args:
+        weight: The parameter, changed in place.
+        values: Its new values, in the full shape; the same on every rank.
+    """
+    weight.copy_(distribute_like(values.to(weight.dtype), weight, src_data_rank=None))
