@@ -80,8 +80,7 @@ class Tracking:
         )
         self._redirect = contextlib.ExitStack()  # empty without a terminal
         if terminal:
-            loggers = [logging.getLogger("lipsformer")]
-            self._redirect.enter_context(logging_redirect_tqdm(loggers))
+            self._redirect.enter_context(logging_redirect_tqdm())
         self._terminal = terminal
 
     def record(self, kind: str, step: int, epoch: float, values: Mapping[str, float]) -> None:
