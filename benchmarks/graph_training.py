@@ -15,7 +15,6 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch_geometric
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCN2Conv
 
-from benchmarks.machine import machine, peak_memory, synchronize
+from benchmarks.machine import machine, peak_memory, seconds_of
 from benchmarks.records import markdown, run
 from benchmarks.turns import SPEED, compare, take_turns
 from lipsformer._commands import documented_parser
@@ -102,11 +101,7 @@ def measure(
 
     def epoch_seconds(name: str) -> float:
         training, batches = trainings[name]
-        synchronize(device)
-        start = time.perf_counter()
-        training._train(batches)
-        synchronize(device)
-        seconds = time.perf_counter() - start
+        seconds = seconds_of(lambda: training._train(batches), device)
         training.optimizer.zero_grad(set_to_none=True)
         return seconds
 

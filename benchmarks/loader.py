@@ -136,6 +136,14 @@ def compare(folder: Path, rounds: int) -> dict[str, Any]:
     }
 
 
+def _cpu_ms(function: Callable[[Any], object], items: Iterable) -> float:
+    """Return the CPU milliseconds of calling a function with every item."""
+    started = time.process_time()
+    for item in items:
+        function(item)
+    return (time.process_time() - started) * 1e3
+
+
 def stages(folder: Path) -> dict[str, Any]:
     """CPU milliseconds per image in each stage of training, one after the other, and its share."""
     files = [str(path) for path in sorted(folder.rglob("*.JPEG"))]
@@ -143,9 +151,9 @@ def stages(folder: Path) -> dict[str, Any]:
     spent: dict[str, float] = {}
 
     def timed(stage: str, items: Iterable, function: Callable) -> list:
-        started = time.process_time()
-        results = [function(index, item) for index, item in enumerate(items)]
-        spent[stage] = (time.process_time() - started) * 1e3 / len(results)
+        results = []
+        call = lambda indexed: results.append(function(*indexed))  # noqa: E731
+        spent[stage] = _cpu_ms(call, enumerate(items)) / len(results)
         return results
 
     def seeded_draw(index: int, picture: EncodedPicture) -> Sample:
@@ -167,10 +175,7 @@ def stages(folder: Path) -> dict[str, Any]:
         )
         images = timed("RandAugment", crops, lambda _, sample: torch.from_numpy(*finish([sample])))
         batches = [images[i : i + BATCH_SIZE] for i in range(0, len(images), BATCH_SIZE)]
-        started = time.process_time()
-        for batch in batches:
-            torch.stack(batch)
-        spent["collate"] = (time.process_time() - started) * 1e3 / len(files)
+        spent["collate"] = _cpu_ms(torch.stack, batches) / len(files)
     # The second stage of decoding holds the header and the first, at the size that the crop needs.
     parts = ("seeds and draws", "read", "decode, crop and resize", "RandAugment", "collate")
     total = sum(spent[part] for part in parts)
@@ -198,10 +203,7 @@ def on_device() -> dict[str, Any]:
     spent = {}
     for name, way in ways.items():
         way(0)
-        started = time.process_time()
-        for number in range(20):
-            way(number)
-        spent[name] = round((time.process_time() - started) * 1e3 / (20 * BATCH_SIZE), 4)
+        spent[name] = round(_cpu_ms(way, range(20)) / (20 * BATCH_SIZE), 4)
     return {"ms_per_image_on_this_cpu": spent, "bytes_per_image": images[0].nbytes}
 
 
@@ -223,13 +225,7 @@ def crops(folder: Path) -> dict[str, float]:
         ),
         "ours": lambda content: ours(EncodedPicture(content, "")),
     }
-    spent = {}
-    for name, way in ways.items():
-        started = time.process_time()
-        for content in contents:
-            way(content)
-        spent[name] = round((time.process_time() - started) * 1e3 / len(contents), 4)
-    return spent
+    return {name: round(_cpu_ms(way, contents) / len(contents), 4) for name, way in ways.items()}
 
 
 def decoders(folder: Path) -> dict[str, float]:
@@ -245,13 +241,7 @@ def decoders(folder: Path) -> dict[str, float]:
             torch.frombuffer(bytearray(content), dtype=torch.uint8).numpy(), cv2.IMREAD_COLOR_RGB
         ),
     }
-    spent = {}
-    for name, decode in ways.items():
-        started = time.process_time()
-        for content in contents:
-            decode(content)
-        spent[name] = round((time.process_time() - started) * 1e3 / len(contents), 4)
-    return spent
+    return {name: round(_cpu_ms(way, contents) / len(contents), 4) for name, way in ways.items()}
 
 
 def make_sets(root: Path, scratch: Path, limit: int) -> dict[str, Path]:

@@ -21,6 +21,21 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def seconds_of(step: Callable[[], object], device: torch.device) -> float:
+    """Return the duration of a step, which begins on an idle device and ends when it is idle."""
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Return the context of a forward pass in one of `PRECISIONS`; it changes nothing for fp32."""
+    dtype = PRECISIONS[precision]
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """Return the processor, the device and the versions of a measurement."""
     return {
@@ -60,14 +75,8 @@ def limits(device: torch.device, precision: str) -> dict[str, float]:
 
 def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Shortest of ten durations of some work, after one call that warms up."""
-    durations = []
-    for _ in range(11):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        durations.append(time.perf_counter() - start)
-    return min(durations[1:])
+    work()
+    return min(seconds_of(work, device) for _ in range(10))
 
 
 def peak_memory(step: Callable[[], None], device: torch.device) -> int:

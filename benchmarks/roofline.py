@@ -16,7 +16,6 @@ read and write, over that traffic: what fusing them could save.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.counting import OperatorCounter
-from benchmarks.machine import PRECISIONS, limits, machine, synchronize
+from benchmarks.machine import PRECISIONS, autocast, limits, machine, seconds_of
 from benchmarks.records import markdown, run
 from lipsformer._commands import documented_parser
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
@@ -178,20 +177,17 @@ def random_like(value: Any) -> Any:
 def cold_seconds(operator: Operator, device: torch.device, repeats: int) -> float:
     """Median duration of both passes, each with caches that hold none of its tensors."""
     other = torch.empty(2**26, device=device)
+    results: list[Tensor] = []
+    passes = (
+        lambda: results.append(operator.forward()),
+        lambda: operator.backward(results.pop()),
+    )
 
-    def timed(step: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    def cold(step: Callable[[], None]) -> float:
         other.zero_()
-        synchronize(device)
-        start = time.perf_counter()
-        result = step(*args)
-        synchronize(device)
-        return result, time.perf_counter() - start
+        return seconds_of(step, device)
 
-    durations = []
-    for _ in range(repeats + 1):
-        result, forward = timed(operator.forward)
-        _, backward = timed(operator.backward, result)
-        durations.append(forward + backward)
+    durations = [sum(cold(step) for step in passes) for _ in range(repeats + 1)]
     return statistics.median(durations[1:])
 
 
@@ -204,9 +200,8 @@ def measure(
     model: nn.Module, images: Tensor, precision: str, rates: dict[str, float], repeats: int
 ) -> dict[str, dict[str, float]]:
     """What each kind of operator computes, moves, may take and takes, in one training step."""
-    dtype = PRECISIONS[precision]
     totals: dict[str, dict[str, float]] = {}
-    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+    with autocast(images.device, precision):
         for operator in operators(model, images):
             with OperatorCounter() as counter:
                 result = operator.forward()
@@ -231,17 +226,16 @@ def measure(
 
 def step_seconds(model: nn.Module, images: Tensor, precision: str, repeats: int) -> float:
     """Median duration of the whole model's forward and backward pass."""
-    dtype = PRECISIONS[precision]
+
+    def step() -> None:
+        with autocast(images.device, precision):
+            loss = model(images).float().square().mean()
+        loss.backward()
+
     durations = []
     for _ in range(repeats + 1):
         model.zero_grad()
-        synchronize(images.device)
-        start = time.perf_counter()
-        with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
-            loss = model(images).float().square().mean()
-        loss.backward()
-        synchronize(images.device)
-        durations.append(time.perf_counter() - start)
+        durations.append(seconds_of(step, images.device))
     return statistics.median(durations[1:])
 
 

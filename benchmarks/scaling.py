@@ -21,7 +21,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.machine import PRECISIONS, machine, synchronize
+from benchmarks.machine import PRECISIONS, autocast, machine, seconds_of, synchronize
 from benchmarks.records import run, write_record
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.cost import count_parameters
@@ -56,11 +55,10 @@ def work(rank: int, options: argparse.Namespace, threads: int, store: str, path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     images = torch.randn(options.batch_size, 3, options.img_size, options.img_size, device=device)
     labels = torch.arange(options.batch_size, device=device) % 1000
-    dtype = PRECISIONS[options.precision]
     gradients = torch.zeros(count_parameters(model), device=device)
 
     def step(net: Callable[[Tensor], Tensor], finish: Callable[[], None] = lambda: None) -> None:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        with autocast(device, options.precision):
             loss = cross_entropy(net(images), labels)
         loss.backward()
         finish()
@@ -82,10 +80,7 @@ def work(rank: int, options: argparse.Namespace, threads: int, store: str, path:
         for name, turn in turns.items():
             synchronize(device)
             dist.barrier()
-            start = time.perf_counter()
-            turn()
-            synchronize(device)
-            duration = torch.tensor(time.perf_counter() - start, device=device)
+            duration = torch.tensor(seconds_of(turn, device), device=device)
             dist.all_reduce(duration, dist.ReduceOp.MAX)
             if index >= options.warmup:
                 seconds[name].append(duration.item())
