@@ -101,14 +101,14 @@ def measure(
 
     def epoch_seconds(name: str) -> float:
         training, batches = trainings[name]
-        seconds = seconds_of(lambda: training._train(batches), device)
+        seconds = seconds_of(lambda: training.train_epoch(batches), device)
         training.optimizer.zero_grad(set_to_none=True)
         return seconds
 
     seconds = take_turns(trainings, epoch_seconds, rounds=rounds, warmup=warmup)
     memory = {}
     for name, (training, batches) in trainings.items():
-        memory[name] = peak_memory(lambda t=training, b=batches: t._train(b), device)
+        memory[name] = peak_memory(lambda t=training, b=batches: t.train_epoch(b), device)
         training.optimizer.zero_grad(set_to_none=True)
     return {
         name: {"epochs_per_minute": 60 / statistics.median(seconds[name]), **ratios}

@@ -38,7 +38,6 @@ from lipsformer.config import Config
 from lipsformer.engine.build import build_model
 from lipsformer.engine.distributed import start
 from lipsformer.engine.parts import TrainingParts
-from lipsformer.engine.steps import train_epoch
 from lipsformer.engine.trainer import Trainer
 from scripts._assemble import assemble
 
@@ -77,19 +76,9 @@ def bare_loop(config: Config, parts: TrainingParts, file: Path) -> Turn:
 
 def engine_loop(trainer: Trainer) -> Turn:
     """One epoch of the loop of train.py, until its checkpoint is on the disk."""
-    parts = trainer.parts
 
     def turn() -> None:
-        trainer.stopwatch.reset()
-        trainer.step = train_epoch(
-            parts.state,
-            parts.train_batches.epoch(trainer.step // trainer.steps_per_epoch),
-            first_step=trainer.step,
-            transform=parts.transform,
-            metrics=trainer.metrics,
-            stopwatch=trainer.stopwatch,
-            after_step=trainer._after_step,
-        )
+        trainer.train_epoch()
         on_first_rank(trainer.writer.wait)
         if trainer.stopped:
             raise KeyboardInterrupt
@@ -106,7 +95,7 @@ def deterministic(turn: Turn) -> Turn:
     return inside
 
 
-def seconds_of(turn: Turn) -> tuple[float, float]:
+def cpu_and_wall_seconds(turn: Turn) -> tuple[float, float]:
     """CPU seconds of this process, and wall seconds."""
     cpu, wall = time.process_time(), time.perf_counter()
     turn()
@@ -153,11 +142,11 @@ def measure(options: Namespace, folder: Path) -> dict[str, Any]:
     for number in range(options.turns + 1):
         for name in loops if number % 2 else reversed(loops):
             accelerator.wait_for_everyone()
-            spent = seconds_of(loops[name])
+            spent = cpu_and_wall_seconds(loops[name])
             if number > 0:  # the first turn warms up
                 seconds[name].append(spent)
     trainer.tracking.close()
-    trainer._leave()
+    trainer.close()
     processes = accelerator.num_processes
     total = {
         name: accelerator.gather(torch.tensor(turns)[None]).double().sum(dim=0)  # pyright: ignore
