@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.gpu_paper.measure import MODES, Record, compare, measure, step_ratios, table
+from benchmarks.gpu_measure import MODES, Record, compare, measure, step_ratios, table
 from benchmarks.machine import machine
 from lipsformer._commands import documented_parser
 from lipsformer._machine import commit

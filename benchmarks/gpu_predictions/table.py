@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.gpu_paper.cubins import ARCHITECTURES
-from benchmarks.gpu_paper.devices import DEVICES
+from benchmarks.gpu_predictions.cubins import ARCHITECTURES
+from benchmarks.gpu_predictions.devices import DEVICES
 
 REFERENCE = "swin_tiny_patch4_window7_224"
 STATE_BYTES = 16  # per parameter: weight, gradient and two moments of AdamW in float32

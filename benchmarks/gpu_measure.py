@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_paper.table import REFERENCE, peak_gigabytes
+from benchmarks.gpu_predictions.table import REFERENCE, peak_gigabytes
 from benchmarks.machine import seconds_of
 from lipsformer.engine.compilation import compile_regions
 
