@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_predictions.table import REFERENCE, peak_gigabytes
 from benchmarks.machine import seconds_of
+from benchmarks.records import markdown
 from lipsformer.engine.compilation import compile_regions
 
 Record = dict[str, Any]
@@ -179,11 +180,9 @@ def step_ratios(rows: Sequence[Row]) -> list[Row]:
 
 def table(rows: Iterable[Row]) -> str:
     """Return rows as Markdown."""
-    lines = [
-        "| model | figure | predicted | measured | measured / predicted |",
-        "|---|---|---|---|---|",
-    ]
+    cells = []
     for row in rows:
-        cells = ("" if x is None else f"{x:.4g}" for x in (row.predicted, row.measured, row.ratio))
-        lines.append(f"| `{row.model}` | {row.figure} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        numbers = (row.predicted, row.measured, row.ratio)
+        shown = ("" if x is None else f"{x:.4g}" for x in numbers)
+        cells.append((f"`{row.model}`", row.figure, *shown))
+    return markdown(("model", "figure", "predicted", "measured", "measured / predicted"), cells)

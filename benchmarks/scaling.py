@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.machine import PRECISIONS, autocast, machine, seconds_of, synchronize
-from benchmarks.records import run, write_record
+from benchmarks.records import markdown, run, write_record
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.cost import count_parameters
 
@@ -100,21 +100,20 @@ def table(record: dict[str, Any]) -> str:
     """The figures of one record as Markdown."""
     host, options, seconds = record["machine"], record["options"], record["seconds"]
     processes, batch = options["processes"], options["batch_size"]
-    lines = [
+    intro = (
         f"{options['model']}, {options['precision']}, {processes} processes x batch {batch}, "
         f"{options['img_size']} px, {host['device']} ({host['cpu']}, {host['threads']} threads "
-        f"each), {4e-6 * record['parameters']:.0f} MB of gradients, {host['date']}",
-        "",
-        "| step | ms | images/s | efficiency |",
-        "|---|---|---|---|",
-        f"| alone | {1e3 * seconds['alone']:.0f} | {batch / seconds['alone']:.2f} | |",
-    ]
-    for name in ("without exchange", "after", "overlapped"):
-        speed = processes * batch / seconds[name]
-        efficiency = seconds["alone"] / seconds[name]
-        lines.append(f"| {name} | {1e3 * seconds[name]:.0f} | {speed:.2f} | {efficiency:.2f} |")
-    lines.append(f"| exchange | {1e3 * seconds['exchange']:.0f} | | |")
-    return "\n".join(lines)
+        f"each), {4e-6 * record['parameters']:.0f} MB of gradients, {host['date']}"
+    )
+    rows = []
+    for name, own in seconds.items():
+        cells = ["", ""]
+        if name == "alone":
+            cells = [f"{batch / own:.2f}", ""]
+        elif name != "exchange":
+            cells = [f"{processes * batch / own:.2f}", f"{seconds['alone'] / own:.2f}"]
+        rows.append((name, f"{1e3 * own:.0f}", *cells))
+    return f"{intro}\n\n{markdown(('step', 'ms', 'images/s', 'efficiency'), rows)}"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
