@@ -1,4 +1,4 @@
-"""For how long the training loop stands still when it saves a checkpoint.
+"""Measure for how long the training loop stands still when it saves a checkpoint.
 
     python -m benchmarks.checkpoint_cost --output benchmarks/results/checkpoint_cost.json
 

@@ -1,4 +1,4 @@
-"""Images per second and core of the data loader beside timm's, and where the time goes.
+"""Compare the data loader's images per second and core with timm's, and time its stages.
 
     python -m benchmarks.loader --root datasets --output benchmarks/results/loader.json
 
@@ -48,7 +48,7 @@ RECIPE = AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25)
 
 
 def timms_loader(folder: Path, *, train: bool) -> Iterable:
-    """timm's loader up to the batch that it sends to the device."""
+    """Return timm's loader up to the batch that it sends to the device."""
     settings: dict[str, Any] = {}
     if train:
         settings = {"auto_augment": RECIPE.auto_augment, "re_prob": RECIPE.reprob}
@@ -79,7 +79,7 @@ def _posterize(image: Image.Image, bits_to_keep: int, **_: object) -> Image.Imag
 
 
 def our_loader(folder: Path, *, train: bool, exact_eval: bool = True) -> Iterable:
-    """This repository's loader up to the batch that it sends to the device."""
+    """Return this repository's loader up to the batch that it sends to the device."""
     data = DataConfig(
         source="folder",
         root=str(folder.parent),
@@ -105,7 +105,7 @@ def our_loader(folder: Path, *, train: bool, exact_eval: bool = True) -> Iterabl
 
 
 def cpu_seconds_per_image(batches: Iterable) -> float:
-    """CPU time of one pass, per image."""
+    """Return the CPU time of one pass, per image."""
     started, images = time.process_time(), 0
     for batch in batches:
         images += len(batch[0])
@@ -113,7 +113,7 @@ def cpu_seconds_per_image(batches: Iterable) -> float:
 
 
 def compare(folder: Path, rounds: int) -> dict[str, Any]:
-    """Images per CPU second of each loader, of the best round: others only slow it down."""
+    """Return each loader's images per CPU second in its best round: other work only slows it."""
     makers: dict[str, Callable[[], Iterable]] = {
         "train_timm": lambda: timms_loader(folder, train=True),
         "train_ours": lambda: our_loader(folder, train=True),
@@ -145,7 +145,7 @@ def _cpu_ms(function: Callable[[Any], object], items: Iterable) -> float:
 
 
 def stages(folder: Path) -> dict[str, Any]:
-    """CPU milliseconds per image in each stage of training, one after the other, and its share."""
+    """Return the CPU milliseconds per image of each stage of training, and its share."""
     files = [str(path) for path in sorted(folder.rglob("*.JPEG"))]
     transform = train_transform(DataConfig(source="folder"), RECIPE)
     spent: dict[str, float] = {}
@@ -186,7 +186,7 @@ def stages(folder: Path) -> dict[str, Any]:
 
 
 def on_device() -> dict[str, Any]:
-    """CPU milliseconds per image of what follows on the device, and the bytes that go there."""
+    """Return the CPU milliseconds per image of the work on the device, and the bytes sent to it."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH_SIZE, 3, 224, 224)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -208,7 +208,7 @@ def on_device() -> dict[str, Any]:
 
 
 def crops(folder: Path) -> dict[str, float]:
-    """CPU milliseconds per image to decode, crop at random and resize (bicubic, antialiased)."""
+    """Return the CPU ms per image to decode, crop at random and resize (bicubic, antialiased)."""
     contents = [path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))]
     timms = RandomResizedCropAndInterpolation(224, interpolation="bicubic")
     v2s = v2.RandomResizedCrop(224, interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
@@ -229,7 +229,7 @@ def crops(folder: Path) -> dict[str, float]:
 
 
 def decoders(folder: Path) -> dict[str, float]:
-    """CPU milliseconds per image of the decoders that were compared; all give the same pixels."""
+    """Return the CPU milliseconds per image of the decoders; all of them give the same pixels."""
     contents = [path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))]
     ways: dict[str, Callable[[bytes], object]] = {
         "Pillow": lambda content: EncodedPicture(content, "").image(),
@@ -245,7 +245,7 @@ def decoders(folder: Path) -> dict[str, float]:
 
 
 def make_sets(root: Path, scratch: Path, limit: int) -> dict[str, Path]:
-    """The three sets as ImageFolder trees, at most `limit` images each."""
+    """Write the three sets as ImageFolder trees of at most `limit` images, and return them."""
     sample = root / "imagenet-1k-sample"
     sets = {name: scratch / name for name in ("short side 256", "original sizes", "originals")}
     with open(sample / "index.csv", encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""What the training loop costs beside a bare torch loop with the same model and data.
+"""Measure how much more the training loop costs than a bare torch loop of the same training.
 
     OMP_NUM_THREADS=1 python -m benchmarks.loop_overhead --processes 2 \\
         --output benchmarks/results/loop_overhead.json
@@ -45,7 +45,7 @@ Turn = Callable[[], None]
 
 
 def bare_loop(config: Config, parts: TrainingParts, file: Path) -> Turn:
-    """One epoch of a loop as it is written by hand."""
+    """Return one epoch of a loop as it is usually written by hand."""
     accelerator, per_epoch = parts.state.accelerator, parts.train_batches.updates_per_epoch
     model = build_model(config, parts.classes).train()
     assert config.train.ema_decay is not None and config.optim.clip_grad is not None
@@ -75,7 +75,7 @@ def bare_loop(config: Config, parts: TrainingParts, file: Path) -> Turn:
 
 
 def engine_loop(trainer: Trainer) -> Turn:
-    """One epoch of the loop of train.py, until its checkpoint is on the disk."""
+    """Return one epoch of the loop of train.py, which ends when its checkpoint is on the disk."""
 
     def turn() -> None:
         trainer.train_epoch()
@@ -96,14 +96,14 @@ def deterministic(turn: Turn) -> Turn:
 
 
 def cpu_and_wall_seconds(turn: Turn) -> tuple[float, float]:
-    """CPU seconds of this process, and wall seconds."""
+    """Return the CPU seconds of this process, and the wall seconds."""
     cpu, wall = time.process_time(), time.perf_counter()
     turn()
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def overhead(loop: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
-    """Medians over the turns, in percent of the other loop's seconds in the same turn."""
+    """Return the medians over the turns, in percent of the base's seconds in the same turn."""
     cpu, wall = (100 * (loop / base - 1)).T.tolist()
     return {
         "cpu": statistics.median(cpu),

@@ -1,4 +1,4 @@
-"""The machine that figures are measured on: its description, its limits, and what a step holds."""
+"""Describe the machine of a measurement, and measure its limits and the steps of a model on it."""
 
 import datetime
 import time
@@ -50,10 +50,10 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def limits(device: torch.device, precision: str) -> dict[str, float]:
-    """FLOP/s of a large matrix product in this precision, and bytes/s of a large copy.
+    """Return the FLOP/s of a large matrix product in this precision, and bytes/s of a large copy.
 
-    On the CPU the product is also taken as a 1x1 convolution, oneDNN's instead of MKL's; the faster
-    counts. A copy moves its size twice, once read and once written.
+    On the CPU the product is also computed as a 1x1 convolution, for which PyTorch calls oneDNN
+    instead of MKL, and the faster one counts. A copy moves its size twice: it reads and writes it.
     """
     on_gpu = device.type == "cuda"
     n = 8192 if on_gpu else 2048
@@ -74,7 +74,7 @@ def limits(device: torch.device, precision: str) -> dict[str, float]:
 
 
 def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Shortest of ten durations of some work, after one call that warms up."""
+    """Return the shortest of ten durations of some work, after one call that warms up."""
     work()
     return min(seconds_of(work, device) for _ in range(10))
 

@@ -1,4 +1,4 @@
-"""Training step and inference of LipsFormer beside other models, interleaved in one run.
+"""Compare the training step and the inference of LipsFormer with those of other models.
 
     python -m benchmarks.models --output models.json
     python -m benchmarks.models --batch-size 1 8 32 --output benchmarks/results/batch_cpu.json
@@ -9,14 +9,15 @@
         --modes eager regions compiled graphs --output benchmarks/results/models_cuda.json
     python -m benchmarks.models --table benchmarks/results/models_*.json
 
-The models, each in all of its modes and in inference LipsFormers also folded, take turns in random
-order within every round, so that a busy machine slows all alike; the ratio is to the first model in
-its fastest mode, the median over the rounds. The first rounds warm up. A model of another
-repository joins by its import path: `--peer package.module:function` (called without arguments).
+Every model is measured in all modes, and a LipsFormer in inference also in its folded form. They
+take turns in random order within every round, so that a busy machine slows all alike. The ratio
+compares with the first model in its fastest mode, and is the median over the rounds. The first
+rounds warm up. A model of another repository joins by its import path: `--peer
+package.module:function`. The function is called without arguments.
 
-The share of the machine's FLOP/s takes a model's multiply-adds times two, three times over for a
-training step, against the measured rate of a large matrix product; the share of its bandwidth takes
-the bytes that the eager operators read and write against a large copy.
+The share of the machine's FLOP/s compares two operations per multiply-add of the model, three times
+as many for a training step, with the measured rate of a large matrix product. The share of its
+bandwidth compares the bytes that the eager operators read and write with the rate of a large copy.
 """
 
 import argparse
@@ -53,7 +54,7 @@ PASSES = {"train": 3, "infer": 1}  # a backward pass multiplies as much as two f
 
 
 class Contestant:
-    """One model in one mode with its optimizer and the two things it is timed at."""
+    """One model in one mode, with its optimizer and the two steps that are timed."""
 
     def __init__(self, model: nn.Module, mode: str, images: Tensor, precision: str) -> None:
         """Take over a model on the device of `images`."""
@@ -69,7 +70,7 @@ class Contestant:
         self.precision = precision
 
     def train(self) -> None:
-        """One training step."""
+        """Make one training step."""
         self.model.train()
         with autocast(self.images.device, self.precision):
             loss = cross_entropy(self.run(self.images), self.labels)
@@ -78,7 +79,7 @@ class Contestant:
         self.optimizer.zero_grad()
 
     def infer(self) -> None:
-        """One forward pass in evaluation."""
+        """Make one forward pass in evaluation mode."""
         self.model.eval()
         with torch.no_grad(), autocast(self.images.device, self.precision):
             self.run(self.images)
@@ -90,7 +91,7 @@ class Contestant:
 
 
 def build(name: str, img_size: int, depths: tuple[int, ...] | None) -> nn.Module:
-    """A model of timm's, or the peer that `module:function` makes.
+    """Return a model of timm's, or the peer that `module:function` makes.
 
     The image size is given when the model is built, so that Swin keeps its windows of 7 tokens;
     `set_input_size` would scale them with the image.
@@ -110,7 +111,7 @@ def measure(
     options: argparse.Namespace,
     rates: dict[str, float],
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Speed over interleaved rounds, and memory, of every (model, mode)."""
+    """Return the speed over interleaved rounds and the memory of every (model, mode)."""
     images = next(iter(contestants.values())).images
     steps = {key: getattr(contestant, task) for key, contestant in contestants.items()}
     seconds = take_turns(
@@ -145,7 +146,7 @@ def run_setting(
     img_size: int,
     batch_size: int,
 ) -> None:
-    """One batch size, image size and depth; the record is saved after each task."""
+    """Measure one batch size, image size and depth; write the record after each task."""
     images = torch.randn(batch_size, 3, img_size, img_size).to(options.device)
     if images.is_cuda:
         images = images.contiguous(memory_format=torch.channels_last)
@@ -179,7 +180,7 @@ def run_setting(
 
 
 def table(record: dict[str, Any]) -> str:
-    """The figures of one record as Markdown."""
+    """Return the figures of one record as Markdown."""
     options, host, rates = record["options"], record["machine"], record["limits"]
     parts = [
         f"{host['device']} ({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
@@ -199,7 +200,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def figures(own: dict[str, float]) -> list[str]:
-    """The measured cells of a row."""
+    """Return the measured cells of a row."""
     moved = ["", ""]
     if "gb_per_image" in own:
         moved = [f"{own['gb_per_image']:.2f}", f"{own['bandwidth_share']:.0%}"]

@@ -1,4 +1,4 @@
-"""Weak scaling: a training step on one process, and on several that exchange their gradients.
+"""Measure weak scaling: a training step on one process, and on several that exchange gradients.
 
     python -m benchmarks.scaling --output benchmarks/results/scaling_cpu.json
     python -m benchmarks.scaling --device cuda --processes 8 --precision bf16 --batch-size 128 \
@@ -39,7 +39,7 @@ from lipsformer.analysis.cost import count_parameters
 
 
 def work(rank: int, options: argparse.Namespace, threads: int, store: str, path: Path) -> None:
-    """One process; the first writes the record."""
+    """Measure in one of the processes; the first one writes the record."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     cuda = options.device == "cuda"
@@ -97,7 +97,7 @@ def work(rank: int, options: argparse.Namespace, threads: int, store: str, path:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The figures of one record as Markdown."""
+    """Return the figures of one record as Markdown."""
     host, options, seconds = record["machine"], record["options"], record["seconds"]
     processes, batch = options["processes"], options["batch_size"]
     intro = (

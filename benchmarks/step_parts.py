@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: each kind of operator inside the step, and its roof.
+"""Measure where the time of a training step goes, by kind of operator, and the roof of each kind.
 
     python -m benchmarks.step_parts lipsformer_swin_tiny --output benchmarks/results/parts_cpu.json
     python -m benchmarks.step_parts --table benchmarks/results/parts_*.json
@@ -7,10 +7,11 @@ PyTorch's profiler times every operator and every compiled kernel of forward and
 a CPU, with the caches as the step leaves them. `benchmarks.roofline` times operators alone, with
 cold caches.
 
-The roof of a part is the longer of its products' operations over the measured FLOP/s and of its
-least traffic over the measured bandwidth. A part can stand above it, where its tensors are still in
-a cache. "the rest" is what the profiled step takes beside its parts: Python, new memory,
-differentiation, and the profiler itself.
+The roof of a part is its least time with empty caches: the operations of its products divided by
+the measured FLOP/s, or its least traffic divided by the measured bandwidth, whichever is longer. A
+part can be faster than its roof if its tensors are still in a cache. The row "the rest" is the time
+of the profiled step outside its parts: Python, new memory, automatic differentiation, and the
+profiler itself.
 """
 
 import argparse
@@ -127,7 +128,7 @@ def measure(step: Callable[[], object], repeats: int) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The figures of one record as Markdown."""
+    """Return the figures of one record as Markdown."""
     host, rates, options = record["machine"], record["limits"], record["options"]
     seconds, parts = record["profiled_seconds"], record["parts"]
     intro = (
