@@ -39,7 +39,12 @@ from scripts._graph_seed import load_batches
 
 CONFIG = Path(__file__).parents[1] / "configs" / "graph" / "arxiv_gat.yaml"
 MODELS = ("GATConv", "GCN2Conv", "LipschitzNorm")
-NAMES = tuple(f"{model}, {loader}" for loader in ("full", "cluster") for model in MODELS)
+# Settings that differ from the config. Without clusters, their numbers must be the defaults.
+LOADERS = {
+    "full": ("data.loader=full", "data.num_parts=8", "data.parts_per_step=1"),
+    "cluster": (),
+}
+NAMES = tuple(f"{model}, {loader}" for loader in LOADERS for model in MODELS)
 COLUMNS = ("model, loader", "epochs per minute", "speed ratio (range)", "peak MB", "ratio")
 
 
@@ -139,13 +144,14 @@ def record_of(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     random.seed(0)
     device = torch.device(options.device)
+    settings = [f"data.name={options.graph}", *options.set]
+    config = read_config(GraphConfig, CONFIG, settings)
     batches, trainings = {}, {}
     for name in options.models:
         model, _, loader = name.partition(", ")
-        settings = [f"data.name={options.graph}", f"data.loader={loader}", *options.set]
-        config = read_config(GraphConfig, CONFIG, settings)
         if loader not in batches:
-            batches[loader] = load_batches(config)
+            own_settings = [*settings, *LOADERS[loader]]
+            batches[loader] = load_batches(read_config(GraphConfig, CONFIG, own_settings))
         own = batches[loader]
         network = build(model, config, own.num_features, own.num_classes).to(device)
         training = Training(network, config.train, options.device)
