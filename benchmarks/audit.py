@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.records import markdown
+from benchmarks.records import markdown, write_record
 from lipsformer._commands import documented_parser
 from lipsformer._machine import commit
 from lipsformer.analysis.bounds import Domain, lipschitz_bound
@@ -288,7 +288,7 @@ def main() -> None:
         known = json.loads(options.output.read_text()) if options.output.exists() else {}
         results = {**known, options.code: record}
         ordered = {code: results[code] for code in CODES if code in results}
-        options.output.write_text(json.dumps(ordered, indent=1) + "\n")
+        write_record(options.output, ordered)
     print(tables({options.code: record})["figures"])
 
 

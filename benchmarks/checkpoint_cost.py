@@ -1,4 +1,4 @@
-"""For how long the training loop stands still when it saves a checkpoint.
+"""Measure for how long the training loop stands still when it saves a checkpoint.
 
     python -m benchmarks.checkpoint_cost --output benchmarks/results/checkpoint_cost.json
 
@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
@@ -23,58 +23,78 @@ from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
 from lipsformer.engine.distributed import start
+from lipsformer.engine.parts import TrainingParts
 from lipsformer.engine.trainer import Trainer
 from scripts._assemble import assemble
+
+
+class TimedTrainer(Trainer):
+    """A trainer that stops after an update, and notes the times of its updates and saves."""
+
+    def __init__(self, config: Config, parts: TrainingParts, last_step: int) -> None:
+        super().__init__(config, parts, None)
+        self.last_step = last_step
+        # The moments when an update, the preparation of a save and the save itself were complete,
+        # by the number of completed updates.
+        self.updated: dict[int, float] = {}
+        self.prepared: dict[int, float] = {}
+        self.written: dict[int, float] = {}
+        # The seconds of the parts of a standstill, by the same number.
+        self.prepare: dict[int, float] = {}
+        self.prepare_cpu: dict[int, float] = {}
+        self.wait: dict[int, float] = {}
+        self.state.before_change = self.wait_for_copy
+        self.write, self.checkpoints.save = self.checkpoints.save, self.write_checkpoint
+
+    def after_step(self, step: int) -> bool:
+        self.updated[step] = time.perf_counter()
+        if step == self.last_step:
+            self.stop.received = 1
+        return super().after_step(step)
+
+    def save(self) -> None:
+        started, started_cpu = time.perf_counter(), time.thread_time()
+        super().save()
+        self.prepare_cpu[self.step] = time.thread_time() - started_cpu
+        self.prepared[self.step] = time.perf_counter()
+        self.prepare[self.step] = self.prepared[self.step] - started
+
+    def wait_for_copy(self) -> None:
+        started = time.perf_counter()
+        self.writer.wait_for_copy()
+        self.wait[self.step] = time.perf_counter() - started
+
+    def write_checkpoint(self, step: int, **content: Any) -> Path:
+        path = self.write(step, **content)
+        self.written[step] = time.perf_counter()
+        return path
 
 
 def measure(config: Config, saves: int) -> dict[str, Any]:
     """Train until so many checkpoints were saved; return seconds."""
     accelerator = start(config)
-    trainer = Trainer(config, assemble(config, accelerator, None), None)
     every = config.run.save_every_updates
     assert every is not None
-    prepare, prepare_cpu, wait, complete, updates = ({} for _ in range(5))
-
-    def timed(
-        function: Callable[..., Any], figures: dict[int, float], clock: Callable[[], float]
-    ) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            before, step = clock(), trainer.step
-            try:
-                return function(*arguments, **options)
-            finally:
-                figures[step] = clock() - before
-
-        return call
-
-    def after_step(step: int) -> bool:
-        updates[step] = time.perf_counter()
-        if step == saves * every + 1:
-            trainer.stop.received = 1
-        return before_step(step)
-
-    before_step, trainer._after_step = trainer._after_step, after_step
-    now = time.perf_counter
-    trainer._save = timed(timed(trainer._save, prepare_cpu, time.thread_time), prepare, now)
-    trainer.state.before_change = timed(trainer.state.before_change, wait, now)
-    trainer.writer._save = timed(trainer.writer._save, complete, now)
+    trainer = TimedTrainer(config, assemble(config, accelerator, None), saves * every + 1)
     trainer.train()
-    saved = [step for step in complete if step % every == 0]
+    prepare, wait, updated = trainer.prepare, trainer.wait, trainer.updated
+    saved = [step for step in trainer.written if step % every == 0]
     standstill = {step: prepare[step] + wait[step] for step in saved}
-    seconds = {step: updates[step] - updates[step - 1] for step in updates if step - 1 in updates}
-    copies = trainer.writer._copies.values()
+    complete = [trainer.written[step] - trainer.prepared[step] for step in saved]
+    seconds = {step: updated[step] - updated[step - 1] for step in updated if step - 1 in updated}
+    files = trainer.state.state_dict().values()
     return {
         "processes": accelerator.num_processes,
-        "mib": sum(tensor.numel() * tensor.element_size() for tensor in copies) / 2**20,
+        "mib": sum(tensor.nbytes for file in files for tensor in file.values()) / 2**20,
         "standstill": {
             "first": standstill[saved[0]],
             "median": statistics.median(standstill.values()),
             "largest_after_the_first": max(standstill[step] for step in saved[1:]),
         },
         "prepare": statistics.median(prepare[step] for step in saved),
-        "prepare_cpu": statistics.median(prepare_cpu[step] for step in saved),
+        "prepare_cpu": statistics.median(trainer.prepare_cpu[step] for step in saved),
         "wait": statistics.median(wait[step] for step in saved),
-        "complete": statistics.median(complete[step] for step in saved),
+        "complete": statistics.median(complete),
         "update": statistics.median(s for step, s in seconds.items() if step % every != 1),
         "update_after_a_save": statistics.median(
             s for step, s in seconds.items() if step % every == 1

@@ -8,8 +8,9 @@
         --output benchmarks/results/int8_cifar10.json
 
 A piece of the first command is one model at one batch size beside the first model. The forms of
-both take turns within every round, so that a busy machine slows all alike. The JSON file is written
-after every piece, and the same command goes on where it was stopped. Exports stay in --exports.
+both take turns in random order within every round, so that a busy machine slows all alike. The JSON
+file is written after every piece, and the same command goes on where it was stopped. Exports stay
+in --exports.
 
 `--accuracy` takes a trained run instead, and compares what all forms answer to its validation
 images. A folder of weights without a config needs `--config`, which names the images.
@@ -20,7 +21,6 @@ import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,8 +31,9 @@ import torch
 from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
-from benchmarks.machine import machine
+from benchmarks.machine import machine, seconds_of
 from benchmarks.records import markdown, run, write_record
+from benchmarks.turns import take_turns
 from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer._configfile import read_config
@@ -139,14 +140,8 @@ def time_rounds(
 
     The second call of a folded model records what later calls repeat.
     """
-    seconds: dict[tuple[str, str, str], list[float]] = {way: [] for way in ways}
-    for index in range(rounds + 2):
-        for way, logits in ways.items():
-            start = time.perf_counter()
-            logits(images)
-            if index > 1:
-                seconds[way].append(time.perf_counter() - start)
-    return seconds
+    call_seconds = lambda way: seconds_of(lambda: ways[way](images), images.device)  # noqa: E731
+    return take_turns(ways, call_seconds, rounds=rounds, warmup=2)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from torch._inductor.utils import fresh_cache
 
 import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.machine import machine
+from benchmarks.records import write_record
 from lipsformer._commands import documented_parser
 from lipsformer._machine import commit
 from lipsformer.engine.compilation import compile_regions
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         row = first_step(name, whole=options.whole)
         rows = [r for r in rows if (r["model"], r["whole"]) != (name, options.whole)]
         rows.append({**machine(torch.device("cpu")), "commit": commit(), **row})
-        options.output.write_text(json.dumps(rows, indent=1) + "\n")
+        write_record(options.output, rows)
         print(row, flush=True)
 
 

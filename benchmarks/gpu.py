@@ -9,7 +9,8 @@
 
 Please send gpu_report.json back with an issue: it holds the tests that failed, the figures,
 versions, and the names of processor and GPU. With `--only`, results are written to
-benchmarks/results and docs/images. What fails does not stop the rest; the exit code tells.
+benchmarks/results and docs/images. A command that fails does not stop the others, but the exit code
+is then not 0.
 """
 
 import functools
@@ -25,8 +26,9 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.gpu_paper.measure import MODES, Record, compare, measure, step_ratios, table
+from benchmarks.gpu_measure import MODES, Record, compare, measure, step_ratios, table
 from benchmarks.machine import machine
+from benchmarks.records import write_record
 from lipsformer._commands import documented_parser
 from lipsformer._machine import commit
 
@@ -75,7 +77,7 @@ def main() -> None:
     parts.add_argument(
         "--only", nargs="+", metavar="PART", help="commands with one of these words, or all"
     )
-    parts.add_argument("--models", nargs="+", help="measure these models alone, and run no tests")
+    parts.add_argument("--models", nargs="+", help="measure only these models, and run no tests")
     parser.add_argument("--list", action="store_true", help="print these commands instead")
     parser.add_argument(
         "--modes", nargs="+", choices=MODES, default=MODES, help="of the models, without --only"
@@ -140,7 +142,7 @@ def verify(
         "errors": errors,
         "rows": [row._asdict() for row in rows],
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_record(path, report)
     print(table(rows))
     print(f"tests: {outcome['passed']} passed, {len(outcome['failed'])} failed; wrote {path}")
     failed = [*outcome["failed"], *(f"{name}: {error}" for name, error in errors.items())]

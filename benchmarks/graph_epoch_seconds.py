@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import machine
-from benchmarks.records import markdown
+from benchmarks.records import markdown, write_record
 from lipsformer._commands import documented_parser
 
 HERE = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ def main() -> None:
         result[layers] = [statistics.median(own) for own in zip(*rounds, strict=True)]
         print(layers, rounds, flush=True)
     record = {"machine": machine(torch.device("cpu")), "rounds": args.rounds, "seconds": result}
-    args.output.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(args.output, record)
     print(table(record))
 
 

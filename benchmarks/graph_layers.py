@@ -21,7 +21,6 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ import torch_geometric
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCNConv, TransformerConv
 
-from benchmarks.machine import machine, peak_memory, synchronize
+from benchmarks.machine import machine, peak_memory, seconds_of
 from benchmarks.records import markdown, run
 from benchmarks.turns import SPEED, compare, take_turns
 from data.graphs import graph_root, load_graph
@@ -111,14 +110,11 @@ class Candidate:
         """Return the seconds of one forward pass, and of one forward and backward pass together."""
         self.conv.zero_grad()
         self.x.grad = None
-        synchronize(self.x.device)
-        start = time.perf_counter()
-        loss = self.conv(self.x, self.edges).square().sum()
-        synchronize(self.x.device)
-        middle = time.perf_counter()
-        loss.backward()
-        synchronize(self.x.device)
-        return middle - start, time.perf_counter() - start
+        losses: list[Tensor] = []
+        forward = seconds_of(
+            lambda: losses.append(self.conv(self.x, self.edges).square().sum()), self.x.device
+        )
+        return forward, forward + seconds_of(losses[0].backward, self.x.device)
 
     def peak(self) -> int:
         """Return the most bytes held at once beyond inputs and parameters, sorting included."""

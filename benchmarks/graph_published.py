@@ -8,16 +8,19 @@ in standard errors of the difference, with the paper's five runs.
 """
 
 import statistics
-import sys
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.records import spread
+from benchmarks.records import markdown, spread
 from lipsformer._commands import documented_parser
 from lipsformer.jsonl import read_jsonl
 
 RESULTS = Path(__file__).parent / "results/graph"
 PAPERS_RUNS = 5
+COLUMNS = (
+    *("model (layers), missing", "seeds", "best validation epoch", "last epoch"),
+    *("published", "difference", "in standard errors"),
+)
 # mean and standard deviation, %
 PUBLISHED = {
     "cora": {
@@ -52,11 +55,7 @@ def table(graph: str) -> str:
     runs = defaultdict(list)
     for line in read_jsonl(RESULTS / f"table_missing_features_{graph}.jsonl"):
         runs[line["cell"]["case"]].append(line)
-    rows = [
-        "| model (layers), missing | seeds | best validation epoch | last epoch | published "
-        "| difference | in standard errors |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for case, (published, deviation) in PUBLISHED[graph].items():
         if len(runs[case]) < 2:
             continue
@@ -65,16 +64,14 @@ def table(graph: str) -> str:
         )
         mean, count = statistics.mean(best), len(best)
         error = (statistics.variance(best) / count + deviation**2 / PAPERS_RUNS) ** 0.5
-        rows.append(
-            f"| {case} | {count} | {spread(best, 1)} "
-            f"| {spread(last, 1)} "
-            f"| {published} ± {deviation} | {mean - published:+.1f} "
-            f"| {(mean - published) / error:+.1f} |"
-        )
-    return "\n".join(rows) + "\n"
+        difference = mean - published
+        ours = (count, spread(best, 1), spread(last, 1))
+        compared = (f"{difference:+.1f}", f"{difference / error:+.1f}")
+        rows.append((case, *ours, f"{published} ± {deviation}", *compared))
+    return markdown(COLUMNS, rows)
 
 
 if __name__ == "__main__":
     parser = documented_parser(__doc__, prog="python -m benchmarks.graph_published")
     parser.add_argument("graph", choices=sorted(PUBLISHED))
-    sys.stdout.write(table(parser.parse_args().graph))
+    print(table(parser.parse_args().graph))

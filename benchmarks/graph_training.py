@@ -15,7 +15,6 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch_geometric
 from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCN2Conv
 
-from benchmarks.machine import machine, peak_memory, synchronize
+from benchmarks.machine import machine, peak_memory, seconds_of
 from benchmarks.records import markdown, run
 from benchmarks.turns import SPEED, compare, take_turns
 from lipsformer._commands import documented_parser
@@ -40,7 +39,12 @@ from scripts._graph_seed import load_batches
 
 CONFIG = Path(__file__).parents[1] / "configs" / "graph" / "arxiv_gat.yaml"
 MODELS = ("GATConv", "GCN2Conv", "LipschitzNorm")
-NAMES = tuple(f"{model}, {loader}" for loader in ("full", "cluster") for model in MODELS)
+# Settings that differ from the config. Without clusters, their numbers must be the defaults.
+LOADERS = {
+    "full": ("data.loader=full", "data.num_parts=8", "data.parts_per_step=1"),
+    "cluster": (),
+}
+NAMES = tuple(f"{model}, {loader}" for loader in LOADERS for model in MODELS)
 COLUMNS = ("model, loader", "epochs per minute", "speed ratio (range)", "peak MB", "ratio")
 
 
@@ -102,18 +106,14 @@ def measure(
 
     def epoch_seconds(name: str) -> float:
         training, batches = trainings[name]
-        synchronize(device)
-        start = time.perf_counter()
-        training._train(batches)
-        synchronize(device)
-        seconds = time.perf_counter() - start
+        seconds = seconds_of(lambda: training.train_epoch(batches), device)
         training.optimizer.zero_grad(set_to_none=True)
         return seconds
 
     seconds = take_turns(trainings, epoch_seconds, rounds=rounds, warmup=warmup)
     memory = {}
     for name, (training, batches) in trainings.items():
-        memory[name] = peak_memory(lambda t=training, b=batches: t._train(b), device)
+        memory[name] = peak_memory(lambda t=training, b=batches: t.train_epoch(b), device)
         training.optimizer.zero_grad(set_to_none=True)
     return {
         name: {"epochs_per_minute": 60 / statistics.median(seconds[name]), **ratios}
@@ -144,13 +144,14 @@ def record_of(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     random.seed(0)
     device = torch.device(options.device)
+    settings = [f"data.name={options.graph}", *options.set]
+    config = read_config(GraphConfig, CONFIG, settings)
     batches, trainings = {}, {}
     for name in options.models:
         model, _, loader = name.partition(", ")
-        settings = [f"data.name={options.graph}", f"data.loader={loader}", *options.set]
-        config = read_config(GraphConfig, CONFIG, settings)
         if loader not in batches:
-            batches[loader] = load_batches(config)
+            own_settings = [*settings, *LOADERS[loader]]
+            batches[loader] = load_batches(read_config(GraphConfig, CONFIG, own_settings))
         own = batches[loader]
         network = build(model, config, own.num_features, own.num_classes).to(device)
         training = Training(network, config.train, options.device)

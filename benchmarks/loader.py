@@ -1,4 +1,4 @@
-"""Images per second and core of the data loader beside timm's, and where the time goes.
+"""Compare the data loader's images per second and core with timm's, and time its stages.
 
     python -m benchmarks.loader --root datasets --output benchmarks/results/loader.json
 
@@ -48,7 +48,7 @@ RECIPE = AugmentConfig(auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25)
 
 
 def timms_loader(folder: Path, *, train: bool) -> Iterable:
-    """timm's loader up to the batch that it sends to the device."""
+    """Return timm's loader up to the batch that it sends to the device."""
     settings: dict[str, Any] = {}
     if train:
         settings = {"auto_augment": RECIPE.auto_augment, "re_prob": RECIPE.reprob}
@@ -79,7 +79,7 @@ def _posterize(image: Image.Image, bits_to_keep: int, **_: object) -> Image.Imag
 
 
 def our_loader(folder: Path, *, train: bool, exact_eval: bool = True) -> Iterable:
-    """This repository's loader up to the batch that it sends to the device."""
+    """Return this repository's loader up to the batch that it sends to the device."""
     data = DataConfig(
         source="folder",
         root=str(folder.parent),
@@ -105,7 +105,7 @@ def our_loader(folder: Path, *, train: bool, exact_eval: bool = True) -> Iterabl
 
 
 def cpu_seconds_per_image(batches: Iterable) -> float:
-    """CPU time of one pass, per image."""
+    """Return the CPU time of one pass, per image."""
     started, images = time.process_time(), 0
     for batch in batches:
         images += len(batch[0])
@@ -113,7 +113,7 @@ def cpu_seconds_per_image(batches: Iterable) -> float:
 
 
 def compare(folder: Path, rounds: int) -> dict[str, Any]:
-    """Images per CPU second of each loader, of the best round: others only slow it down."""
+    """Return each loader's images per CPU second in its best round: other work only slows it."""
     makers: dict[str, Callable[[], Iterable]] = {
         "train_timm": lambda: timms_loader(folder, train=True),
         "train_ours": lambda: our_loader(folder, train=True),
@@ -136,16 +136,24 @@ def compare(folder: Path, rounds: int) -> dict[str, Any]:
     }
 
 
+def _cpu_ms(function: Callable[[Any], object], items: Iterable) -> float:
+    """Return the CPU milliseconds of calling a function with every item."""
+    started = time.process_time()
+    for item in items:
+        function(item)
+    return (time.process_time() - started) * 1e3
+
+
 def stages(folder: Path) -> dict[str, Any]:
-    """CPU milliseconds per image in each stage of training, one after the other, and its share."""
+    """Return the CPU milliseconds per image of each stage of training, and its share."""
     files = [str(path) for path in sorted(folder.rglob("*.JPEG"))]
     transform = train_transform(DataConfig(source="folder"), RECIPE)
     spent: dict[str, float] = {}
 
     def timed(stage: str, items: Iterable, function: Callable) -> list:
-        started = time.process_time()
-        results = [function(index, item) for index, item in enumerate(items)]
-        spent[stage] = (time.process_time() - started) * 1e3 / len(results)
+        results = []
+        call = lambda indexed: results.append(function(*indexed))  # noqa: E731
+        spent[stage] = _cpu_ms(call, enumerate(items)) / len(results)
         return results
 
     def seeded_draw(index: int, picture: EncodedPicture) -> Sample:
@@ -167,10 +175,7 @@ def stages(folder: Path) -> dict[str, Any]:
         )
         images = timed("RandAugment", crops, lambda _, sample: torch.from_numpy(*finish([sample])))
         batches = [images[i : i + BATCH_SIZE] for i in range(0, len(images), BATCH_SIZE)]
-        started = time.process_time()
-        for batch in batches:
-            torch.stack(batch)
-        spent["collate"] = (time.process_time() - started) * 1e3 / len(files)
+        spent["collate"] = _cpu_ms(torch.stack, batches) / len(files)
     # The second stage of decoding holds the header and the first, at the size that the crop needs.
     parts = ("seeds and draws", "read", "decode, crop and resize", "RandAugment", "collate")
     total = sum(spent[part] for part in parts)
@@ -181,7 +186,7 @@ def stages(folder: Path) -> dict[str, Any]:
 
 
 def on_device() -> dict[str, Any]:
-    """CPU milliseconds per image of what follows on the device, and the bytes that go there."""
+    """Return the CPU milliseconds per image of the work on the device, and the bytes sent to it."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH_SIZE, 3, 224, 224)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -198,15 +203,12 @@ def on_device() -> dict[str, Any]:
     spent = {}
     for name, way in ways.items():
         way(0)
-        started = time.process_time()
-        for number in range(20):
-            way(number)
-        spent[name] = round((time.process_time() - started) * 1e3 / (20 * BATCH_SIZE), 4)
+        spent[name] = round(_cpu_ms(way, range(20)) / (20 * BATCH_SIZE), 4)
     return {"ms_per_image_on_this_cpu": spent, "bytes_per_image": images[0].nbytes}
 
 
 def crops(folder: Path) -> dict[str, float]:
-    """CPU milliseconds per image to decode, crop at random and resize (bicubic, antialiased)."""
+    """Return the CPU ms per image to decode, crop at random and resize (bicubic, antialiased)."""
     contents = [path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))]
     timms = RandomResizedCropAndInterpolation(224, interpolation="bicubic")
     v2s = v2.RandomResizedCrop(224, interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
@@ -223,17 +225,11 @@ def crops(folder: Path) -> dict[str, float]:
         ),
         "ours": lambda content: ours(EncodedPicture(content, "")),
     }
-    spent = {}
-    for name, way in ways.items():
-        started = time.process_time()
-        for content in contents:
-            way(content)
-        spent[name] = round((time.process_time() - started) * 1e3 / len(contents), 4)
-    return spent
+    return {name: round(_cpu_ms(way, contents) / len(contents), 4) for name, way in ways.items()}
 
 
 def decoders(folder: Path) -> dict[str, float]:
-    """CPU milliseconds per image of the decoders that were compared; all give the same pixels."""
+    """Return the CPU milliseconds per image of the decoders; all of them give the same pixels."""
     contents = [path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))]
     ways: dict[str, Callable[[bytes], object]] = {
         "Pillow": lambda content: EncodedPicture(content, "").image(),
@@ -245,17 +241,11 @@ def decoders(folder: Path) -> dict[str, float]:
             torch.frombuffer(bytearray(content), dtype=torch.uint8).numpy(), cv2.IMREAD_COLOR_RGB
         ),
     }
-    spent = {}
-    for name, decode in ways.items():
-        started = time.process_time()
-        for content in contents:
-            decode(content)
-        spent[name] = round((time.process_time() - started) * 1e3 / len(contents), 4)
-    return spent
+    return {name: round(_cpu_ms(way, contents) / len(contents), 4) for name, way in ways.items()}
 
 
 def make_sets(root: Path, scratch: Path, limit: int) -> dict[str, Path]:
-    """The three sets as ImageFolder trees, at most `limit` images each."""
+    """Write the three sets as ImageFolder trees of at most `limit` images, and return them."""
     sample = root / "imagenet-1k-sample"
     sets = {name: scratch / name for name in ("short side 256", "original sizes", "originals")}
     with open(sample / "index.csv", encoding="utf-8", newline="") as file:

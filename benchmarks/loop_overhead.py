@@ -1,4 +1,4 @@
-"""What the training loop costs beside a bare torch loop with the same model and data.
+"""Measure how much more the training loop costs than a bare torch loop of the same training.
 
     OMP_NUM_THREADS=1 python -m benchmarks.loop_overhead --processes 2 \\
         --output benchmarks/results/loop_overhead.json
@@ -38,7 +38,6 @@ from lipsformer.config import Config
 from lipsformer.engine.build import build_model
 from lipsformer.engine.distributed import start
 from lipsformer.engine.parts import TrainingParts
-from lipsformer.engine.steps import train_epoch
 from lipsformer.engine.trainer import Trainer
 from scripts._assemble import assemble
 
@@ -46,7 +45,7 @@ Turn = Callable[[], None]
 
 
 def bare_loop(config: Config, parts: TrainingParts, file: Path) -> Turn:
-    """One epoch of a loop as it is written by hand."""
+    """Return one epoch of a loop as it is usually written by hand."""
     accelerator, per_epoch = parts.state.accelerator, parts.train_batches.updates_per_epoch
     model = build_model(config, parts.classes).train()
     assert config.train.ema_decay is not None and config.optim.clip_grad is not None
@@ -76,20 +75,10 @@ def bare_loop(config: Config, parts: TrainingParts, file: Path) -> Turn:
 
 
 def engine_loop(trainer: Trainer) -> Turn:
-    """One epoch of the loop of train.py, until its checkpoint is on the disk."""
-    parts = trainer.parts
+    """Return one epoch of the loop of train.py, which ends when its checkpoint is on the disk."""
 
     def turn() -> None:
-        trainer.stopwatch.reset()
-        trainer.step = train_epoch(
-            parts.state,
-            parts.train_batches.epoch(trainer.step // trainer.steps_per_epoch),
-            first_step=trainer.step,
-            transform=parts.transform,
-            metrics=trainer.metrics,
-            stopwatch=trainer.stopwatch,
-            after_step=trainer._after_step,
-        )
+        trainer.train_epoch()
         on_first_rank(trainer.writer.wait)
         if trainer.stopped:
             raise KeyboardInterrupt
@@ -106,15 +95,15 @@ def deterministic(turn: Turn) -> Turn:
     return inside
 
 
-def seconds_of(turn: Turn) -> tuple[float, float]:
-    """CPU seconds of this process, and wall seconds."""
+def cpu_and_wall_seconds(turn: Turn) -> tuple[float, float]:
+    """Return the CPU seconds of this process, and the wall seconds."""
     cpu, wall = time.process_time(), time.perf_counter()
     turn()
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def overhead(loop: torch.Tensor, base: torch.Tensor) -> dict[str, Any]:
-    """Medians over the turns, in percent of the other loop's seconds in the same turn."""
+    """Return the medians over the turns, in percent of the base's seconds in the same turn."""
     cpu, wall = (100 * (loop / base - 1)).T.tolist()
     return {
         "cpu": statistics.median(cpu),
@@ -153,11 +142,11 @@ def measure(options: Namespace, folder: Path) -> dict[str, Any]:
     for number in range(options.turns + 1):
         for name in loops if number % 2 else reversed(loops):
             accelerator.wait_for_everyone()
-            spent = seconds_of(loops[name])
+            spent = cpu_and_wall_seconds(loops[name])
             if number > 0:  # the first turn warms up
                 seconds[name].append(spent)
     trainer.tracking.close()
-    trainer._leave()
+    trainer.close()
     processes = accelerator.num_processes
     total = {
         name: accelerator.gather(torch.tensor(turns)[None]).double().sum(dim=0)  # pyright: ignore

@@ -1,4 +1,4 @@
-"""The machine that figures are measured on: its description, its limits, and what a step holds."""
+"""Describe the machine of a measurement, and measure its limits and the steps of a model on it."""
 
 import datetime
 import time
@@ -21,6 +21,21 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def seconds_of(step: Callable[[], object], device: torch.device) -> float:
+    """Return the duration of a step, which begins on an idle device and ends when it is idle."""
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Return the context of a forward pass in one of `PRECISIONS`; it changes nothing for fp32."""
+    dtype = PRECISIONS[precision]
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """Return the processor, the device and the versions of a measurement."""
     return {
@@ -35,10 +50,10 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def limits(device: torch.device, precision: str) -> dict[str, float]:
-    """FLOP/s of a large matrix product in this precision, and bytes/s of a large copy.
+    """Return the FLOP/s of a large matrix product in this precision, and bytes/s of a large copy.
 
-    On the CPU the product is also taken as a 1x1 convolution, oneDNN's instead of MKL's; the faster
-    counts. A copy moves its size twice, once read and once written.
+    On the CPU the product is also computed as a 1x1 convolution, for which PyTorch calls oneDNN
+    instead of MKL, and the faster one counts. A copy moves its size twice: it reads and writes it.
     """
     on_gpu = device.type == "cuda"
     n = 8192 if on_gpu else 2048
@@ -59,15 +74,9 @@ def limits(device: torch.device, precision: str) -> dict[str, float]:
 
 
 def best_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Shortest of ten durations of some work, after one call that warms up."""
-    durations = []
-    for _ in range(11):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        durations.append(time.perf_counter() - start)
-    return min(durations[1:])
+    """Return the shortest of ten durations of some work, after one call that warms up."""
+    work()
+    return min(seconds_of(work, device) for _ in range(10))
 
 
 def peak_memory(step: Callable[[], None], device: torch.device) -> int:

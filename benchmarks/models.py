@@ -1,4 +1,4 @@
-"""Training step and inference of LipsFormer beside other models, interleaved in one run.
+"""Compare the training step and the inference of LipsFormer with those of other models.
 
     python -m benchmarks.models --output models.json
     python -m benchmarks.models --batch-size 1 8 32 --output benchmarks/results/batch_cpu.json
@@ -9,14 +9,15 @@
         --modes eager regions compiled graphs --output benchmarks/results/models_cuda.json
     python -m benchmarks.models --table benchmarks/results/models_*.json
 
-The models, each in all of its modes and in inference LipsFormers also folded, take turns within
-every round, so that a busy machine slows all alike; the ratio is to the first model in its fastest
-mode, the median over the rounds. The first rounds warm up. A model of another repository joins by
-its import path: `--peer package.module:function` (called without arguments).
+Every model is measured in all modes, and a LipsFormer in inference also in its folded form. They
+take turns in random order within every round, so that a busy machine slows all alike. The ratio
+compares with the first model in its fastest mode, and is the median over the rounds. The first
+rounds warm up. A model of another repository joins by its import path: `--peer
+package.module:function`. The function is called without arguments.
 
-The share of the machine's FLOP/s takes a model's multiply-adds times two, three times over for a
-training step, against the measured rate of a large matrix product; the share of its bandwidth takes
-the bytes that the eager operators read and write against a large copy.
+The share of the machine's FLOP/s compares two operations per multiply-add of the model, three times
+as many for a training step, with the measured rate of a large matrix product. The share of its
+bandwidth compares the bytes that the eager operators read and write with the rate of a large copy.
 """
 
 import argparse
@@ -24,7 +25,6 @@ import copy
 import importlib
 import itertools
 import statistics
-import time
 from typing import Any
 
 import timm
@@ -34,8 +34,9 @@ from torch.nn.functional import cross_entropy
 
 import lipsformer
 from benchmarks.counting import OperatorCounter
-from benchmarks.machine import PRECISIONS, limits, machine, peak_memory, synchronize
+from benchmarks.machine import PRECISIONS, autocast, limits, machine, peak_memory, seconds_of
 from benchmarks.records import markdown, run, write_record
+from benchmarks.turns import SPEED, compare, take_turns
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.cost import count_parameters, part_costs
 from lipsformer.engine.compilation import compile_regions
@@ -53,7 +54,7 @@ PASSES = {"train": 3, "infer": 1}  # a backward pass multiplies as much as two f
 
 
 class Contestant:
-    """One model in one mode with its optimizer and the two things it is timed at."""
+    """One model in one mode, with its optimizer and the two steps that are timed."""
 
     def __init__(self, model: nn.Module, mode: str, images: Tensor, precision: str) -> None:
         """Take over a model on the device of `images`."""
@@ -66,23 +67,21 @@ class Contestant:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
         self.images = images
         self.labels = torch.arange(images.shape[0], device=images.device) % 1000
-        dtype = PRECISIONS[precision]
-        mixed = dtype != torch.float32
-        self.autocast = lambda: torch.autocast(images.device.type, dtype, enabled=mixed)
+        self.precision = precision
 
     def train(self) -> None:
-        """One training step."""
+        """Make one training step."""
         self.model.train()
-        with self.autocast():
+        with autocast(self.images.device, self.precision):
             loss = cross_entropy(self.run(self.images), self.labels)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def infer(self) -> None:
-        """One forward pass in evaluation."""
+        """Make one forward pass in evaluation mode."""
         self.model.eval()
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), autocast(self.images.device, self.precision):
             self.run(self.images)
 
     def compile_regions(self, task: str) -> None:
@@ -92,7 +91,7 @@ class Contestant:
 
 
 def build(name: str, img_size: int, depths: tuple[int, ...] | None) -> nn.Module:
-    """A model of timm's, or the peer that `module:function` makes.
+    """Return a model of timm's, or the peer that `module:function` makes.
 
     The image size is given when the model is built, so that Swin keeps its windows of 7 tokens;
     `set_input_size` would scale them with the image.
@@ -112,44 +111,31 @@ def measure(
     options: argparse.Namespace,
     rates: dict[str, float],
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Speed over interleaved rounds, and memory, of every (model, mode)."""
+    """Return the speed over interleaved rounds and the memory of every (model, mode)."""
     images = next(iter(contestants.values())).images
-    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in contestants}
-    for index in range(options.warmup + options.rounds):
-        for key, contestant in contestants.items():
-            step = getattr(contestant, task)
-            synchronize(images.device)
-            start = time.perf_counter()
-            step()
-            synchronize(images.device)
-            if index >= options.warmup:
-                seconds[key].append(time.perf_counter() - start)
-    first = next(iter(contestants))[0]
-    base = min(
-        (key for key in contestants if key[0] == first), key=lambda k: statistics.median(seconds[k])
+    steps = {key: getattr(contestant, task) for key, contestant in contestants.items()}
+    seconds = take_turns(
+        steps,
+        lambda key: seconds_of(steps[key], images.device),
+        rounds=options.rounds,
+        warmup=options.warmup,
     )
-    memory = {
-        key: peak_memory(getattr(contestant, task), images.device)
-        for key, contestant in contestants.items()
-    }
+    memory = {key: peak_memory(step, images.device) for key, step in steps.items()}
+    medians = {key: statistics.median(own) for key, own in seconds.items()}
+    first = next(iter(contestants))[0]
+    base = min((key for key in contestants if key[0] == first), key=lambda key: medians[key])
     result = {}
-    for key, contestant in contestants.items():
-        ratios = [b / own for b, own in zip(seconds[base], seconds[key], strict=True)]
-        median = statistics.median(seconds[key])
+    for key, ratios in compare(seconds, memory, base).items():
         result[key] = {
-            "images_per_s": len(images) / median,
-            "speed_ratio": statistics.median(ratios),
-            "speed_ratio_min": min(ratios),
-            "speed_ratio_max": max(ratios),
+            "images_per_s": len(images) / medians[key],
             "seconds": [round(own, 4) for own in seconds[key]],
-            "peak_mb": memory[key] / 2**20,
-            "memory_ratio": memory[key] / memory[base],
+            **ratios,
         }
         if key[1] == "eager":
             with OperatorCounter() as counter:
-                getattr(contestant, task)()
+                steps[key]()
             result[key]["gb_per_image"] = counter.bytes / len(images) / 1e9
-            result[key]["bandwidth_share"] = counter.bytes / median / rates["bytes_per_s"]
+            result[key]["bandwidth_share"] = counter.bytes / medians[key] / rates["bytes_per_s"]
     return result
 
 
@@ -160,7 +146,7 @@ def run_setting(
     img_size: int,
     batch_size: int,
 ) -> None:
-    """One batch size, image size and depth; the record is saved after each task."""
+    """Measure one batch size, image size and depth; write the record after each task."""
     images = torch.randn(batch_size, 3, img_size, img_size).to(options.device)
     if images.is_cuda:
         images = images.contiguous(memory_format=torch.channels_last)
@@ -194,7 +180,7 @@ def run_setting(
 
 
 def table(record: dict[str, Any]) -> str:
-    """The figures of one record as Markdown."""
+    """Return the figures of one record as Markdown."""
     options, host, rates = record["options"], record["machine"], record["limits"]
     parts = [
         f"{host['device']} ({host['cpu']}, {host['threads']} threads), torch {host['torch']}, "
@@ -214,13 +200,13 @@ def table(record: dict[str, Any]) -> str:
 
 
 def figures(own: dict[str, float]) -> list[str]:
-    """The measured cells of a row."""
+    """Return the measured cells of a row."""
     moved = ["", ""]
     if "gb_per_image" in own:
         moved = [f"{own['gb_per_image']:.2f}", f"{own['bandwidth_share']:.0%}"]
     return [
         f"{own['images_per_s']:.2f}",
-        f"{own['speed_ratio']:.2f} ({own['speed_ratio_min']:.2f} to {own['speed_ratio_max']:.2f})",
+        SPEED.format(**own),
         f"{own['flops_share']:.0%}",
         *moved,
         f"{own['peak_mb']:.0f}",

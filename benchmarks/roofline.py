@@ -1,4 +1,4 @@
-"""What limits each kind of operator of a LipsFormer: its roof, and what it reaches alone.
+"""Time each kind of operator of a LipsFormer alone, and compare it with the limits of the machine.
 
     python -m benchmarks.roofline lipsformer_swin_tiny \
         --output benchmarks/results/roofline_swin_tiny_cpu.json --plot docs/images/roofline_cpu.png
@@ -6,17 +6,17 @@
         --batch-size 128 --output benchmarks/results/roofline_swin_tiny_cuda.json
     python -m benchmarks.roofline --table benchmarks/results/roofline_*.json
 
-One training step tells which operators run on which shapes. Each then runs alone, forward and
-backward, on random inputs of these shapes that no cache holds. Its traffic is every input,
-parameter, result and their gradients once: no implementation moves less when nothing stays in a
-cache from one operator to the next. The roof is the longer of its operations over the measured
-FLOP/s and its traffic over the measured bandwidth. "moved" is what the operators that it is made of
-read and write, over that traffic: what fusing them could save.
+One training step shows which operators run on which shapes. Each operator then runs alone, forward
+and backward, on random inputs of these shapes that no cache holds. Its least traffic moves every
+input, parameter, result and gradient once. No implementation moves fewer bytes if nothing stays in
+a cache from one operator to the next. The roof is the least time on this machine: its operations
+divided by the measured FLOP/s, or its least traffic divided by the measured bandwidth, whichever is
+longer. The column "moved" divides the bytes that PyTorch's operators read and write for it by the
+least traffic, so it shows what a fused kernel could save.
 """
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.counting import OperatorCounter
-from benchmarks.machine import PRECISIONS, limits, machine, synchronize
+from benchmarks.machine import PRECISIONS, autocast, limits, machine, seconds_of
 from benchmarks.records import markdown, run
 from lipsformer._commands import documented_parser
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
@@ -50,10 +50,10 @@ KINDS: dict[type[nn.Module], str] = {
 
 
 class Attention(nn.Module):
-    """What an attention does between its projections: normalize, attend in windows, LePE."""
+    """The part of an attention between its projections: normalize, attend in windows, LePE."""
 
     def __init__(self, module: WindowAttention | StripeAttention) -> None:
-        """Take over the parameters of `module`, those of its projections left out."""
+        """Take over the parameters of `module` except those of its projections."""
         super().__init__()
         self.bias = getattr(module, "relative_position_bias_table", None)
         self.lepe = getattr(module, "lepe", None)
@@ -65,13 +65,13 @@ class Attention(nn.Module):
 
 
 class Given(nn.Module):
-    """A branch whose result is known."""
+    """A branch that returns a result computed before."""
 
     ends_in: str | None = None
     result: Tensor
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
-        """Return the known result."""
+        """Return that result."""
         return self.result
 
 
@@ -90,7 +90,7 @@ class GivenBeforeGelu(Given):
 
 
 class Sum(nn.Module):
-    """What a weighted residual does after its branch."""
+    """The part of a weighted residual that follows its branch."""
 
     def __init__(self, residual: WeightedResidual) -> None:
         """Take over the scale of `residual`."""
@@ -127,14 +127,14 @@ class Operator:
         return self.module(*self.args, **self.kwargs)
 
     def backward(self, result: Tensor) -> None:
-        """Gradients of all that needs one."""
+        """Compute the gradients of all inputs and parameters that require one."""
         wanted = [x for x in self.tensors() if x.requires_grad]
         # a residual whose branch is scaled already does not use its scale
         torch.autograd.grad(result, wanted, torch.ones_like(result), allow_unused=True)
 
 
 def operators(model: nn.Module, images: Tensor) -> list[Operator]:
-    """The operators of a forward pass, those of equal shapes joined."""
+    """Return the operators of a forward pass; calls with equal shapes count as one operator."""
     found: dict[Any, Operator] = {}
 
     def note(kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -169,44 +169,40 @@ def operators(model: nn.Module, images: Tensor) -> list[Operator]:
 
 
 def random_like(value: Any) -> Any:
-    """Random values of a tensor's shape, type and layout; anything else as it is."""
+    """Return random values of a tensor's shape, type and layout; return other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     return torch.randn_like(value).requires_grad_(value.requires_grad)
 
 
 def cold_seconds(operator: Operator, device: torch.device, repeats: int) -> float:
-    """Median duration of both passes, each with caches that hold none of its tensors."""
+    """Return the median duration of both passes, each with caches that hold no tensor of it."""
     other = torch.empty(2**26, device=device)
+    results: list[Tensor] = []
+    passes = (
+        lambda: results.append(operator.forward()),
+        lambda: operator.backward(results.pop()),
+    )
 
-    def timed(step: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    def cold(step: Callable[[], None]) -> float:
         other.zero_()
-        synchronize(device)
-        start = time.perf_counter()
-        result = step(*args)
-        synchronize(device)
-        return result, time.perf_counter() - start
+        return seconds_of(step, device)
 
-    durations = []
-    for _ in range(repeats + 1):
-        result, forward = timed(operator.forward)
-        _, backward = timed(operator.backward, result)
-        durations.append(forward + backward)
+    durations = [sum(cold(step) for step in passes) for _ in range(repeats + 1)]
     return statistics.median(durations[1:])
 
 
 def traffic(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors and of the gradients that they need."""
+    """Return the bytes of the tensors and of the gradients that they require."""
     return sum(x.numel() * x.itemsize * (2 if x.requires_grad else 1) for x in tensors)
 
 
 def measure(
     model: nn.Module, images: Tensor, precision: str, rates: dict[str, float], repeats: int
 ) -> dict[str, dict[str, float]]:
-    """What each kind of operator computes, moves, may take and takes, in one training step."""
-    dtype = PRECISIONS[precision]
+    """Return operations, bytes, least times and measured time of each kind in a training step."""
     totals: dict[str, dict[str, float]] = {}
-    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+    with autocast(images.device, precision):
         for operator in operators(model, images):
             with OperatorCounter() as counter:
                 result = operator.forward()
@@ -230,23 +226,22 @@ def measure(
 
 
 def step_seconds(model: nn.Module, images: Tensor, precision: str, repeats: int) -> float:
-    """Median duration of the whole model's forward and backward pass."""
-    dtype = PRECISIONS[precision]
+    """Return the median duration of the whole model's forward and backward pass."""
+
+    def step() -> None:
+        with autocast(images.device, precision):
+            loss = model(images).float().square().mean()
+        loss.backward()
+
     durations = []
     for _ in range(repeats + 1):
         model.zero_grad()
-        synchronize(images.device)
-        start = time.perf_counter()
-        with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
-            loss = model(images).float().square().mean()
-        loss.backward()
-        synchronize(images.device)
-        durations.append(time.perf_counter() - start)
+        durations.append(seconds_of(step, images.device))
     return statistics.median(durations[1:])
 
 
 def table(record: dict[str, Any]) -> str:
-    """The figures of one record as Markdown."""
+    """Return the figures of one record as Markdown."""
     host, rates, options = record["machine"], record["limits"], record["options"]
     intro = (
         f"{options['model']}, {options['precision']}, batch {options['batch_size']}, "
@@ -271,7 +266,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """FLOP/s of each kind of operator over its FLOP per byte, under the roof."""
+    """Draw the FLOP/s of each kind of operator over its FLOP per byte, under the roof."""
     rates = record["limits"]
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -291,7 +286,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
 
 def record_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one model, and draw them if that is asked."""
+    """Return the figures of one model, and draw them if `--plot` is given."""
     torch.manual_seed(0)
     device = torch.device(options.device)
     # no drop path: it would change the shapes from one step to the next

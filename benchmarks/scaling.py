@@ -1,4 +1,4 @@
-"""Weak scaling: a training step on one process, and on several that exchange their gradients.
+"""Measure weak scaling: a training step on one process, and on several that exchange gradients.
 
     python -m benchmarks.scaling --output benchmarks/results/scaling_cpu.json
     python -m benchmarks.scaling --device cuda --processes 8 --precision bf16 --batch-size 128 \
@@ -21,7 +21,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.machine import PRECISIONS, machine, synchronize
-from benchmarks.records import run, write_record
+from benchmarks.machine import PRECISIONS, autocast, machine, seconds_of, synchronize
+from benchmarks.records import markdown, run, write_record
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.cost import count_parameters
 
 
 def work(rank: int, options: argparse.Namespace, threads: int, store: str, path: Path) -> None:
-    """One process; the first writes the record."""
+    """Measure in one of the processes; the first one writes the record."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     cuda = options.device == "cuda"
@@ -56,11 +55,10 @@ def work(rank: int, options: argparse.Namespace, threads: int, store: str, path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     images = torch.randn(options.batch_size, 3, options.img_size, options.img_size, device=device)
     labels = torch.arange(options.batch_size, device=device) % 1000
-    dtype = PRECISIONS[options.precision]
     gradients = torch.zeros(count_parameters(model), device=device)
 
     def step(net: Callable[[Tensor], Tensor], finish: Callable[[], None] = lambda: None) -> None:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        with autocast(device, options.precision):
             loss = cross_entropy(net(images), labels)
         loss.backward()
         finish()
@@ -82,10 +80,7 @@ def work(rank: int, options: argparse.Namespace, threads: int, store: str, path:
         for name, turn in turns.items():
             synchronize(device)
             dist.barrier()
-            start = time.perf_counter()
-            turn()
-            synchronize(device)
-            duration = torch.tensor(time.perf_counter() - start, device=device)
+            duration = torch.tensor(seconds_of(turn, device), device=device)
             dist.all_reduce(duration, dist.ReduceOp.MAX)
             if index >= options.warmup:
                 seconds[name].append(duration.item())
@@ -102,24 +97,23 @@ def work(rank: int, options: argparse.Namespace, threads: int, store: str, path:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The figures of one record as Markdown."""
+    """Return the figures of one record as Markdown."""
     host, options, seconds = record["machine"], record["options"], record["seconds"]
     processes, batch = options["processes"], options["batch_size"]
-    lines = [
+    intro = (
         f"{options['model']}, {options['precision']}, {processes} processes x batch {batch}, "
         f"{options['img_size']} px, {host['device']} ({host['cpu']}, {host['threads']} threads "
-        f"each), {4e-6 * record['parameters']:.0f} MB of gradients, {host['date']}",
-        "",
-        "| step | ms | images/s | efficiency |",
-        "|---|---|---|---|",
-        f"| alone | {1e3 * seconds['alone']:.0f} | {batch / seconds['alone']:.2f} | |",
-    ]
-    for name in ("without exchange", "after", "overlapped"):
-        speed = processes * batch / seconds[name]
-        efficiency = seconds["alone"] / seconds[name]
-        lines.append(f"| {name} | {1e3 * seconds[name]:.0f} | {speed:.2f} | {efficiency:.2f} |")
-    lines.append(f"| exchange | {1e3 * seconds['exchange']:.0f} | | |")
-    return "\n".join(lines)
+        f"each), {4e-6 * record['parameters']:.0f} MB of gradients, {host['date']}"
+    )
+    rows = []
+    for name, own in seconds.items():
+        cells = ["", ""]
+        if name == "alone":
+            cells = [f"{batch / own:.2f}", ""]
+        elif name != "exchange":
+            cells = [f"{processes * batch / own:.2f}", f"{seconds['alone'] / own:.2f}"]
+        rows.append((name, f"{1e3 * own:.0f}", *cells))
+    return f"{intro}\n\n{markdown(('step', 'ms', 'images/s', 'efficiency'), rows)}"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

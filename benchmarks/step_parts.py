@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: each kind of operator inside the step, and its roof.
+"""Measure where the time of a training step goes, by kind of operator, and the roof of each kind.
 
     python -m benchmarks.step_parts lipsformer_swin_tiny --output benchmarks/results/parts_cpu.json
     python -m benchmarks.step_parts --table benchmarks/results/parts_*.json
@@ -7,15 +7,15 @@ PyTorch's profiler times every operator and every compiled kernel of forward and
 a CPU, with the caches as the step leaves them. `benchmarks.roofline` times operators alone, with
 cold caches.
 
-The roof of a part is the longer of its products' operations over the measured FLOP/s and of its
-least traffic over the measured bandwidth. A part can stand above it, where its tensors are still in
-a cache. "the rest" is what the profiled step takes beside its parts: Python, new memory,
-differentiation, and the profiler itself.
+The roof of a part is its least time with empty caches: the operations of its products divided by
+the measured FLOP/s, or its least traffic divided by the measured bandwidth, whichever is longer. A
+part can be faster than its roof if its tensors are still in a cache. The row "the rest" is the time
+of the profiled step outside its parts: Python, new memory, automatic differentiation, and the
+profiler itself.
 """
 
 import argparse
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.counting import OperatorCounter
-from benchmarks.machine import PRECISIONS, limits, machine
+from benchmarks.machine import autocast, limits, machine, seconds_of
 from benchmarks.records import markdown, run
 from lipsformer._commands import documented_parser
 from lipsformer.kernels import bindings
 
+CPU = torch.device("cpu")
 COLUMNS = ("part", "calls", "ms", "share", "GFLOP", "MB", "limit", "roof ms", "share of roof")
 PRODUCTS = "matrix products"
 # An operator belongs to the part of the first of these that its name begins with.
@@ -110,9 +111,9 @@ def measure(step: Callable[[], object], repeats: int) -> dict[str, Any]:
     """Return the seconds of a step, and what each part of it takes, computes and moves."""
     with OperatorCounter() as counter:
         step()
-    seconds = statistics.median(step_seconds(step) for _ in range(repeats))
+    seconds = statistics.median(seconds_of(step, CPU) for _ in range(repeats))
     with watched_kernels() as costs, profile(activities=[ProfilerActivity.CPU]) as recorded:
-        profiled = sum(step_seconds(step) for _ in range(repeats)) / repeats
+        profiled = sum(seconds_of(step, CPU) for _ in range(repeats)) / repeats
     parts: dict[str, dict[str, float]] = {}
     for event in recorded.key_averages():
         if event.key.startswith(("aten::", "mkldnn::", "kernel ")):
@@ -126,15 +127,8 @@ def measure(step: Callable[[], object], repeats: int) -> dict[str, Any]:
     return {"step_seconds": seconds, "profiled_seconds": profiled, "parts": dict(ordered)}
 
 
-def step_seconds(step: Callable[[], object]) -> float:
-    """Return the duration of a step."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
 def table(record: dict[str, Any]) -> str:
-    """The figures of one record as Markdown."""
+    """Return the figures of one record as Markdown."""
     host, rates, options = record["machine"], record["limits"], record["options"]
     seconds, parts = record["profiled_seconds"], record["parts"]
     intro = (
@@ -167,23 +161,22 @@ def table(record: dict[str, Any]) -> str:
 def record_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one model."""
     torch.manual_seed(0)
-    device, dtype = torch.device("cpu"), PRECISIONS[options.precision]
     # no drop path: it would change the shapes from one step to the next
     model = timm.create_model(options.model).train()
     images = torch.randn(options.batch_size, 3, options.img_size, options.img_size)
 
     def step() -> None:
         model.zero_grad()
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with autocast(CPU, options.precision):
             loss = model(images).float().square().mean()
         loss.backward()
 
-    before = limits(device, options.precision)
+    before = limits(CPU, options.precision)
     measured = measure(step, options.repeats)
-    after = limits(device, options.precision)
+    after = limits(CPU, options.precision)
     kept = ("model", "precision", "batch_size", "img_size", "repeats")
     return {
-        "machine": machine(device),
+        "machine": machine(CPU),
         "limits": {name: max(before[name], after[name]) for name in before},
         "options": {name: getattr(options, name) for name in kept},
         **measured,

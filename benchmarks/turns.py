@@ -2,16 +2,17 @@
 
 import random
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+Name = TypeVar("Name", bound=Hashable)
 Measured = TypeVar("Measured")
 SPEED = "{speed_ratio:.2f} ({speed_ratio_min:.2f} to {speed_ratio_max:.2f})"  # cell of a table
 
 
 def take_turns(
-    names: Iterable[str], measure: Callable[[str], Measured], *, rounds: int, warmup: int
-) -> dict[str, list[Measured]]:
+    names: Iterable[Name], measure: Callable[[Name], Measured], *, rounds: int, warmup: int
+) -> dict[Name, list[Measured]]:
     """Measure every candidate once in every round, in a random order.
 
     Args:
@@ -23,7 +24,7 @@ def take_turns(
     Returns:
         The measurements of the rounds that count, by name.
     """
-    found: dict[str, list[Measured]] = {name: [] for name in names}
+    found: dict[Name, list[Measured]] = {name: [] for name in names}
     for index in range(warmup + rounds):
         for name in random.sample(list(found), len(found)):
             own = measure(name)
@@ -33,19 +34,21 @@ def take_turns(
 
 
 def compare(
-    seconds: Mapping[str, Sequence[float]], memory: Mapping[str, int]
-) -> dict[str, dict[str, float]]:
-    """Compare speed and memory of candidates with those of the first one.
+    seconds: Mapping[Name, Sequence[float]], memory: Mapping[Name, int], base: Name | None = None
+) -> dict[Name, dict[str, float]]:
+    """Compare speed and memory of candidates with those of one of them.
 
     Args:
         seconds: Duration of a step in every round, by name.
         memory: Peak memory in bytes, by name.
+        base: The candidate that the others are compared with; None for the first one.
 
     Returns:
         By name, the median, least and largest ratio of the speeds in a round, the peak memory and
         the ratio of the peaks.
     """
-    base = next(iter(seconds))
+    if base is None:
+        base = next(iter(seconds))
     compared = {}
     for name, own in seconds.items():
         ratios = [b / s for b, s in zip(seconds[base], own, strict=True)]

@@ -105,7 +105,7 @@ class Trainer:
             on_first_rank(self.lock.acquire)
             self.tracking = self._begin(start)
         except Exception:
-            self._leave()
+            self.close()
             raise
         self.first_step = self.step
         self.started = time.perf_counter()
@@ -123,7 +123,7 @@ class Trainer:
         try:
             return self._train()
         finally:
-            self._leave()
+            self.close()
 
     def _train(self) -> int:
         self.tracking.log(self._batch_text())
@@ -141,16 +141,7 @@ class Trainer:
                     continue
                 if self.step == self.total_steps:
                     break
-                self.stopwatch.reset()
-                self.step = train_epoch(
-                    self.state,
-                    self.parts.train_batches.epoch(completed_epochs, position),
-                    first_step=self.step,
-                    transform=self.parts.transform,
-                    metrics=self.metrics,
-                    stopwatch=self.stopwatch,
-                    after_step=self._after_step,
-                )
+                self.train_epoch()
             on_first_rank(self.writer.wait)  # for the last checkpoint
         except NonFiniteError as error:
             if error.first is not None and self._owns_folder():
@@ -166,7 +157,21 @@ class Trainer:
             on_first_rank(self._write_summary)
         return self.stopped
 
-    def _after_step(self, step: int) -> bool:
+    def train_epoch(self) -> None:
+        """Train on the rest of the epoch, without its evaluation, or until a signal stops it."""
+        epoch, position = divmod(self.step, self.steps_per_epoch)
+        self.stopwatch.reset()
+        self.step = train_epoch(
+            self.state,
+            self.parts.train_batches.epoch(epoch, position),
+            first_step=self.step,
+            transform=self.parts.transform,
+            metrics=self.metrics,
+            stopwatch=self.stopwatch,
+            after_step=self.after_step,
+        )
+
+    def after_step(self, step: int) -> bool:
         """Log and save when it is time; return whether a signal asks to stop.
 
         The checkpoint at the end of an evaluated epoch is saved after that, except on a signal.
@@ -187,7 +192,7 @@ class Trainer:
             self._prepare_eval()
         evaluates = epoch_ends and self._evaluation_is_due()
         if self._interrupted() or (self._save_is_due() and not evaluates):
-            self._save()
+            self.save()
         return bool(self.stopped)
 
     def _evaluation_is_due(self) -> bool:
@@ -229,7 +234,7 @@ class Trainer:
                     interrupted=self._interrupted,
                 )
             if result is None:
-                self._save()
+                self.save()
                 return
             figures[kind] = {**result, **self.eval_figures[kind]}
         on_first_rank(self.lock.check)
@@ -248,7 +253,7 @@ class Trainer:
             self.best = found
         complete = self.step == self.total_steps
         if better or complete or self._save_is_due():
-            self._save()
+            self.save()
 
     def _interrupted(self) -> bool:
         """Return whether a signal asks to stop; raise the error of a checkpoint that failed."""
@@ -293,7 +298,7 @@ class Trainer:
         )
         self.metrics.clear()
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """Begin a checkpoint of this step; every rank must call it."""
         on_first_rank(self.writer.wait)  # an earlier error is raised on every rank
         metrics = self.metrics.state_dict()
@@ -369,7 +374,7 @@ class Trainer:
         kernels.restore_verdicts(state.get("kernels", {}))  # older checkpoints have none
         return state["metrics_bytes"]
 
-    def _leave(self) -> None:
+    def close(self) -> None:
         """Wait for the last checkpoint, put the signal handlers back and release the lock."""
         self.writer.close()
         self.stop.close()

@@ -179,7 +179,7 @@ class Training:
 
     def run_epoch(self, train_batches: Batches, eval_batches: Batches) -> None:
         """Train for one epoch, evaluate, and replace `record`, unless a loss is not finite."""
-        loss, gradient_norm = self._train(train_batches)
+        loss, gradient_norm = self.train_epoch(train_batches)
         self.diverged = not (math.isfinite(loss) and math.isfinite(gradient_norm))
         record = {"epoch": self.epoch, "loss": loss, "gradient_norm": gradient_norm}
         record["lr"] = self.optimizer.param_groups[0]["lr"]
@@ -193,10 +193,14 @@ class Training:
             self.record = record
         self.epoch += 1
 
-    def _train(self, batches: Batches) -> tuple[float, float]:
-        """Return the mean loss over the training nodes, and the norm of the last gradient.
+    def train_epoch(self, batches: Batches) -> tuple[float, float]:
+        """Train on every batch once, without an evaluation.
 
-        If the loss or the gradient of a batch is not finite, the epoch ends and they are its own.
+        If the loss or the gradient of a batch is not finite, the epoch ends there.
+
+        Returns:
+            The mean loss over the training nodes, and the norm of the last gradient. After a batch
+            that was not finite, both are those of this batch.
         """
         self.model.train()
         clip = math.inf if self.settings.clip_grad is None else self.settings.clip_grad

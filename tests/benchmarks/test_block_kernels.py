@@ -34,7 +34,7 @@ SLOW = pytest.mark.slow
 def test_kernels_of_a_block_spill_nothing(model, architecture, names, monkeypatch, tmp_path):
     pytest.importorskip("triton", reason="the kernels are Triton's")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    workbench = importlib.import_module("benchmarks.gpu_paper.block_kernels")
+    workbench = importlib.import_module("benchmarks.gpu_predictions.block_kernels")
     name, options, size = model
     built: Any = timm.create_model(name, **options)
     block = built.stages[-1].blocks[0]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.gpu import main, no_tests, read_outcome, verify
-from benchmarks.gpu_paper.measure import predicted
+from benchmarks.gpu_measure import predicted
 
 XML = """<testsuites><testsuite>
 <testcase classname="tests.a" name="passes"/>

@@ -20,3 +20,8 @@ def test_candidates_are_compared_with_the_first_one_round_by_round():
     own = compare(seconds, {"base": 2**21, "own": 2**20})["own"]
     assert (own["speed_ratio_min"], own["speed_ratio"], own["speed_ratio_max"]) == (0.5, 2.0, 4.0)
     assert (own["peak_mb"], own["memory_ratio"]) == (1.0, 0.5)
+
+
+def test_candidates_can_be_compared_with_another_one_than_the_first():
+    ratios = compare({"a": [8.0], "b": [2.0]}, {"a": 2**21, "b": 2**20}, "b")
+    assert ratios["a"]["speed_ratio"] == 0.25 and ratios["a"]["memory_ratio"] == 2.0

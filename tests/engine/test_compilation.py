@@ -5,7 +5,7 @@ import timm
 import torch
 
 import lipsformer  # noqa: F401  (registers the models)
-from benchmarks.gpu_paper.host import HostReads, compiled_regions
+from benchmarks.gpu_predictions.host import HostReads, compiled_regions
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
 from lipsformer.engine.compilation import compiles, regions, try_kernels

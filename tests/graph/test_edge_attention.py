@@ -462,7 +462,7 @@ def test_triton_kernels_equal_a_loop_in_the_interpreter(which, passed):
 def test_triton_kernels_compile_for_a_gpu_that_is_not_there(architecture, monkeypatch, tmp_path):
     pytest.importorskip("triton", reason="the kernels are Triton's")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    workbench = importlib.import_module("benchmarks.gpu_paper.triton_kernels")
+    workbench = importlib.import_module("benchmarks.gpu_predictions.triton_kernels")
     # how many rows of 8 floats each kernel must load 128 bits at a time
     rows = {"_forward": 3, "_backward_by_target": 4, "_backward_by_source": 4}
     rows |= {"_max_forward": 1, "_max_share": 3, "_max_backward": 3}
@@ -482,7 +482,7 @@ def test_triton_kernels_compile_for_other_sizes_in_half_precision(
 ):
     pytest.importorskip("triton", reason="the kernels are Triton's")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    workbench = importlib.import_module("benchmarks.gpu_paper.triton_kernels")
+    workbench = importlib.import_module("benchmarks.gpu_predictions.triton_kernels")
     for name, (heads, channels) in itertools.product(workbench.KERNELS, ((3, 5), (8, 64))):
         size = {"heads": heads, "channels": channels}
         found = workbench.resources(name, architecture, dtype="bf16", **size)

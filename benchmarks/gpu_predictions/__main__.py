@@ -1,10 +1,10 @@
 """Predict operators, kernels, traffic, memory and the least time of a training step on a GPU.
 
-    python -m benchmarks.gpu_paper lipsformer_swin_tiny swin_tiny_patch4_window7_224
-    python -m benchmarks.gpu_paper lipsformer_tiny --extend 2
-    python -m benchmarks.gpu_paper --triton
-    python -m benchmarks.gpu_paper --batches
-    python -m benchmarks.gpu_paper --table
+    python -m benchmarks.gpu_predictions lipsformer_swin_tiny swin_tiny_patch4_window7_224
+    python -m benchmarks.gpu_predictions lipsformer_tiny --extend 2
+    python -m benchmarks.gpu_predictions --triton
+    python -m benchmarks.gpu_predictions --batches
+    python -m benchmarks.gpu_predictions --table
 
 No GPU is needed and nothing is measured: see docs/gpu.md. Each model writes one file. A model of
 the size of Swin-Tiny takes some minutes of one core.
@@ -12,7 +12,6 @@ the size of Swin-Tiny takes some minutes of one core.
 
 import datetime
 import json
-import subprocess
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,22 +23,23 @@ import torch
 import triton
 from torch import nn
 
-from benchmarks.gpu_paper import batches
-from benchmarks.gpu_paper.cubins import ARCHITECTURES, generated
-from benchmarks.gpu_paper.devices import DEVICES, step_seconds
-from benchmarks.gpu_paper.host import compiled_regions
-from benchmarks.gpu_paper.inductor import Kernel, schedule
-from benchmarks.gpu_paper.table import page
-from benchmarks.gpu_paper.trace import build, cuda_step, eager, graphs
-from benchmarks.gpu_paper.triton_kernels import all_resources
+from benchmarks.gpu_predictions import batches
+from benchmarks.gpu_predictions.cubins import ARCHITECTURES, generated
+from benchmarks.gpu_predictions.devices import DEVICES, step_seconds
+from benchmarks.gpu_predictions.host import compiled_regions
+from benchmarks.gpu_predictions.inductor import Kernel, schedule
+from benchmarks.gpu_predictions.table import page
+from benchmarks.gpu_predictions.trace import build, cuda_step, eager, graphs
+from benchmarks.gpu_predictions.triton_kernels import all_resources
 from lipsformer._commands import documented_parser
+from lipsformer._machine import commit
 
 RESULTS = Path(__file__).parents[1] / "predictions"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = documented_parser(__doc__, prog="python -m benchmarks.gpu_paper")
+    parser = documented_parser(__doc__, prog="python -m benchmarks.gpu_predictions")
     parser.add_argument("models", nargs="*", metavar="MODEL", help="names of timm models")
     parser.add_argument("--batch-size", type=int, default=128, help="images per step")
     parser.add_argument("--triton", action="store_true", help="compile the Triton kernels")
@@ -195,13 +195,11 @@ def _sums(kernels: Sequence[Kernel], figure: Callable[[Kernel], int]) -> dict[st
     return dict(sums.most_common())
 
 
-def versions() -> dict[str, str]:
+def versions() -> dict[str, Any]:
     """Return the date, the commit and the packages that a prediction depends on."""
-    command = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit,
+        "commit": commit(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "timm": timm.__version__,

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.gpu_paper.table import STATE_BYTES
+from benchmarks.gpu_predictions.table import STATE_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "imagenet"
 GIGABYTES = (40, 80)

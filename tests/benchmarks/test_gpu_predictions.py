@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lipsformer  # noqa: F401  (registers the models)
-from benchmarks.gpu_paper import batches
-from benchmarks.gpu_paper.__main__ import RESULTS, compile_step, predict, predict_regions
-from benchmarks.gpu_paper.cubins import generated, occupancy
-from benchmarks.gpu_paper.devices import DEVICES, LAUNCH_SECONDS, seconds
-from benchmarks.gpu_paper.host import HostReads
-from benchmarks.gpu_paper.inductor import Kernel, schedule
-from benchmarks.gpu_paper.table import page
-from benchmarks.gpu_paper.trace import (
+from benchmarks.gpu_predictions import batches
+from benchmarks.gpu_predictions.__main__ import RESULTS, compile_step, predict, predict_regions
+from benchmarks.gpu_predictions.cubins import generated, occupancy
+from benchmarks.gpu_predictions.devices import DEVICES, LAUNCH_SECONDS, seconds
+from benchmarks.gpu_predictions.host import HostReads
+from benchmarks.gpu_predictions.inductor import Kernel, schedule
+from benchmarks.gpu_predictions.table import page
+from benchmarks.gpu_predictions.trace import (
     CudaOperators,
     build,
     cuda_attention,

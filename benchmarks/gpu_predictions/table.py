@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.gpu_paper.cubins import ARCHITECTURES
-from benchmarks.gpu_paper.devices import DEVICES
+from benchmarks.gpu_predictions.cubins import ARCHITECTURES
+from benchmarks.gpu_predictions.devices import DEVICES
+from benchmarks.records import markdown
 
 REFERENCE = "swin_tiny_patch4_window7_224"
 STATE_BYTES = 16  # per parameter: weight, gradient and two moments of AdamW in float32
@@ -63,6 +64,14 @@ TABLES: dict[str, Sequence[Column]] = {
         (device, _milliseconds(device), ".2f") for device in DEVICES
     ),
 }
+HOST_COLUMNS = (
+    *("model", "graphs", "breaks", "waits", "kernels"),
+    *("with spills", "registers", "occupancy", "128-bit loads"),
+)
+TRITON_COLUMNS = (
+    *("kernel", "GPU", "channels", "registers"),
+    *("spilled bytes", "occupancy", "loads by bits"),
+)
 
 
 def page(records: Iterable[Record]) -> str:
@@ -76,12 +85,7 @@ def page(records: Iterable[Record]) -> str:
 
 def _host_table(rows: Sequence[Record]) -> str:
     """Return what a step asks of the host, and what Inductor's kernels need on an H100."""
-    lines = [
-        "The host in a step, and the Triton kernels that Inductor writes for an H100:\n",
-        "| model | graphs | breaks | waits | kernels | with spills | registers | occupancy | "
-        "128-bit loads |",
-        "|---" * 9 + "|",
-    ]
+    shown = []
     for row in rows:
         regions = row.get("regions")
         waits = row["eager"].get("host_reads")
@@ -104,40 +108,35 @@ def _host_table(rows: Sequence[Record]) -> str:
                 f"from {100 * kernels['occupancy']:.0f} %",
                 f"{100 * loads.get('128', 0) / sum(loads.values()):.0f} %",
             ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        shown.append(cells)
+    title = "The host in a step, and the Triton kernels that Inductor writes for an H100:"
+    return f"{title}\n\n{markdown(HOST_COLUMNS, shown)}"
 
 
 def _kernel_table(kernels: Sequence[Record]) -> str:
-    lines = [
-        "Triton kernels of graph attention, 8 heads, float32:\n",
-        "| kernel | GPU | channels | registers | spilled bytes | occupancy | loads by bits |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for row in kernels:
         loads = ", ".join(f"{bits}: {number}" for bits, number in row["loads_by_bits"].items())
         cells = (
             f"`{row['kernel']}`",
             ARCHITECTURES[row["architecture"]].gpu,
-            *(str(row[key]) for key in ("channels", "registers", "spilled_bytes")),
+            *(row[key] for key in ("channels", "registers", "spilled_bytes")),
             f"{100 * row['occupancy']:.0f} %",
             loads,
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    title = "Triton kernels of graph attention, 8 heads, float32:"
+    return f"{title}\n\n{markdown(TRITON_COLUMNS, rows)}"
 
 
 def _table(title: str, rows: Sequence[Record], reference: Record | None) -> str:
     columns = TABLES[title]
-    lines = [
-        f"{title}:\n",
-        "| model | " + " | ".join(name for name, _, _ in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for row in rows:
-        cells = [_cell(row, reference, value, form) for _, value, form in columns]
-        lines.append(f"| `{row['model']}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    header = ("model", *(name for name, _, _ in columns))
+    cells = (
+        (f"`{row['model']}`", *(_cell(row, reference, value, form) for _, value, form in columns))
+        for row in rows
+    )
+    return f"{title}:\n\n{markdown(header, cells)}"
 
 
 def _cell(

@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
-from benchmarks.gpu_paper import cubins
+from benchmarks.gpu_predictions import cubins
 from lipsformer.graph.edge_attention import triton as kernels
 from lipsformer.graph.edge_attention.settings import Settings
 

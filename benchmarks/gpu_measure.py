@@ -2,7 +2,6 @@
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,9 @@ import torch.nn.functional as F
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_paper.table import REFERENCE, peak_gigabytes
+from benchmarks.gpu_predictions.table import REFERENCE, peak_gigabytes
+from benchmarks.machine import seconds_of
+from benchmarks.records import markdown
 from lipsformer.engine.compilation import compile_regions
 
 Record = dict[str, Any]
@@ -99,15 +100,15 @@ def _measure(record: Record, mode: str, device: torch.device) -> dict[str, float
         optimizer.zero_grad()
 
     # Kernels are tried where they first run, which the compiler cannot do.
-    figures = {f"s of the first eager step, {mode}": _seconds(step, device)}
+    figures = {f"s of the first eager step, {mode}": seconds_of(step, device)}
     if mode == "compiled":
         model.compile()
     elif mode == "regions":
         compile_regions(model, deterministic=False)
-    figures[f"s of the first step, {mode}"] = _seconds(step, device)
+    figures[f"s of the first step, {mode}"] = seconds_of(step, device)
     for _ in range(3):
         step()
-    times = [_seconds(step, device) for _ in range(ROUNDS)]
+    times = [seconds_of(step, device) for _ in range(ROUNDS)]
     figures[f"ms of a step, {mode}"] = 1e3 * statistics.median(times)
     if mode == "eager":
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -126,15 +127,6 @@ def _measure(record: Record, mode: str, device: torch.device) -> dict[str, float
             kernel.device_time_total for kernel in kernels
         )
     return figures
-
-
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    step()
-    wait()
-    return time.perf_counter() - start
 
 
 def _kernels(step: Callable[[], None]) -> list[Any]:
@@ -188,11 +180,9 @@ def step_ratios(rows: Sequence[Row]) -> list[Row]:
 
 def table(rows: Iterable[Row]) -> str:
     """Return rows as Markdown."""
-    lines = [
-        "| model | figure | predicted | measured | measured / predicted |",
-        "|---|---|---|---|---|",
-    ]
+    cells = []
     for row in rows:
-        cells = ("" if x is None else f"{x:.4g}" for x in (row.predicted, row.measured, row.ratio))
-        lines.append(f"| `{row.model}` | {row.figure} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        numbers = (row.predicted, row.measured, row.ratio)
+        shown = ("" if x is None else f"{x:.4g}" for x in numbers)
+        cells.append((f"`{row.model}`", row.figure, *shown))
+    return markdown(("model", "figure", "predicted", "measured", "measured / predicted"), cells)

@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu_paper import cubins
+from benchmarks.gpu_predictions import cubins
 from lipsformer.models._fused import gpu_block
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from benchmarks.gpu_paper.inductor import Kernel
+from benchmarks.gpu_predictions.inductor import Kernel
 
 LAUNCH_SECONDS = 2e-6  # assumed: what a kernel costs at least, however little it does
 ADAMW_BYTES = 28  # per parameter: reads weight, gradient and two moments, writes all but one

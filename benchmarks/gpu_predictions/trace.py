@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.counting import OperatorCounter
-from benchmarks.gpu_paper.host import HostReads
+from benchmarks.gpu_predictions.host import HostReads
 from lipsformer.kernels import dispatch
 
 BLOCK = import_module("lipsformer.kernels.gpu_block")  # the package has a function of this name
