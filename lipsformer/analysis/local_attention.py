@@ -65,12 +65,32 @@ class Normalized:
 
 
 class LocalAttention:
-    r"""What the theorem of local attention needs to know of an attention at the center of the ball.
+    r"""What theorem 28 needs to know of the attention of W windows at the center of the ball.
+
+    H heads attend among N tokens of a window. Its tokens before the projections are x, the
+    normalized ones q~, k~ and v~, and the attention weights a_ij.
 
     Attributes:
+        tau: Factor of the cosines of every head, [H].
+        num_tokens: N.
+        query: The normalized queries.
+        key: The normalized keys.
+        value: The normalized values.
+        sigma: Norms of the projections of every head, [3, H].
         norm: Bound of the Jacobian of every head in its window at the center, [W, H], with respect
             to the tokens before the projections.
-        sigma: Norms of the projections of every head, [3, H].
+        slope_q: Norms of the derivatives of q~ by x, [W, H, N].
+        slope_k: The same for k~.
+        slope_v: The same for v~.
+        spread_k: Largest standard deviation of k~ over a direction under a_i, [W, H, N].
+        spread_v: The same for v~.
+        diameter: Largest distance of two v~ of a window, [W, H].
+        largest: max_i a_ij^(1/2), [W, H, N].
+        column: (sum_i a_ij)^(1/2), [W, H, N].
+        squares: (sum_i a_ij^2)^(1/2), [W, H, N].
+        by_query: Largest standard deviation of the scores of row i by its query, [W, H, N].
+        by_key_largest: max_ij of a_ij^(1/2) times the derivative of score ij by key j, [W, H].
+        by_key_column: The largest column norm of the same matrix, [W, H].
 
     Example:
         >>> import torch
@@ -152,7 +172,8 @@ class LocalAttention:
         self.diameter = torch.cdist(v, v, compute_mode=exact).flatten(-2).amax(-1)
         weights = weights * real[..., :, None]  # rows of padded queries are cut off later
         scores = tau[:, None, None] * weights.sqrt() * direction.norm(dim=-1)
-        self.by_key, self.by_keys = scores.flatten(-2).amax(-1), scores.norm(dim=-2).amax(-1)
+        self.by_key_largest = scores.flatten(-2).amax(-1)
+        self.by_key_column = scores.norm(dim=-2).amax(-1)
         self.largest = weights.amax(-2).sqrt()
         self.column = weights.sum(-2).sqrt()
         self.squares = weights.norm(dim=-2)
@@ -160,8 +181,7 @@ class LocalAttention:
     def curvature(self, radius: Tensor) -> Tensor:
         r"""Bound the second derivative of every head within a radius, [W, H].
 
-        Theorem 28 calls `apart` V, `query` A, `key` and `keys` B and B', `crossed` E, `value` and
-        `values` F and F', and `turned` T.
+        The letters of theorem 28 stand beside its terms.
 
         Args:
             radius: How far the tokens of a window may move before the projections, [W, 1].
@@ -180,7 +200,7 @@ class LocalAttention:
         spread_v = root[up] * self.spread_v + moved_v[up]
         if not raw:
             spread_v = spread_v.clamp(max=self.value.length)
-        apart = self.diameter + 2.0 * moved_v
+        diameter = self.diameter + 2.0 * moved_v  # V
         # How much the derivatives of the normalized tokens change within the ball.
         turn_q = TURN * sigma_q[:, None] ** 2 * slope_q**2
         turn_k = TURN * sigma_k[:, None] ** 2 * slope_k**2
@@ -188,24 +208,27 @@ class LocalAttention:
         steep_q = self.slope_q + radius[up] * turn_q
         steep_k = self.slope_k + radius[up] * turn_k
         steep_v = self.slope_v + radius[up] * turn_v
-        query = (
+        query = (  # A
             root[up] * (self.by_query + tau[:, None] * self.spread_k * radius[up] * turn_q)
             + (tau * moved_k)[up] * steep_q
         ).amax(-1)
         more = moved_q[up] * steep_k + radius[up] * turn_k
-        key = root * (self.by_key + tau * (self.largest * more).amax(-1))
-        keys = root * (self.by_keys + tau * (self.column * more).amax(-1))
-        value, values = (root * (x * steep_v).amax(-1) for x in (self.largest, self.column))
-        crossed = tau * (spread_v * steep_q).amax(-1) * root * (self.largest * steep_k).amax(-1)
-        turned = (
+        key_largest = root * (self.by_key_largest + tau * (self.largest * more).amax(-1))  # B
+        key_column = root * (self.by_key_column + tau * (self.column * more).amax(-1))  # B'
+        value_largest = root * (self.largest * steep_v).amax(-1)  # F
+        value_column = root * (self.column * steep_v).amax(-1)  # F'
+        by_key = root * (self.largest * steep_k).amax(-1)
+        crossed = tau * (spread_v * steep_q).amax(-1) * by_key  # E
+        turning = (  # T
             tau * (spread_v * spread_k * turn_q).amax(-1)
-            + tau * apart * root**2 * (self.squares * turn_k).amax(-1)
+            + tau * diameter * root**2 * (self.squares * turn_k).amax(-1)
             + root**2 * (self.squares * turn_v).amax(-1)
         )
+        mixed = torch.minimum(value_largest * key_column, value_column * key_largest)
         return (
-            apart * (query**2 + 2.0 * query * key + key * keys)
-            + 2.0 * (crossed + query * value + torch.minimum(value * keys, values * key))
-            + turned
+            diameter * (query**2 + 2.0 * query * key_largest + key_largest * key_column)
+            + 2.0 * (crossed + query * value_largest + mixed)
+            + turning
         )
 
     def widest(self) -> Tensor:

@@ -114,7 +114,7 @@ def mlp_layer(residual: Any, norm: nn.Module, x: Tensor) -> Layer:
     curved = 0.5 * GELU_CURVATURE * gram_sigma_bound(last * rows) * gram_sigma_bound(first)
     widest = gram_sigma_bound(outer) + GELU_BOUND * gram_sigma_bound(last) * gram_sigma_bound(first)
     apart = GELU_RANGE * gram_sigma_bound(last) * gram_sigma_bound(first)
-    function = lambda x: norm(residual(x))  # noqa: E731
+    function = nn.Sequential(residual, norm)
     return Layer(
         function,
         function(x),
@@ -224,7 +224,7 @@ def attention_layer(
         curved = [p.curvature(r) for p, r in zip(parts, each, strict=True)]
         return 0.5 * radius * heads_together(curved)
 
-    function = lambda x: norm(residual(x))  # noqa: E731
+    function = nn.Sequential(residual, norm)
     return Layer(
         function,
         function(x),
