@@ -308,7 +308,7 @@ class LipsFormer(TimmInterface):
         self.unit_norm = weight_init == "unit_norm"
         self.embed_dim = embed_dim
         self.num_features = embed_dim * 2 ** (len(depths) - 1)
-        self.official_compat, self.attn_kind = official_compat, attn
+        self.official_compat, self.attn = official_compat, attn
         self.attn_options: dict[str, Any] = {
             "logit_scale": self.default_logit_scale if logit_scale is None else logit_scale,
             "learn_logit_scale": learn_logit_scale,
@@ -369,7 +369,7 @@ class LipsFormer(TimmInterface):
 
     def make_core(self, num_heads: int) -> nn.Module:
         """Build the attention that `attn` names, which `make_attn` puts between projections."""
-        return make_core(self.attn_kind, num_heads, **self.attn_options)
+        return make_core(self.attn, num_heads, **self.attn_options)
 
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialize every linear and convolution weight spectrally and set the biases to zero.
