@@ -17,7 +17,6 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lipsformer._checks import require, suggest
 from lipsformer._errors import ConfigError
-from lipsformer._renamed import renamed
 
 Schema = TypeVar("Schema")
 
@@ -209,6 +208,3 @@ def _one_line(error: Exception) -> str:
         elif line and not line.startswith(("reference_type", "object_type")):
             text.append(line)
     return f"{path}: {' '.join(text)}" if path else " ".join(text)
-
-
-__getattr__ = renamed(__name__)

@@ -1,4 +1,4 @@
-"""Read and replace files so that a killed process, a full disk or a power cut loses nothing."""
+"""Check, read and replace files; a killed process, a full disk or a power cut loses nothing."""
 
 import contextlib
 import json

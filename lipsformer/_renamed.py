@@ -39,14 +39,6 @@ MODULES = {
     "scripts.stability_sweep": "benchmarks.league",
 }
 NAMES = {
-    "lipsformer._configfile.describe": "lipsformer._settings_help.describe",
-    "lipsformer._configfile.numbers_in": "lipsformer._checks.numbers_in",
-    "lipsformer._configfile.read_docstring": "lipsformer._settings_help.read_docstring",
-    "lipsformer._configfile.read_json": "lipsformer._files.read_json",
-    "lipsformer._configfile.require_each": "lipsformer._checks.require_each",
-    "lipsformer._configfile.require_effect": "lipsformer._checks.require_effect",
-    "lipsformer._configfile.require_finite": "lipsformer._checks.require_finite",
-    "lipsformer._configfile.require_writable": "lipsformer._files.require_writable",
     "lipsformer.analysis.bounds.largest": "max_abs",
     "lipsformer.analysis.bounds.rule": "bound_rule",
     "lipsformer.analysis.bounds.unchanged": "require_unchanged",

@@ -32,9 +32,7 @@ OWN = {
     "lipsformer/_commands.py": set(),
     "lipsformer/completion.py": {"lipsformer._commands", "lipsformer.config"},
     "lipsformer/_checks.py": {"lipsformer._errors"},
-    "lipsformer/_configfile.py": {
-        *{"lipsformer._checks", "lipsformer._errors", "lipsformer._renamed"},
-    },
+    "lipsformer/_configfile.py": {"lipsformer._checks", "lipsformer._errors"},
     "lipsformer/_errors.py": set(),
     "lipsformer/_files.py": {"lipsformer._errors"},
     "lipsformer/_settings_help.py": set(),

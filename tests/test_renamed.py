@@ -30,8 +30,7 @@ def test_a_name_names_its_successor(old: str, new: str) -> None:
 
 # What stands before a module in the CHANGELOG's table.
 PLACES = {
-    **dict.fromkeys(("_configfile", "analysis", "config", "engine"), "lipsformer."),
-    **dict.fromkeys(("graph", "layers", "models"), "lipsformer."),
+    **dict.fromkeys(("analysis", "config", "engine", "graph", "layers", "models"), "lipsformer."),
     **dict.fromkeys(("checkpoint", "run_folder"), "lipsformer.engine."),
 }
 

@@ -111,7 +111,7 @@ def residual_center_backward(
     gain: Tensor | None,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the backward pass of `residual_center`, or without a gain of `residual`, needs.
+    """Return what the backward pass of `residual_center` needs; without a gain, of `residual`.
 
     Returns:
         The gradient of x; that of the branch, which is empty if there is no mask, because it then
