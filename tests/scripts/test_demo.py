@@ -34,8 +34,8 @@ from lipsformer.analysis.certificates import certified_radius
 from lipsformer.config import DataConfig
 from lipsformer.engine.build import timm_config
 from lipsformer.engine.run_folder import find_weights
-from scripts import demo
-from scripts._classifier import Classifier
+from scripts import _demo_answers, demo
+from scripts._classifier import MAX_UPLOAD, Classifier
 from scripts.reporting.pictures import overlaid
 from tests.browser import Browser
 from tests.conftest import ROOT
@@ -74,7 +74,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def answers(model):
-    return demo.Answers(model)
+    return _demo_answers.Answers(model)
 
 
 def photo(width=53, height=31):
@@ -174,7 +174,7 @@ def test_overlay_shows_the_image_where_shares_are_low():
 
 def test_bars_are_sorted_escaped_and_marked():
     shares = torch.tensor([0.4, 0.05, 0.3, 0.01, 0.2, 0.03, 0.01])
-    page = demo.bars(CLASSES, shares, before=shares.flip(0))
+    page = _demo_answers.bars(CLASSES, shares, before=shares.flip(0))
     assert re.findall(r"<span>(.*?)</span><b>(.*?) %", page) == [
         ("a &lt;b&gt;bold&lt;/b&gt; class", "40.0"),
         ("c", "30.0"),
@@ -183,15 +183,17 @@ def test_bars_are_sorted_escaped_and_marked():
         ("f", "3.0"),
     ]
     assert re.findall(r"left:(.*?)%", page) == ["1.00", "20.00", "30.00", "3.00", "5.00"]
-    assert demo.bars(CLASSES[1:3], torch.tensor([0.1, 0.9])).count("<li>") == 2
+    assert _demo_answers.bars(CLASSES[1:3], torch.tensor([0.1, 0.9])).count("<li>") == 2
 
 
 def test_a_model_without_known_attention_keeps_the_rest_of_the_page():
     plain = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=7)
-    page = demo.Answers(Classifier("vit", plain, CLASSES, DataConfig(source="folder", img_size=32)))
+    page = _demo_answers.Answers(
+        Classifier("vit", plain, CLASSES, DataConfig(source="folder", img_size=32))
+    )
     assert page.block is None and page.heads == {}
     message = "<p>VisionTransformer has no attention whose map is known"
-    assert page.attend(page.image, None, demo.ALL_HEADS).startswith(message)
+    assert page.attend(page.image, None, _demo_answers.ALL_HEADS).startswith(message)
 
 
 @cache
@@ -378,6 +380,8 @@ def is_taken(server: Server) -> bool:
 @pytest.mark.slow
 def test_server_keeps_no_upload_and_reads_no_other_file(answers, tmp_path):
     with serving(tmp_path) as server:
+        from scripts._demo_page import QUEUE  # it needs gradio
+
         content = encoded(photo())
         path = upload(server, "my photo.png", content)
         assert Path(path).read_bytes() == content
@@ -386,14 +390,14 @@ def test_server_keeps_no_upload_and_reads_no_other_file(answers, tmp_path):
         refused = submit(server, upload(server, "<i>.png", content[:99]))
         assert "cannot read image" in refused and "truncated" in refused and "<i>" not in refused
         with pytest.raises(urllib.error.HTTPError, match="413"):
-            upload(server, "large.png", bytes(demo.MAX_UPLOAD + 1))
+            upload(server, "large.png", bytes(MAX_UPLOAD + 1))
         assert server.files() == []
 
         outside = tmp_path / "outside.png"
         outside.write_bytes(content)
         assert '"success":false' in submit(server, str(outside))
         assert outside.read_bytes() == content
-        assert not all(is_taken(server) for _ in range(5 * demo.QUEUE)), "the queue has no end"
+        assert not all(is_taken(server) for _ in range(5 * QUEUE)), "the queue has no end"
 
 
 def wait(browser: Browser, condition: str, seconds: float = 60) -> None:
@@ -447,7 +451,7 @@ def test_page_in_a_browser(tmp_path):
             alert = "document.querySelector('[role=alert]')"
             wait(browser, f"{alert} && {alert}.innerText.includes({json.dumps(path.name)})")
         large = tmp_path / "large.png"
-        large.write_bytes(bytes(demo.MAX_UPLOAD + 1))
+        large.write_bytes(bytes(MAX_UPLOAD + 1))
         choose(browser, large)
         wait(browser, says("maximum allowed size"))
         assert browser.evaluate(says("my photo.png, 53 x 31"))
