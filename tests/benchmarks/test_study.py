@@ -39,6 +39,12 @@ def test_the_table_of_a_study_stands_on_its_page(path):
     assert stale(study) == []
 
 
+def test_the_page_names_the_hours_of_all_studies():
+    seconds = sum(record["wall_seconds"] for path in RESULTS for record in read_jsonl(path))
+    page = (ROOT / "docs/results.md").read_text()
+    assert f"The runs of the studies took {seconds / 3600:.1f} hours in all." in page
+
+
 def line(row: str, seed: int, *accuracies: float) -> dict:
     evaluations = [
         {"kind": kind, "epoch": epoch, "top1": top1 + (kind == "ema")}
