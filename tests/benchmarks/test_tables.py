@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from decimal import ROUND_HALF_UP, Decimal
 
 import pytest
 
@@ -83,6 +84,9 @@ PAGES = {
 }
 
 
+CERTIFIED = json.loads((ROOT / "benchmarks/results/certified_contractive.json").read_text())
+
+
 @pytest.mark.parametrize("graph", graph_published.PUBLISHED)
 def test_the_page_on_graphs_shows_our_accuracies_beside_the_published_ones(graph):
     assert graph_published.table(graph) in (ROOT / "docs/graph_results.md").read_text()
@@ -93,6 +97,16 @@ def test_the_page_on_graphs_shows_the_tables_of_the_sweeps(table):
     text = table()
     pages = ("docs/graph.md", "docs/graph_results.md")
     assert any(text in (ROOT / page).read_text() for page in pages)
+
+
+@pytest.mark.parametrize("name", [name for name in CERTIFIED if name.startswith("cifar10")])
+def test_the_page_on_certified_models_has_the_rows_of_their_record(name):
+    record = CERTIFIED[name]
+    page = (ROOT / "docs/certified.md").read_text()
+    for kind in {"real", "executed_float64", "executed_float32"} & set(record):
+        shares = (Decimal(str(share)) for share in (record["clean"], *record[kind].values()))
+        cells = (str(share.quantize(Decimal("0.1"), ROUND_HALF_UP)) for share in shares)
+        assert f"| {' | '.join(cells)} |" in page
 
 
 def committed(study):
