@@ -96,6 +96,15 @@ def work(rank: int, options: argparse.Namespace, threads: int, store: str, path:
     dist.destroy_process_group()
 
 
+STEPS = {
+    "alone": "one process",
+    "without exchange": "all processes, no exchange",
+    "after": "all processes, gradients exchanged after the backward pass",
+    "overlapped": "all processes, gradients exchanged during it (DistributedDataParallel)",
+    "exchange": "only the exchange",
+}
+
+
 def table(record: dict[str, Any]) -> str:
     """Return the figures of one record as Markdown."""
     host, options, seconds = record["machine"], record["options"], record["seconds"]
@@ -112,7 +121,7 @@ def table(record: dict[str, Any]) -> str:
             cells = [f"{batch / own:.2f}", ""]
         elif name != "exchange":
             cells = [f"{processes * batch / own:.2f}", f"{seconds['alone'] / own:.2f}"]
-        rows.append((name, f"{1e3 * own:.0f}", *cells))
+        rows.append((STEPS[name], f"{1e3 * own:.0f}", *cells))
     return f"{intro}\n\n{markdown(('step', 'ms', 'images/s', 'efficiency'), rows)}"
 
 

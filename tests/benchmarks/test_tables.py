@@ -19,6 +19,7 @@ from benchmarks import (
     graph_training,
     models,
     roofline,
+    scaling,
     step_parts,
     versions,
 )
@@ -80,6 +81,18 @@ PAGES = {
     "graph/layers_molecules_xeon.json": ("measurements.md", graph_layers.table),
     "graph/layers_pubmed_float64_epyc.json": ("measurements.md", graph_layers.table),
     "graph/layers_pubmed_xeon.json": ("measurements.md", graph_layers.table),
+    "models_avx2_train_xeon.json": ("measurements.md", models.table),
+    "models_avx2_batch32_xeon.json": ("measurements.md", models.table),
+    "models_released_epyc.json": ("measurements.md", models.table),
+    "models_fallback_cpu.json": ("measurements.md", models.table),
+    "models_depth_cpu.json": ("measurements.md", models.table),
+    "models_others_cpu.json": ("measurements.md", models.table),
+    "roofline_swin_tiny_cpu.json": ("measurements.md", roofline.table),
+    "roofline_tiny_cpu.json": ("measurements.md", roofline.table),
+    "scaling_cpu.json": ("measurements.md", scaling.table),
+    "graph/layers_medium_cpu.json": ("measurements.md", graph_layers.table),
+    "graph/layers_large_cpu.json": ("measurements.md", graph_layers.table),
+    "graph/layers_pubmed_cpu.json": ("measurements.md", graph_layers.table),
     "versions_fallback_epyc.json": ("measurements.md", versions.table),
 }
 
