@@ -253,3 +253,14 @@ def test_the_results_have_the_accuracies_of_the_page_on_graphs():
         ]
         _, found, best, _, expected, *_ = (cell.strip() for cell in line.strip("|").split("|"))
         assert (seeds, ours, published) == (found, best, expected)
+
+
+def test_the_page_on_bounds_has_the_certified_models():
+    own = record("certified_contractive.json")
+    digits, body, attention = rows_after("docs/lipschitz.md", "too much.\n\n```bash")
+    pixels = own["digits_pixels"]
+    assert shows(digits[2], pixels["clean"])
+    assert shows(digits[3], pixels["real"]["own pixels 36/255"])
+    for cells, name in ((body, "cifar10_body"), (attention, "cifar10")):
+        assert shows(cells[2], own[name]["clean"])
+        assert shows(cells[3], own[name]["real"]["36/255"])
