@@ -275,7 +275,8 @@ def local_bounds(
     """Bound the network in balls around images, where its maps are shorter (theorem 33).
 
     The images are sorted into levels by the norms of their maps. All images of a level share a
-    bound.
+    bound. Its constant is that of all images, and only the error of float32 is smaller.
+    `lipsformer.analysis.local_certificates` has local constants.
 
     Args:
         model: The network, not the copy with the hooks of `watch_norms`.
@@ -300,9 +301,10 @@ def local_bounds(
         >>> local_bounds(model, bound, norms, torch.tensor([0.1, 0.1]))[1]  # 1 <= 4 / 16 * 5
         tensor([16,  4])
     """
-    modules, joined = dict(model.named_modules()), {k: torch.cat(list(v)) for k, v in norms.items()}
+    modules = dict(model.named_modules())
+    joined = {name: torch.cat(list(values)) for name, values in norms.items()}
     # A module that is called twice has two norms for each image, and none is used.
-    joined = {k: values for k, values in joined.items() if len(values) == len(radii)}
+    joined = {name: values for name, values in joined.items() if len(values) == len(radii)}
     largest = {name: values.max().item() for name, values in joined.items()}
     shares = [values / max(largest[name], 1e-300) for name, values in joined.items()]
     levels = (torch.stack(shares).amax(0) * LEVELS).ceil().clamp(1, LEVELS).long()

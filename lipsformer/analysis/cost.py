@@ -94,9 +94,9 @@ def part_costs(model: nn.Module, images: Tensor) -> list[PartCost]:
     counted: set[nn.Parameter] = set()
     parameters: dict[str, int] = {}
     for name in names:  # a shared parameter counts in its first part
-        own = set(model.get_submodule(name).parameters()) - counted
-        parameters[name] = sum(parameter.numel() for parameter in own)
-        counted |= own
+        new = set(model.get_submodule(name).parameters()) - counted
+        parameters[name] = sum(parameter.numel() for parameter in new)
+        counted |= new
     parameters["(rest)"] = count_parameters(model) - sum(parameters.values())
     counts["(rest)"] = counts[""]
     for name in names:

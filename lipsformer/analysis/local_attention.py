@@ -163,8 +163,8 @@ class LocalAttention:
                 operator = depthwise_operator(lepe, window).unflatten(0, (len(tau), -1)).mT
                 convolved = torch.einsum("haij,hac->hiajc", operator, weight[2])
                 value = value + convolved * real[:, :, None, None, :, None]
-            own = torch.eye(self.num_tokens, dtype=q.dtype)[:, None, :, None]
-            jacobian = (key + value + own * query[..., None, :]) * real[..., None, None, None]
+            same = torch.eye(self.num_tokens, dtype=q.dtype)[:, None, :, None]
+            jacobian = (key + value + same * query[..., None, :]) * real[..., None, None, None]
             self.norm = gram_sigma_bound(jacobian.flatten(-2).flatten(2, 3))
         self.spread_k = gram_sigma_bound(apart_k)
         self.spread_v = gram_sigma_bound(weights.sqrt()[..., None] * apart_v)

@@ -152,8 +152,8 @@ def gradients(layers: list[Layer], images: Tensor, head: nn.Module) -> tuple[Ten
     lengths = []
     for state in zip(*by_class, strict=True):
         each = torch.stack(state).flatten(2).transpose(0, 1)  # [B, K, numbers]
-        own = each[torch.arange(len(each)), predicted]
-        lengths.append((own[:, None] - each).norm(dim=2))
+        of_predicted = each[torch.arange(len(each)), predicted]
+        lengths.append((of_predicted[:, None] - each).norm(dim=2))
     return logits.detach(), torch.stack(lengths)
 
 
@@ -253,18 +253,18 @@ def local_certificates(
     logits, lengths = gradients(layers, images, model.head.fc)
     best, predicted = logits.max(1, keepdim=True)
     margins = best - logits
-    own = torch.zeros_like(logits, dtype=torch.bool).scatter(1, predicted, True)
+    is_predicted = torch.zeros_like(logits, dtype=torch.bool).scatter(1, predicted, True)
 
     def holds(radius: Tensor) -> Tensor:
         radii, remainders = balls(carried, radius)
         behind = (lengths[1:] * remainders[..., None]).flip(0).cumsum(0).flip(0)
         behind = torch.cat((behind, torch.zeros_like(behind[:1])))
         lost = (lengths * radii[..., None] + behind).amin(0)
-        return ((lost < margins) | own).all(1)
+        return ((lost < margins) | is_predicted).all(1)
 
     # No larger radius holds: the gradient at the image alone would use up a margin.
     linear = torch.where(lengths[0] > 0.0, margins / lengths[0], margins)
-    return logits, SLACK * _largest(holds, linear.masked_fill(own, torch.inf).amin(1))
+    return logits, SLACK * _largest(holds, linear.masked_fill(is_predicted, torch.inf).amin(1))
 
 
 def _largest(holds: Callable[[Tensor], Tensor], high: Tensor) -> Tensor:

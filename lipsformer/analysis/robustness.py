@@ -23,9 +23,9 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
         >>> margins(torch.tensor([[3.0, 1.0, 2.5]]), torch.tensor([0]))
         tensor([0.5000])
     """
-    own = logits.gather(1, labels[:, None]).squeeze(1)
+    of_label = logits.gather(1, labels[:, None]).squeeze(1)
     others = logits.scatter(1, labels[:, None], -torch.inf)
-    return own - others.amax(dim=1)
+    return of_label - others.amax(dim=1)
 
 
 def smallest_margins(
@@ -116,8 +116,8 @@ def pgd_attack(
         >>> [pgd_attack(lambda x: x, images, labels, eps).item() for eps in (0.1, 0.2)]
         [False, True]
     """
-    at = (images, labels, eps)
-    return smallest_margins(function, *at, steps=steps, generator=generator) <= 0.0
+    smallest = smallest_margins(function, images, labels, eps, steps=steps, generator=generator)
+    return smallest <= 0.0
 
 
 def robust_mask(

@@ -133,12 +133,10 @@ class _Block(torch.autograd.Function):
             x4 = _add(x3, branch, t.mask_4, kept[3])
         out, saved_norm_2 = center_affine_forward(x4, t.gain_2, t.shift_2)
         ctx.kept, ctx.partitions = kept, partitions
-        ctx.save_for_backward(
-            *(in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4),
-            *(pointwise, qkv_weight, unscaled_3, proj, fc1, unscaled_4, fc2),
-            *(*saved_norm_1, *saved_norm_2),
-            *(bias, tau, *tensors),
-        )
+        maps = (in_1, z1, z2, in_2, z3, in_3, qkv, heads_out, in_4, z4)
+        rounded = (pointwise, qkv_weight, unscaled_3, proj, fc1, unscaled_4, fc2)
+        norms = (*saved_norm_1, *saved_norm_2)
+        ctx.save_for_backward(*maps, *rounded, *norms, bias, tau, *tensors)
         return out
 
     @staticmethod
@@ -202,19 +200,15 @@ class _Block(torch.autograd.Function):
             )
             grads_depthwise_1 = depthwise_gradients(in_1, t.depthwise_1, grad_z)
             grad = _add(grad, convolve(grad_z, t.depthwise_1, None, flip=True), None, kept[0])
-        gradients = (
-            *grads_attention,
-            *(*grads_depthwise_1, *grads_pointwise[:2], grad_scale_1, None),
-            *(*grads_depthwise_2, grad_scale_2, None),
-            *(*grads_qkv[:2], *grads_proj, None, *norm_1),
-            *(*grads_fc1[:2], *grads_fc2, None, *norm_2, *grads_lepe),
-        )
-        # A parameter of a branch that no sample entered has the gradient zero.
-        triples = zip(inputs, gradients, ctx.needs_input_grad[3:], strict=True)
-        return (
-            *(grad, None, None),
-            *(torch.zeros_like(x) if g is None and needed else g for x, g, needed in triples),
-        )
+        first = (*grads_depthwise_1, *grads_pointwise[:2], grad_scale_1, None)
+        second = (*grads_depthwise_2, grad_scale_2, None)
+        third = (*grads_qkv[:2], *grads_proj, None, *norm_1)
+        fourth = (*grads_fc1[:2], *grads_fc2, None, *norm_2)
+        gradients = [*grads_attention, *first, *second, *third, *fourth, *grads_lepe]
+        for index, needed in enumerate(ctx.needs_input_grad[3:]):
+            if needed and gradients[index] is None:  # no sample entered the parameter's branch
+                gradients[index] = torch.zeros_like(inputs[index])
+        return grad, None, None, *gradients
 
 
 def _named(tensors: Sequence[Tensor]) -> tuple[BlockTensors, Sequence[Tensor]]:

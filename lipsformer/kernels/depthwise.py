@@ -36,10 +36,10 @@ def depthwise_gelu(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None
         scale: [C], or None for the first form.
     """
     x = x.to(product_dtype(x)).contiguous()
-    weight, bias, *scales = (t.float().contiguous() for t in (weight, bias, scale) if t is not None)
+    weight, bias = weight.float().contiguous(), bias.float().contiguous()
+    scale = None if scale is None else scale.float().contiguous()
     y = torch.empty_like(x)
-    parameters = (weight, bias, *scales) if scales else (weight, bias, None)
-    run(f"depthwise_gelu_{name_of(x.dtype)}", x, *parameters, y, *x.shape, weight.shape[-1])
+    run(f"depthwise_gelu_{name_of(x.dtype)}", x, weight, bias, scale, y, *x.shape, weight.shape[-1])
     return y
 
 

@@ -97,10 +97,7 @@ _said: set[tuple[str, str | None]] = set()
 
 
 class _Inside(threading.local):
-    """Whether this thread is inside a fused block.
-
-    The block has already checked that every part may use its kernel.
-    """
+    """Whether this thread is within `inside_block`."""
 
     block = False
 

@@ -80,13 +80,11 @@ class _Block(torch.autograd.Function):
         proj_bias, scale_3, fc2_bias, scale_4 = vectors.unbind(0)
         depthwise_2_bias, scale_2 = gelu_3.chunk(2)
         pointwise_bias, scale_1 = gelu_2.chunk(2)
-        grads = BlockTensors(
-            *(kernel_1, gelu_1, pointwise, pointwise_bias, scale_1, None),
-            *(kernel_2, depthwise_2_bias, scale_2, None),
-            *(qkv, qkv_bias, proj, proj_bias, scale_3, None),
-            *(gain_1, shift_1, fc1, gelu_4, fc2, fc2_bias, scale_4, None),
-            *(gain_2, shift_2),
-        )
+        first = (kernel_1, gelu_1, pointwise, pointwise_bias, scale_1, None)
+        second = (kernel_2, depthwise_2_bias, scale_2, None)
+        third = (qkv, qkv_bias, proj, proj_bias, scale_3, None, gain_1, shift_1)
+        fourth = (fc1, gelu_4, fc2, fc2_bias, scale_4, None, gain_2, shift_2)
+        grads = BlockTensors(*first, *second, *third, *fourth)
         parameters = [
             None if grad is None or tensor is None else grad.to(tensor.dtype)
             for grad, tensor in zip(grads, t, strict=True)
@@ -107,11 +105,16 @@ def _shapes_of_cast(t: BlockTensors) -> list[Sequence[int]]:
 def _shapes_of_sums(t: BlockTensors, columns: int) -> list[Sequence[int]]:
     """Return the shapes of what `block_backward` sums over its programs, in its order."""
     channels, hidden = t.shift_2.numel(), t.fc1_bias.numel()
-    norm_1 = channels if t.gain_1 is None else 3 * channels
-    kernels = t.depthwise_1.shape
     return [
-        *((3 * channels,), (hidden,), (norm_1,), (2 * channels,), kernels),
-        *((2 * channels,), (channels,), kernels, (columns,)),
+        (3 * channels,),  # norm_2: of scale * bias of fc2, the gain and the shift
+        (hidden,),  # gelu_4: of the bias
+        (channels if t.gain_1 is None else 3 * channels,),  # norm_1: the same after proj
+        (2 * channels,),  # gelu_3: of the bias and the scale
+        t.depthwise_2.shape,
+        (2 * channels,),  # gelu_2
+        (channels,),  # gelu_1
+        t.depthwise_1.shape,
+        (columns,),  # of what learns in the windows
     ]
 
 

@@ -47,4 +47,5 @@ def _(x: Tensor, grad: Tensor) -> Tensor:
 def _sums(x: Tensor) -> Tensor:
     from lipsformer.kernels.triton import depthwise as kernel
 
-    return x.new_empty(kernel.weight_programs(x), x.shape[-1], 1, 7, 7, dtype=torch.float32)
+    size = GPU_DEPTHWISE_SIZE
+    return x.new_empty(kernel.weight_programs(x), x.shape[-1], 1, size, size, dtype=torch.float32)

@@ -91,10 +91,9 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, scale, rounded = ctx.saved_tensors
         need_x, need_weight, _, _, need_scale = ctx.needs_input_grad
+        grad, need_weight = grad_outputs[0].contiguous(), need_weight or need_scale
         grad_x, grad_weight, grad_bias, grad_scale = fused_linear_backward(
-            *(grad_outputs[0].contiguous(), x, weight, bias, ctx.act_before, scale, rounded),
-            need_x=need_x,
-            need_weight=need_weight or need_scale,
+            grad, x, weight, bias, ctx.act_before, scale, rounded, need_x, need_weight
         )
         return grad_x, grad_weight, grad_bias, None, grad_scale
 
@@ -208,13 +207,13 @@ def _gelu_product_backward(
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)  # blocks are written to it
     # the sum over the blocks; bfloat16 would round it in every block
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-    grads = grad.reshape(-1, len(weight)).split(len(blocks[0]))
-    for own, block, target in zip(grads, blocks, _blocks(grad_x), strict=True):
-        grad_block = _product(own, weight.T)
-        activated = gelu_backward_(grad_block, block)
-        target.copy_(grad_block)
+    rows = grad.reshape(-1, len(weight)).split(len(blocks[0]))
+    for grad_block, block, target in zip(rows, blocks, _blocks(grad_x), strict=True):
+        grad_z = _product(grad_block, weight.T)
+        activated = gelu_backward_(grad_z, block)
+        target.copy_(grad_z)
         if grad_weight is not None:
-            grad_weight += _weight_gradient(own, activated)
+            grad_weight += _weight_gradient(grad_block, activated)
     return grad_x, grad_weight
 
 
@@ -252,16 +251,16 @@ def _own_usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Return the sum over the tokens of grad x^T ([C_out, C_in])."""
     channels_out, channels_in = grad.shape[-1], x.shape[-1]
-    own = USE_OWN and x.numel() < _MAX_TOKENS_PER_CHANNEL * channels_in**2
-    if own and usable("product.csrc", grad, x):
+    fits = x.numel() < _MAX_TOKENS_PER_CHANNEL * channels_in**2
+    if USE_OWN and fits and usable("product.csrc", grad, x):
         return own_transposed_product(grad.contiguous(), x.contiguous())
     few = x.numel() < channels_in**2  # then the convolution takes up to ten times as long
     if _MKL or few or x.dtype == torch.bfloat16:
         return grad.reshape(-1, channels_out).T @ x.reshape(-1, channels_in)
     weight = grad.new_empty(channels_out, channels_in, 1, 1)
+    settings = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)  # of a 1x1 convolution
     _, grad_weight, _ = torch.ops.aten.convolution_backward(
-        *(_as_map(grad), _as_map(x), weight, None),
-        *([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]),
+        _as_map(grad), _as_map(x), weight, None, *settings, [False, True, False]
     )
     return grad_weight.reshape(channels_out, channels_in)
 

@@ -232,9 +232,8 @@ def gelu_residual_backward(
     """Return the gradients of `gelu_residual` with respect to `z` and `scale`."""
     if _scale_fits(z, scale) and usable("gelu_residual.csrc", grad, z, scale):
         grad_z, grad_scale = torch.empty_like(z), torch.empty_like(scale)
-        sizes = (grad_z, grad_scale, *_sizes(z))
         name = f"gelu_residual_gradients_{name_of(z.dtype)}"
-        run(name, grad, z, *_rows(scale), kept, *sizes)
+        run(name, grad, z, *_rows(scale), kept, grad_z, grad_scale, *_sizes(z))
         return grad_z, grad_scale
     grad_branch = grad if kept is None else grad.index_select(0, kept)
     grad_z = grad_branch * scale

@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
         self._lines: list[_Line] = []
         self._names: dict[str, Any] = {"threads": torch.get_num_threads}
         self._owners: dict[int, _Owner] = {}  # by the address of the storage
-        self._own(x, "x")
+        self._note_owner(x, "x")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -126,10 +126,10 @@ class Recorder(TorchDispatchMode):
         name = f"t{len(self._lines)}"
         self._lines.append(_Line(name, f"{self._constant(func)}({', '.join(given)})", uses))
         if isinstance(result, Tensor):
-            self._own(result, name)
+            self._note_owner(result, name)
         else:
             for i, output in enumerate(result):
-                self._own(output, f"{name}[{i}]")
+                self._note_owner(output, f"{name}[{i}]")
         return result
 
     def kernel(self, name: str, types: Sequence[Any], args: Sequence[Any]) -> None:
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
         recorded = names["recorded"]
         return lambda x: tree_unflatten(recorded(x), structure)
 
-    def _own(self, tensor: Any, name: str) -> None:
+    def _note_owner(self, tensor: Any, name: str) -> None:
         """Note that a result holds the memory of a tensor, unless an earlier one does."""
         if isinstance(tensor, Tensor) and self._part(tensor) is None:
             storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())

@@ -177,15 +177,16 @@ def _fault(
     exact: Sequence[Tensor],
     inner_dtype: torch.dtype,
 ) -> str | None:
-    for index, (own, other, truth) in enumerate(zip(found, plain, exact, strict=True)):
-        error, usual = (float((x.double() - truth).abs().max()) for x in (own, other))
+    for index, (result, other, truth) in enumerate(zip(found, plain, exact, strict=True)):
+        error, usual = (float((x.double() - truth).abs().max()) for x in (result, other))
         # Sums are kept in float32 at least, intermediate results are rounded a few times, and the
         # result once.
-        inside, outside = (torch.finfo(t).eps for t in (torch.float32, own.dtype))
-        ulps = TOLERATED_ULPS * min(inside, outside) + outside
+        result_eps = torch.finfo(result.dtype).eps
+        sum_eps = min(torch.finfo(torch.float32).eps, result_eps)
+        tolerated = TOLERATED_ULPS * sum_eps + result_eps
         if inner_dtype != torch.float32:
-            ulps += TOLERATED_INNER_ULPS * torch.finfo(inner_dtype).eps
-        rounding = ulps * float(truth.abs().max())
+            tolerated += TOLERATED_INNER_ULPS * torch.finfo(inner_dtype).eps
+        rounding = tolerated * float(truth.abs().max())
         if not error <= max(ERROR_RATIO * usual, rounding):  # also if it is not a number
             return f"result {index} is off by {error:.3g}, plain operators by {usual:.3g}"
     return None

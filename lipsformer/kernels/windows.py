@@ -96,7 +96,8 @@ def cosine_windows_forward(
     out = qkv.new_empty(batch, height, width, parts * channels)
     name = f"cosine_windows_forward_{name_of(qkv.dtype)}"
     for part, partition in enumerate(partitions):
-        run(name, qkv, out, bias, tau, *_own(lepe, part), *_numbers(qkv, tau, part, partition))
+        tensors = (qkv, out, bias, tau, *_lepe_of(part, lepe))
+        run(name, *tensors, *_numbers(qkv, tau, part, partition))
     return out
 
 
@@ -114,15 +115,13 @@ def cosine_windows_backward(
     grad_lepe = [torch.zeros_like(x) for x in lepe]
     name = f"cosine_windows_backward_{name_of(qkv.dtype)}"
     for part, partition in enumerate(partitions):
-        run(
-            *(name, qkv, grad, bias, tau, *_own(lepe, part)),
-            *(grad_qkv, grad_bias, grad_tau, *_own(grad_lepe, part)),
-            *_numbers(qkv, tau, part, partition),
-        )
+        inputs = (qkv, grad, bias, tau, *_lepe_of(part, lepe))
+        outputs = (grad_qkv, grad_bias, grad_tau, *_lepe_of(part, grad_lepe))
+        run(name, *inputs, *outputs, *_numbers(qkv, tau, part, partition))
     return grad_qkv, grad_bias, grad_tau, grad_lepe
 
 
-def _own(lepe: Sequence[Tensor], part: int) -> tuple[Tensor | None, Tensor | None]:
+def _lepe_of(part: int, lepe: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Return the kernels and the bias of a partition's convolution, None for each without one."""
     return (lepe[part], lepe[part + len(lepe) // 2]) if len(lepe) > 0 else (None, None)
 

@@ -4,14 +4,13 @@ The kernels do not check the classes, settings or sizes of modules.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from lipsformer import kernels
-from lipsformer.layers._hooks import has_hooks
+from lipsformer.layers._hooks import would_run_hooks
 from lipsformer.layers._trial import gpu_kernel_passes
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import ScaledCosineAttention
@@ -25,9 +24,7 @@ def cpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
         channels: Number of channels of each partition.
         arrangement: The windows and modules.
     """
-    if any(h * w > kernels.MAX_WINDOW_TOKENS for h, w in arrangement.windows):
-        return f"a window has more than {kernels.MAX_WINDOW_TOKENS} tokens"
-    obstacle = _module_obstacle(arrangement) or _size_obstacle(channels, arrangement)
+    obstacle = _common_obstacle(channels, arrangement, kernels.MAX_WINDOW_TOKENS)
     if obstacle is not None:
         return obstacle
     for attention in arrangement.attentions:
@@ -43,14 +40,12 @@ def gpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
         channels: Number of channels of each partition.
         arrangement: The windows and modules.
     """
-    windows, attentions, bias, _ = arrangement
-    most = kernels.MAX_GPU_TOKENS if bias is None else kernels.MAX_GPU_TOKENS_WITH_BIAS
-    if any(h * w > most for h, w in windows):
-        return f"a window has more than {most} tokens"
-    obstacle = _module_obstacle(arrangement) or _size_obstacle(channels, arrangement)
+    has_bias = arrangement.bias is not None
+    most = kernels.MAX_GPU_TOKENS_WITH_BIAS if has_bias else kernels.MAX_GPU_TOKENS
+    obstacle = _common_obstacle(channels, arrangement, most)
     if obstacle is not None:
         return obstacle
-    first, *others = attentions
+    first, *others = arrangement.attentions
     for other in others:
         if other.eps != first.eps or (other.value_scale is None) != (first.value_scale is None):
             return "the attentions of the partitions differ"
@@ -59,56 +54,37 @@ def gpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
     return None
 
 
-def gpu_windows_pass(
-    plain: Callable[[Tensor, Arrangement], Tensor], qkv: Tensor, arrangement: Arrangement
-) -> bool:
-    """Return whether the GPU's kernel is right and faster for attention of this class.
+def _common_obstacle(channels: int, arrangement: Arrangement, most: int) -> str | None:
+    """Return why neither kernel would compute what these modules compute.
 
     Args:
-        plain: Computes with PyTorch's operators.
-        qkv: See `attend_in_windows`.
+        channels: Number of channels of each partition.
         arrangement: The windows and modules.
+        most: Largest number of tokens of a window.
     """
-    windows, attentions, bias, lepes = arrangement
-    count, heads = len(attentions), attentions[0].num_heads
-    name = (
-        f"windows {list(windows)}, {heads} heads, bias {bias is not None}, LePE {len(lepes) > 0}, "
-        f"learned tau {isinstance(attentions[0].tau(), Tensor)}"
-    )
-    modules: Any = attentions[0]
-    if not torch.compiler.is_compiling():  # which cannot trace the copies of a trial
-        modules = nn.ModuleList([*attentions, *lepes])
-        modules.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach()))
-
-    def arranged(m: Any) -> Arrangement:
-        return Arrangement(windows, list(m)[:count], m.bias, list(m)[count:])
-
-    return gpu_kernel_passes(
-        name,
-        modules,
-        qkv,
-        kernel=lambda m, x: kernels.gpu_cosine_windows(x, gpu_arguments(arranged(m))),
-        plain=lambda m, x: plain(x, arranged(m)),
-    )
+    if any(h * w > most for h, w in arrangement.windows):
+        return f"a window has more than {most} tokens"
+    return _module_obstacle(arrangement) or _size_obstacle(channels, arrangement)
 
 
-def gpu_arguments(arrangement: Arrangement) -> kernels.WindowArguments:
-    """Return what the GPU's kernel computes with."""
-    windows, attentions, bias, lepes = arrangement
-    first = attentions[0]
-    tau = first.tau()
-    learned = isinstance(tau, Tensor)
-    return kernels.WindowArguments(
-        bias=bias,
-        tau=[attention.tau() for attention in attentions] if learned else [],
-        nu=[] if first.value_scale is None else [a.value_scale for a in attentions],
-        lepe=[lepe.weight for lepe in lepes],
-        lepe_bias=[lepe.bias for lepe in lepes],
-        windows=[side for window in windows for side in window],
-        heads=first.num_heads,
-        scale=1.0 if learned else tau,
-        eps=first.eps,
-    )
+def _module_obstacle(arrangement: Arrangement) -> str | None:
+    """Return which module computes something else than the kernels."""
+    attentions, lepes = arrangement.attentions, arrangement.lepes
+    for attention in attentions:
+        if getattr(type(attention), "forward", None) is not ScaledCosineAttention.forward:
+            return f"the attention is {type(attention).__name__}"
+        if not attention.fused_attn:
+            return "fused attention is switched off"
+        if attention.training and attention.attn_drop > 0.0:
+            return "the attention weights have dropout"
+        if attention.value_scale is not None and attention.value_scale.requires_grad:
+            return "the value scale is learned, and the kernels have no gradient of it"
+    for lepe in lepes:
+        if type(lepe).forward is not DepthwiseConv2d.forward:
+            return f"the positional encoding is {lepe}"
+    if would_run_hooks((*attentions, *lepes)):
+        return "a module has hooks, which the kernel would not call"
+    return None
 
 
 def _size_obstacle(channels: int, arrangement: Arrangement) -> str | None:
@@ -132,40 +108,76 @@ def _size_obstacle(channels: int, arrangement: Arrangement) -> str | None:
     return None
 
 
-def _module_obstacle(arrangement: Arrangement) -> str | None:
-    """Return why no kernel would compute what these modules compute, None if it would."""
-    _, attentions, _, lepes = arrangement
-    for attention in attentions:
-        if getattr(type(attention), "forward", None) is not ScaledCosineAttention.forward:
-            return f"the attention is {type(attention).__name__}"
-        if not attention.fused_attn:
-            return "fused attention is switched off"
-        if attention.training and attention.attn_drop > 0.0:
-            return "the attention weights have dropout"
-        if attention.value_scale is not None and attention.value_scale.requires_grad:
-            return "the value scale is learned, and the kernels have no gradient of it"
-    for lepe in lepes:
-        if type(lepe).forward is not DepthwiseConv2d.forward:
-            return f"the positional encoding is {lepe}"
-    compiling = torch.compiler.is_compiling()  # which cannot ask for global hooks
-    hooked = not compiling and bool(torch.nn.modules.module._has_any_global_hook())
-    hooked |= any(has_hooks(module) for module in (*attentions, *lepes))
-    return "a module has hooks, which the kernel would not call" if hooked else None
-
-
-def cpu_arguments(arrangement: Arrangement) -> tuple[Tensor, list[kernels.Partition]]:
-    """Return tau ([P, heads]) and the partitions for the CPU's kernel."""
-    taus, partitions = [], []
-    options: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults of torch are
-    for window, attention in zip(arrangement.windows, arrangement.attentions, strict=True):
-        tau = attention.tau()
-        fixed = isinstance(tau, float)
-        taus.append(torch.full((attention.num_heads,), tau, **options) if fixed else tau.flatten())
+def cpu_arguments(
+    arrangement: Arrangement,
+) -> tuple[list[kernels.Partition], Tensor, Tensor | None, list[Tensor]]:
+    """Return what the CPU's kernel takes after the projected tokens; see `cosine_windows`."""
+    windows, attentions, bias, lepes = arrangement
+    partitions, taus = [], []
+    for window, attention in zip(windows, attentions, strict=True):
         nu = 0.0 if attention.value_scale is None else float(attention.value_scale)
         partitions.append(kernels.Partition(window, nu, attention.eps))
-    return torch.stack(taus), partitions
+        tau = attention.tau()
+        if isinstance(tau, float):  # torch's default type and device may be others
+            tau = torch.full((attention.num_heads,), tau, dtype=torch.float32, device="cpu")
+        taus.append(tau.flatten())
+    lepe = [*(lepe.weight for lepe in lepes), *(lepe.bias for lepe in lepes)]
+    return partitions, torch.stack(taus), bias, lepe
 
 
-def lepe_tensors(lepes: Sequence[Any]) -> list[Tensor]:
-    """Return the kernels ([C, 1, 3, 3]) of all partitions, and then their biases ([C])."""
-    return [*(lepe.weight for lepe in lepes), *(lepe.bias for lepe in lepes)]
+def gpu_arguments(arrangement: Arrangement) -> kernels.WindowArguments:
+    """Return what the GPU's kernel takes after the projected tokens."""
+    windows, attentions, bias, lepes = arrangement
+    first = attentions[0]
+    tau = first.tau()
+    learned = isinstance(tau, Tensor)
+    return kernels.WindowArguments(
+        bias=bias,
+        tau=[attention.tau() for attention in attentions] if learned else [],
+        nu=[] if first.value_scale is None else [a.value_scale for a in attentions],
+        lepe=[lepe.weight for lepe in lepes],
+        lepe_bias=[lepe.bias for lepe in lepes],
+        windows=[side for window in windows for side in window],
+        heads=first.num_heads,
+        scale=1.0 if learned else tau,
+        eps=first.eps,
+    )
+
+
+def gpu_windows_pass(
+    plain: Callable[[Tensor, Arrangement], Tensor], qkv: Tensor, arrangement: Arrangement
+) -> bool:
+    """Return whether the GPU's kernel is right and faster for attention of this class.
+
+    Args:
+        plain: Computes with PyTorch's operators.
+        qkv: See `attend_in_windows`.
+        arrangement: The windows and modules.
+    """
+    windows, attentions, bias, lepes = arrangement
+    name = (
+        f"windows {list(windows)}, {attentions[0].num_heads} heads, bias {bias is not None}, "
+        f"LePE {len(lepes) > 0}, learned tau {isinstance(attentions[0].tau(), Tensor)}"
+    )
+    # The compiler cannot trace the making of a module. Compiled code only reads the verdict.
+    copied = attentions[0] if torch.compiler.is_compiling() else _Copied(arrangement)
+    return gpu_kernel_passes(
+        name,
+        copied,
+        qkv,
+        kernel=lambda m, x: kernels.gpu_cosine_windows(x, gpu_arguments(m.arrangement())),
+        plain=lambda m, x: plain(x, m.arrangement()),
+    )
+
+
+class _Copied(nn.Module):
+    """What an arrangement holds, as one module, of which a trial makes copies."""
+
+    def __init__(self, arrangement: Arrangement) -> None:
+        super().__init__()
+        self.windows, attentions, bias, lepes = arrangement
+        self.bias = None if bias is None else nn.Parameter(bias.detach())
+        self.attentions, self.lepes = nn.ModuleList(attentions), nn.ModuleList(lepes)
+
+    def arrangement(self) -> Arrangement:
+        return Arrangement(self.windows, list(self.attentions), self.bias, list(self.lepes))

@@ -16,7 +16,6 @@ from lipsformer.layers._window_kernels import (
     gpu_arguments,
     gpu_obstacle,
     gpu_windows_pass,
-    lepe_tensors,
 )
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.windows import Arrangement, merge_heads, partition_heads
@@ -88,8 +87,7 @@ def attend_in_windows(
         training=attentions[0].training,
         unless=lambda: cpu_obstacle(channels, arrangement),
     ):
-        tau, partitions = cpu_arguments(arrangement)
-        return kernels.cosine_windows(qkv, partitions, tau, bias, lepe_tensors(lepes))
+        return kernels.cosine_windows(qkv, *cpu_arguments(arrangement))
     if kernels.usable(
         "cosine_windows.gpu",
         qkv,

@@ -15,14 +15,13 @@ from lipsformer.layers import (
     ScaledCosineAttention,
     WeightedResidual,
 )
-from lipsformer.layers._hooks import has_hooks
+from lipsformer.layers._hooks import would_run_hooks
 from lipsformer.layers._trial import gpu_kernel_passes
 from lipsformer.layers._window_kernels import (
     cpu_arguments,
     cpu_obstacle,
     gpu_arguments,
     gpu_obstacle,
-    lepe_tensors,
 )
 from lipsformer.layers.windows import Arrangement
 
@@ -30,15 +29,24 @@ Module = TypeVar("Module", bound=nn.Module)
 # The classes that the kernels compute, by their place in a block. `computed_at` adds the classes of
 # the files that import this one.
 _PLACES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("conv1", "conv2", "attn", "mlp"), (WeightedResidual,)),
-    **dict.fromkeys(("pointwise", "qkv", "proj", "fc1", "fc2"), (Linear,)),
-    **dict.fromkeys(("drop", "proj_drop"), (nn.Dropout,)),
+    "conv1": (WeightedResidual,),
+    "conv2": (WeightedResidual,),
+    "attn": (WeightedResidual,),
+    "mlp": (WeightedResidual,),
     "depthwise": (DepthwiseConv2d,),
-    "norm1": (CenterNorm, nn.Identity),
-    "norm2": (CenterNorm,),
+    "pointwise": (Linear,),
+    "qkv": (Linear,),
     "attention": (ScaledCosineAttention, nn.ModuleList),
     "lepe": (nn.ModuleList,),
-    **dict.fromkeys(("0", "1"), (ScaledCosineAttention, DepthwiseConv2d)),  # of the two stripes
+    "0": (ScaledCosineAttention, DepthwiseConv2d),  # of the first partition of stripes
+    "1": (ScaledCosineAttention, DepthwiseConv2d),
+    "proj": (Linear,),
+    "proj_drop": (nn.Dropout,),
+    "norm1": (CenterNorm, nn.Identity),
+    "fc1": (Linear,),
+    "fc2": (Linear,),
+    "drop": (nn.Dropout,),
+    "norm2": (CenterNorm,),
 }
 
 
@@ -67,14 +75,14 @@ def in_one_call(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tens
     """
 
     @functools.wraps(forward)
-    def either(block: Any, x: Tensor) -> Tensor:
+    def fastest(block: Any, x: Tensor) -> Tensor:
         if usable_on_gpu(block, x) and _gpu_block_passes(block, x, forward):
             return gpu_block(block, x)
         if (arrangement := cpu_arrangement(block, x)) is not None:
             return cpu_block(block, x, arrangement)
         return forward(block, x)
 
-    return either
+    return fastest
 
 
 def _gpu_block_passes(block: Any, x: Tensor, forward: Callable[[Any, Tensor], Tensor]) -> bool:
@@ -139,11 +147,9 @@ def cpu_arrangement(block: Any, x: Tensor) -> Arrangement | None:
 
 def cpu_block(block: Any, x: Tensor, arrangement: Arrangement) -> Tensor:
     """Apply a block to `x` ([B, H, W, C]) on the CPU."""
-    tau, partitions = cpu_arguments(arrangement)
-    masks, kept = zip(*(residual.draw(x) for residual in residuals(block)), strict=True)
-    tensors = _tensors(block, masks)
-    lepe = lepe_tensors(arrangement.lepes)
-    return kernels.block(x, tensors, kept, partitions, tau, arrangement.bias, lepe)
+    attention = cpu_arguments(arrangement)
+    masks, kept = zip(*[residual.draw(x) for residual in residuals(block)], strict=True)
+    return kernels.block(x, _tensors(block, masks), kept, *attention)
 
 
 def gpu_block(block: Any, x: Tensor) -> Tensor:
@@ -157,14 +163,24 @@ def gpu_block(block: Any, x: Tensor) -> Tensor:
 def _tensors(block: Any, masks: Sequence[Tensor | None]) -> kernels.BlockTensors:
     conv1, conv2, attn, mlp = (r._modules["branch"]._modules for r in residuals(block))
     scales = [r._parameters["residual_scale"] for r in residuals(block)]
-    normed = isinstance(block.norm1, CenterNorm)
+    norm1 = _parameters(block.norm1) if isinstance(block.norm1, CenterNorm) else (None, None)
     return kernels.BlockTensors(
         *_parameters(conv1["depthwise"]),
-        *(*_parameters(conv1["pointwise"]), scales[0], masks[0]),
-        *(*_parameters(conv2["depthwise"]), scales[1], masks[1]),
-        *(*_parameters(attn["qkv"]), *_parameters(attn["proj"]), scales[2], masks[2]),
-        *(_parameters(block.norm1) if normed else (None, None)),
-        *(*_parameters(mlp["fc1"]), *_parameters(mlp["fc2"]), scales[3], masks[3]),
+        *_parameters(conv1["pointwise"]),
+        scales[0],
+        masks[0],
+        *_parameters(conv2["depthwise"]),
+        scales[1],
+        masks[1],
+        *_parameters(attn["qkv"]),
+        *_parameters(attn["proj"]),
+        scales[2],
+        masks[2],
+        *norm1,
+        *_parameters(mlp["fc1"]),
+        *_parameters(mlp["fc2"]),
+        scales[3],
+        masks[3],
         *_parameters(block.norm2),
     )
 
@@ -248,9 +264,7 @@ def _module_obstacle(block: Any, modules: list[tuple[str, Any]], x: Tensor) -> s
         kind = type(module)
         if kind not in _PLACES.get(place, ()) or module.__dict__.get("forward") is not None:
             return f"a module is {kind.__name__}"
-        if module is not block and has_hooks(module):
-            return "a module has hooks, which the kernels would not call"
-    if not torch.compiler.is_compiling() and torch.nn.modules.module._has_any_global_hook():
+    if would_run_hooks([module for _, module in modules if module is not block]):
         return "a module has hooks, which the kernels would not call"
     conv1, conv2, attn, _ = (residual.branch for residual in residuals(block))
     if conv1.pointwise is None or conv2.pointwise is not None:

@@ -43,19 +43,22 @@ class PatchEmbed(nn.Module):
         torch.Size([1, 8, 6, 16])
     """
 
-    def __init__(self, patch_size: int, in_chans: int, dim: int, **dd: Any) -> None:
-        """Create the projection.
+    def __init__(
+        self, patch_size: int, in_chans: int, dim: int, *, norm: bool = True, **dd: Any
+    ) -> None:
+        """Create the projection and the norm.
 
         Args:
             patch_size: Side of a patch in pixels p, kernel and stride of the convolution.
             in_chans: Number of channels of the image or map.
             dim: Number of channels C of a token.
+            norm: False leaves out CenterNorm.
             **dd: `device` and `dtype` of the parameters.
         """
         super().__init__()
         self.patch_size = patch_size
         self.proj = PatchConv2d(in_chans, dim, patch_size, patch_size, **dd)
-        self.norm = CenterNorm(dim, **dd)
+        self.norm = CenterNorm(dim, **dd) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn `x` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C].

@@ -15,12 +15,7 @@ from timm.layers import ClassifierHead, register_notrace_module, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
-from lipsformer.layers import (
-    FoldShift,
-    JoinTokens,
-    Linear,
-    ScaledCosineAttention,
-)
+from lipsformer.layers import FoldShift, JoinTokens, Linear, ScaledCosineAttention
 from lipsformer.layers._checks import check_count, check_fraction, check_positive
 from lipsformer.layers.contractive import orthogonal_parts
 from lipsformer.models._timm import TimmInterface, model_cfg
@@ -249,14 +244,12 @@ class LipsFormerContractive(TimmInterface):
         self.attn_share, self.attn_least, self.head_dim = attn_share, attn_least, head_dim
         self.logit_scale, self.eps = logit_scale, eps
         self.feature_info: list[dict[str, Any]] = []
-        self.patch_embed = PatchEmbed(patch_size, in_chans, dims[0], **dd)
-        self.patch_embed.norm = nn.Identity()
+        self.patch_embed = PatchEmbed(patch_size, in_chans, dims[0], norm=False, **dd)
         stages = []
         for stage, (dim, depth) in enumerate(zip(dims, depths, strict=True)):
             downsample = nn.Identity()
             if stage > 0:
-                downsample = PatchMerging(dims[stage - 1], dim, **dd)
-                downsample.norm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
+                downsample = PatchMerging(dims[stage - 1], dim, norm=False, **dd)
             window = window_size[stage]
             attns = [self._make_window_attention(dim, window, dd) for _ in range(depth)]
             blocks = [ContractiveBlock(dim, attn, **dd) for attn in attns]

@@ -185,7 +185,13 @@ class PatchMerging(nn.Module):
     """
 
     def __init__(
-        self, dim: int, out_dim: int, device: Device = None, dtype: torch.dtype | None = None
+        self,
+        dim: int,
+        out_dim: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: bool = True,
     ) -> None:
         """Create the norm and the reduction.
 
@@ -194,9 +200,10 @@ class PatchMerging(nn.Module):
             out_dim: Number of channels of the output.
             device: Device of the parameters.
             dtype: Data type of the parameters.
+            norm: False leaves out CenterNorm.
         """
         super().__init__()
-        self.norm = CenterNorm(4 * dim, device=device, dtype=dtype)
+        self.norm = CenterNorm(4 * dim, device=device, dtype=dtype) if norm else nn.Identity()
         self.reduction = Linear(4 * dim, out_dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:

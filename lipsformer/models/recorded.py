@@ -46,7 +46,7 @@ class RecordedForward:
                 method.
         """
         self.model = model
-        self.state: _State | None = None
+        self.recordings: _Recordings | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the recordings, which can be neither copied nor saved."""
@@ -55,7 +55,7 @@ class RecordedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start again without recordings."""
         self.model = state["model"]
-        self.state = None
+        self.recordings = None
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute what the modules compute.
@@ -68,33 +68,33 @@ class RecordedForward:
         single = type(x) is Tensor and not args and not kwargs
         if not single or not kernels.usable("recording", x, unless=_obstacle):
             return self._modules(x, *args, **kwargs)
-        state = self.state  # another thread may replace it during this call
-        if state is None or state.watched.has_changed():
-            state = self.state = _State(self.model)
-        if not state.watched.may_be_recorded():
+        recordings = self.recordings  # another thread may replace them during this call
+        if recordings is None or recordings.are_stale():
+            recordings = self.recordings = _Recordings(self.model)
+        if not recordings.possible:
             return self._modules(x)
-        parts = _number_of_parts(x) if state.treats_images_alone and x.dim() == 4 else 1
+        parts = _number_of_parts(x) if recordings.treats_images_alone and x.dim() == 4 else 1
         if parts == 1:
-            return self._forward_at_once(state, x)
-        results = [self._forward_at_once(state, part) for part in x.tensor_split(parts)]
+            return self._forward_at_once(recordings, x)
+        results = [self._forward_at_once(recordings, part) for part in x.tensor_split(parts)]
         return tree_map(lambda *maps: torch.cat(maps), *results)
 
     def _modules(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.model).forward(self.model, *args, **kwargs)
 
-    def _forward_at_once(self, state: "_State", x: Tensor) -> Any:
+    def _forward_at_once(self, recordings: "_Recordings", x: Tensor) -> Any:
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
         kind = (x.shape, x.stride(), x.dtype, autocast)
-        if kind in state.recordings:
-            recorded = state.recordings[kind]
-            return self._modules(x) if recorded is None else recorded(x)
-        if kind in state.seen:
-            recorded, result = self._record(x)
-            if not state.watched.has_changed():  # while it was recorded
-                state.recordings[kind] = recorded
+        if kind in recordings.calls:
+            calls = recordings.calls[kind]
+            return self._modules(x) if calls is None else calls(x)
+        if kind in recordings.seen:
+            calls, result = self._record(x)
+            if not recordings.are_stale():  # since this call began
+                recordings.calls[kind] = calls
             return result
-        if len(state.seen) < MAX_RECORDINGS:
-            state.seen.add(kind)
+        if len(recordings.seen) < MAX_RECORDINGS:
+            recordings.seen.add(kind)
         return self._modules(x)  # the first time, so that layers can prepare their weights
 
     def _record(self, x: Tensor) -> tuple[Callable[[Tensor], Any] | None, Any]:
@@ -108,51 +108,35 @@ class RecordedForward:
             return None, self._modules(x)
 
 
-class _State:
-    """The recordings of a model whose parameters, modules and hooks stay as they are.
+class _Recordings:
+    """The recordings of a model, which hold as long as its parameters, modules and hooks stay.
 
     Attributes:
-        treats_images_alone: Whether the results of the images do not depend on each other. Modules
-            of timm, torch and this library are so in evaluation mode, except norms over the batch;
-            others may compute anything.
+        calls: The function that repeats the calls, by kind of input; None if there can be none.
+        seen: The kinds of inputs that have come.
+        possible: Whether a recording has all that happens, and every change is noticed.
+        treats_images_alone: Whether the results of the images do not depend on each other.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.watched = _Watched(model)
-        self.treats_images_alone = not any(_may_mix_images(m) for m in model.modules())
-        self.recordings: dict[Any, Callable[[Tensor], Any] | None] = {}
+        self.calls: dict[Any, Callable[[Tensor], Any] | None] = {}
         self.seen: set[Any] = set()
-
-
-def _may_mix_images(module: nn.Module) -> bool:
-    known = type(module).__module__.partition(".")[0] in ("lipsformer", "timm", "torch")
-    over_batch = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
-    return module.training or over_batch or not known
-
-
-class _Watched:
-    """What a recording depends on beside the input."""
-
-    def __init__(self, model: nn.Module) -> None:
         self.modules = list(model.modules())
-        inner = [module for module in self.modules if module is not model]
         contents = [(m._modules, m._parameters, m._buffers) for m in self.modules]
         self.contents = [content for content in chain.from_iterable(contents) if content]
+        inner = [module for module in self.modules if module is not model]
         self.hooks = [hooks for m in inner for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.tensors = [*model.parameters(), *model.buffers()]
         self.kept = [tensor.detach() for tensor in self.tensors]  # so that no address is used again
         # PyTorch does not count the writes to a tensor that was made in inference mode.
         self.counted = not any(tensor.is_inference() for tensor in self.tensors)
+        self.possible = self.counted and not any(self.hooks)
+        self.treats_images_alone = not any(map(_may_mix_images, self.modules))
         self.state = self._state()
 
-    def has_changed(self) -> bool:
+    def are_stale(self) -> bool:
         """Return whether a module or parameter was replaced or written, or hooks came or went."""
         return self._state() != self.state
-
-    def may_be_recorded(self) -> bool:
-        """Return whether all that happens is in a recording and every change is noticed."""
-        *_, hooked = self.state
-        return self.counted and not hooked
 
     def _state(self) -> tuple[Any, ...]:
         objects = chain.from_iterable(map(dict.values, self.contents))
@@ -163,6 +147,17 @@ class _Watched:
             [module.training for module in self.modules],
             any(self.hooks),
         )
+
+
+def _may_mix_images(module: nn.Module) -> bool:
+    """Return whether the result of an image may depend on the others.
+
+    In evaluation mode it does not in modules of timm, torch and this library, except norms over the
+    batch; other modules may compute anything.
+    """
+    known = type(module).__module__.partition(".")[0] in ("lipsformer", "timm", "torch")
+    over_batch = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+    return module.training or over_batch or not known
 
 
 def _number_of_parts(x: Tensor) -> int:

@@ -21,11 +21,7 @@ from timm.models.swin_transformer import (
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from lipsformer.layers import (
-    CenterNorm,
-    attend_in_windows,
-    spectral_init_modules_,
-)
+from lipsformer.layers import CenterNorm, attend_in_windows, spectral_init_modules_
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models.folded_layers import FrozenLinear
 from lipsformer.models.folding import (
@@ -50,7 +46,7 @@ def _attend_in_one_row(qkv: Tensor, attention: nn.Module, bias: Tensor | None = 
 class CosineAttention(nn.Module):
     """Self-attention with the parameters and the call of timm's `Attention`.
 
-    `attn` selects scaled cosine attention or LipschitzNorm.
+    The name is that of the default kind: `attn` selects scaled cosine attention or LipschitzNorm.
 
     Shape: [B, N, C] to the same. Lipschitz constant: see `ScaledCosineAttention` and
     `LipschitzNormAttention`.
@@ -111,7 +107,7 @@ register_notrace_module(CosineAttention)  # FX cannot trace the choice of a kern
 class CosineWindowAttention(WindowAttention):
     """Attention in timm's Swin windows, shifted ones included.
 
-    `attn` selects scaled cosine attention or LipschitzNorm.
+    The name is that of the default kind: `attn` selects scaled cosine attention or LipschitzNorm.
 
     Shape: [B * num_windows, N, C] to the same. Lipschitz constant: see `ScaledCosineAttention`
     and `LipschitzNormAttention`.
@@ -233,21 +229,20 @@ def convert(
     _check_convertible(model)
     blocks = _blocks(model)
     keep = not spectral_init
+    keeps_scales = keep and residual_scale is None
     scale = 1.0 / len(blocks) if residual_scale is None else residual_scale
     for block in blocks:
-        kind = CosineAttention if hasattr(block, "ls1") else CosineWindowAttention
+        in_vit = isinstance(block, Block)
+        kind = CosineAttention if in_vit else CosineWindowAttention
         block.attn = _in_place_of(block.attn, kind(block.attn, attn, **options))
         for number, norm in ((1, block.norm1), (2, block.norm2)):
             weight = _layer_scale(norm, scale)
-            if not hasattr(block, "ls1"):  # the place for the weight in ViT; Swin has none
-                end = f"drop_path{number}"
-                setattr(block, end, nn.Sequential(weight, getattr(block, end)))
-            elif not (
-                keep
-                and residual_scale is None
-                and isinstance(getattr(block, f"ls{number}"), LayerScale)
-            ):
-                setattr(block, f"ls{number}", weight)
+            place = f"ls{number}" if in_vit else f"drop_path{number}"
+            held = getattr(block, place)
+            if not in_vit:  # Swin has no place for the weight alone
+                setattr(block, place, nn.Sequential(weight, held))
+            elif not (keeps_scales and isinstance(held, LayerScale)):
+                setattr(block, place, weight)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.LayerNorm):

@@ -22,7 +22,7 @@ def fold(form: str) -> nn.Module:
 
 
 def recordings(model: nn.Module) -> dict:
-    return model.forward.__self__.state.recordings
+    return model.forward.__self__.recordings.calls
 
 
 def modules_alone(folded: nn.Module, images: Tensor) -> Tensor:

@@ -263,8 +263,7 @@ def attention_bound(
     """
     if isinstance(attention, LipschitzNormAttention):
         bound = _lipschitz_norm_bound(
-            *(heads, num_tokens, radius, mass, local_norm, local_radius),
-            *(largest_bias, qkv_rounding),
+            heads, num_tokens, radius, mass, local_norm, local_radius, largest_bias, qkv_rounding
         )
         return bound if largest_bias is None else bound._replace(paper_squared=math.inf)
     tau = max_abs_score(attention)

@@ -68,10 +68,13 @@ def _contractive_residual(module: Any, domain: Domain, scale: Tensor | None) -> 
     require_unchanged(module.branch, WindowAttention)
     core = module.branch.attention
     require_unchanged(core, ScaledCosineAttention)
-    learned = core.log_logit_scale is not None or module.mix.ndim > 0
-    learned = learned or not 0.0 <= module.least <= 1.0
     scales = (core.tau(), math.inf if core.value_scale is None else core.value_scale)
-    if learned or not all(0.0 < scale < math.inf for scale in scales):
+    if (
+        core.log_logit_scale is not None
+        or module.mix.ndim > 0
+        or not 0.0 <= module.least <= 1.0
+        or not all(0.0 < scale < math.inf for scale in scales)
+    ):
         raise UnknownModuleError(
             "no Lipschitz bound is known for ContractiveResidual with a learned logit scale, "
             "several weights, raw values, or scales that are not positive and finite"

@@ -262,13 +262,13 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
     for partition, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
         require_unchanged(lepe, DepthwiseConv2d)
         check_depthwise(lepe)
-        own = slice(partition * num_heads, (partition + 1) * num_heads)
+        of_partition = slice(partition * num_heads, (partition + 1) * num_heads)
         size = module.stripe(partition, *domain.size)
         # LePE convolves every channel separately, and so every head separately.
         local = depthwise_sigma_bounds(lepe.weight, size).unflatten(0, (num_heads, -1))
         attended = attention_bound(
             attention,
-            HeadWeights(*(part[own] for part in heads)),
+            HeadWeights(*(part[of_partition] for part in heads)),
             math.prod(size),
             domain.reach,
             mass=column_mass(max_abs_score(attention), math.prod(size)),

@@ -228,12 +228,12 @@ def _tokens(module: Any, patches: Domain, prefix: list[Tensor]) -> Bound:
             f"num_prefix_tokens={module.num_prefix_tokens}"
         )
     position = module.pos_embed
-    num_embedded = patches.tokens + (0 if module.no_embed_class else module.num_prefix_tokens)
+    embedded_prefix = 0 if module.no_embed_class else module.num_prefix_tokens
+    num_embedded = patches.tokens + embedded_prefix
     if position is not None and module.dynamic_img_size:
-        prefix_tokens = 0 if module.no_embed_class else module.num_prefix_tokens
         grid = list(module.patch_embed.grid_size)
         position = resample_abs_pos_embed(
-            position.detach(), list(patches.size), grid, num_prefix_tokens=prefix_tokens
+            position.detach(), list(patches.size), grid, num_prefix_tokens=embedded_prefix
         )
     if position is not None and position.shape != (1, num_embedded, patches.channels):
         raise UnknownModuleError(

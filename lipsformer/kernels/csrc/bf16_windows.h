@@ -63,14 +63,14 @@ void pair_product(int64_t rows, const pair *a, int64_t a_row, const pair *b, int
 void gather_pairs(const Map &map, const bf16 *from, const int64_t *place, int64_t row, pair *to) {
     for (int64_t t = 0; t < map.n; ++t)
         for (int64_t c = 0; c < map.dim; c += PAIRED) {
-            const bf16 *own = from + place[t] * map.in_stride + c;
+            const bf16 *token = from + place[t] * map.in_stride + c;
             pair *const p = to + t * row + c / 2;
             if (place[t] >= 0 && map.dim - c >= PAIRED) {
-                memcpy(p, own, PAIRED * sizeof(bf16));  // of a constant size: one instruction
+                memcpy(p, token, PAIRED * sizeof(bf16));  // of a constant size: one instruction
                 continue;
             }
             memset(p, 0, PAIRED * sizeof(bf16));
-            if (place[t] >= 0) memcpy(p, own, (map.dim - c) * sizeof(bf16));
+            if (place[t] >= 0) memcpy(p, token, (map.dim - c) * sizeof(bf16));
         }
 }
 
@@ -79,8 +79,8 @@ void length_factors(const pair *x, int64_t n, int64_t row, float length, float e
     for (int64_t t = 0; t < n; ++t) {
         vec squares = {};
         for (int64_t c = 0; c < row; c += LANES) {
-            const __m512bh own = load_pairs(x + t * row + c);
-            squares = add_products(squares, own, own);
+            const __m512bh pairs = load_pairs(x + t * row + c);
+            squares = add_products(squares, pairs, pairs);
         }
         factors[t] = sum(squares);
     }
@@ -129,9 +129,9 @@ void forward(const bf16 *qkv, bf16 *out, const float *bias, const float *tau, co
              int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,
              int64_t threads) {
     const Map map{part, parts, batch, height, width, heads, dim, h, w};
-    const bf16 *q = map.own(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
-    const float *own_tau = tau + part * heads;
-    bf16 *own_out = map.own(out);
+    const bf16 *q = map.of_part(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
+    const float *part_tau = tau + part * heads;
+    bf16 *part_out = map.of_part(out);
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
     const int64_t row = (dim + PAIRED - 1) / PAIRED * LANES;  // pairs of a token
     const std::unique_ptr<float[]> padded = pad_bias(map, bias);
@@ -160,7 +160,7 @@ void forward(const bf16 *qkv, bf16 *out, const float *bias, const float *tau, co
             gather_pairs(map, q + channel, place, row, queries);
             gather_pairs(map, k + channel, place, row, keys);
             gather_pairs(map, v + channel, place, row, values);
-            length_factors(queries, n, row, own_tau[head], eps, of_queries);
+            length_factors(queries, n, row, part_tau[head], eps, of_queries);
             length_factors(keys, n, row, 1.0f, eps, of_keys);
             if (nu > 0.0f) length_factors(values, n, row, nu, eps, of_values);
             transpose_pairs(keys, n, row, keys_t, pn);
@@ -182,7 +182,7 @@ void forward(const bf16 *qkv, bf16 *out, const float *bias, const float *tau, co
                              if (place[t] < 0) return;
                              x *= sums[t];
                              if (lepe) x += load(result + t * pd + c);
-                             bf16 *to = own_out + channel + place[t] * map.out_stride + c;
+                             bf16 *to = part_out + channel + place[t] * map.out_stride + c;
                              dim - c >= LANES ? store(to, x) : store_first(to, x, dim - c);
                          });
         });

@@ -63,17 +63,18 @@ void weigh(const Map &map, int64_t head, const float *queries, const float *keys
 }
 
 // One partition of the heads in maps of all: qkv [tokens][3][parts][heads * dim], out
-// [tokens][parts][heads * dim], tau [parts][heads]. Its own are bias [heads][n][n] or null, lepe
-// [heads * dim][9] and shift [heads * dim] or null. nu <= 0 leaves the values as they are.
+// [tokens][parts][heads * dim], tau [parts][heads]. The others are of this partition alone: bias
+// [heads][n][n] or null, lepe [heads * dim][9] and shift [heads * dim] or null. nu <= 0 leaves the
+// values as they are.
 template <typename T>
 void forward(const T *qkv, T *out, const float *bias, const float *tau, const float *lepe,
              const float *shift, float nu, float eps, int64_t part, int64_t parts, int64_t batch,
              int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,
              int64_t threads) {
     const Map map{part, parts, batch, height, width, heads, dim, h, w};
-    const T *q = map.own(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
-    const float *factors = tau + part * heads;
-    T *own_out = map.own(out);
+    const T *q = map.of_part(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
+    const float *part_tau = tau + part * heads;
+    T *part_out = map.of_part(out);
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
     const std::unique_ptr<float[]> padded = pad_bias(map, bias);
     const float *padded_bias = padded.get();
@@ -95,7 +96,7 @@ void forward(const T *qkv, T *out, const float *bias, const float *tau, const fl
                 convolve_positions(map, kernels, values, pd, result);
             else
                 clear(result, n * pd);
-            map.normalize(queries, factors[head], eps, inverse);
+            map.normalize(queries, part_tau[head], eps, inverse);
             map.normalize(keys, 1.0f, eps, inverse);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse);
             map.transpose(keys, keys_t);
@@ -108,7 +109,7 @@ void forward(const T *qkv, T *out, const float *bias, const float *tau, const fl
                 for (int64_t i = t * pd; i < (t + 1) * pd; i += LANES)
                     store(result + i, load(result + i) + load(attended + i) * factor);
             }
-            map.scatter(result, place.get(), map.out_stride, own_out + channel);
+            map.scatter(result, place.get(), map.out_stride, part_out + channel);
         });
     });
 }
@@ -121,12 +122,12 @@ void backward(const T *qkv, const T *grad_out, const float *bias, const float *t
               int64_t part, int64_t parts, int64_t batch, int64_t height, int64_t width,
               int64_t heads, int64_t dim, int64_t h, int64_t w, int64_t threads) {
     const Map map{part, parts, batch, height, width, heads, dim, h, w};
-    const T *q = map.own(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
-    T *grad_q = map.own(grad_qkv), *grad_k = grad_q + map.out_stride;
+    const T *q = map.of_part(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
+    T *grad_q = map.of_part(grad_qkv), *grad_k = grad_q + map.out_stride;
     T *grad_v = grad_k + map.out_stride;
-    const T *own_grad_out = map.own(grad_out);
-    const float *factors = tau + part * heads;
-    float *grad_factors = grad_tau + part * heads;
+    const T *part_grad_out = map.of_part(grad_out);
+    const float *part_tau = tau + part * heads;
+    float *part_grad_tau = grad_tau + part * heads;
     const int64_t n = map.n, pn = map.padded_n, pd = map.padded_dim;
     const std::unique_ptr<float[]> padded = pad_bias(map, bias);
     const float *padded_bias = padded.get();
@@ -150,14 +151,14 @@ void backward(const T *qkv, const T *grad_out, const float *bias, const float *t
         float *inverse_v = scratch.take(n), *sums = scratch.take(n);
         float *all_kernels = scratch.take(lepe_floats);
         if (lepe) arrange(map, lepe, shift, all_kernels);
-        float *own_tau = scratch.take(heads), *own_bias = scratch.take(bias_floats);
-        float *own_lepe = scratch.take(lepe_floats);
+        float *tau_sums = scratch.take(heads), *bias_sums = scratch.take(bias_floats);
+        float *lepe_sums = scratch.take(lepe_floats);
         team.share(tasks, [&](int64_t task) {
             const int64_t head = map.head(task), channel = head * dim;
             const float *kernels = all_kernels + head * 10 * pd;
-            const float factor = factors[head];
+            const float factor = part_tau[head];
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
-            map.gather(own_grad_out + channel, map.out_stride, place.get(), grads);
+            map.gather(part_grad_out + channel, map.out_stride, place.get(), grads);
             if (lepe) memcpy(raw, values, n * pd * sizeof(float));
             map.normalize(queries, factor, eps, inverse_q);
             map.normalize(keys, 1.0f, eps, inverse_k);
@@ -182,7 +183,7 @@ void backward(const T *qkv, const T *grad_out, const float *bias, const float *t
                     store(grad_attn + j, load(attn + j) * (load(grad_attn + j) - mean));
             }
             if (grad_bias) {
-                float *total = own_bias + (head - first_head) * n * pn;
+                float *total = bias_sums + (head - first_head) * n * pn;
                 for (int64_t i = 0; i < n * pn; i += LANES)
                     store(total + i, load(total + i) + load(grad_attn + i));
             }
@@ -194,12 +195,12 @@ void backward(const T *qkv, const T *grad_out, const float *bias, const float *t
             vec products = {};
             for (int64_t i = 0; i < n * pd; i += LANES)
                 products += load(grad_queries + i) * load(queries + i);
-            own_tau[head] += sum(products) / factor;
+            tau_sums[head] += sum(products) / factor;
             map.normalize_backward(grad_queries, queries, factor, inverse_q, sums);
             map.normalize_backward(grad_keys, keys, 1.0f, inverse_k, sums);
             if (nu > 0.0f) map.normalize_backward(grad_values, values, nu, inverse_v, sums);
             if (lepe) {
-                float *total = own_lepe + head * 10 * pd;
+                float *total = lepe_sums + head * 10 * pd;
                 for (int64_t tap = 0; tap < 9; ++tap)
                     for (int64_t c = 0; c < pd; c += LANES) {
                         const vec factor = load(kernels + tap * pd + c);
@@ -226,12 +227,12 @@ void backward(const T *qkv, const T *grad_out, const float *bias, const float *t
             for (int64_t head = first_head; grad_bias && head < last_head; ++head)
                 for (int64_t i = 0; i < n * n; ++i)
                     grad_bias[head * n * n + i] +=
-                        own_bias[((head - first_head) * n + i / n) * pn + i % n];
+                        bias_sums[((head - first_head) * n + i / n) * pn + i % n];
             for (int64_t head = 0; head < heads; ++head) {
-                grad_factors[head] += own_tau[head];
+                part_grad_tau[head] += tau_sums[head];
                 for (int64_t i = 0; lepe && i < dim; ++i) {
                     const int64_t channel = head * dim + i;
-                    const float *column = own_lepe + head * 10 * pd + i;
+                    const float *column = lepe_sums + head * 10 * pd + i;
                     for (int64_t tap = 0; tap < 9; ++tap)
                         grad_lepe[channel * 9 + tap] += column[tap * pd];
                     grad_shift[channel] += column[9 * pd];

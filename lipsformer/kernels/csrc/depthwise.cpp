@@ -164,10 +164,10 @@ void convolve(const Value *x, const float *weight, const float *bias, Value *y, 
                     if (ending.gelu) {
 #pragma GCC unroll 16
                         for (int t = 0; t < T; ++t) store(activated + t * LANES, sums[t]);
-                        const float *own = ring.row(row) + begin * LANES;
+                        const float *input = ring.row(row) + begin * LANES;
                         for (int t = 0; t < T; ++t) {
                             vec value = gelu(load(activated + t * LANES));
-                            if (ending.scale) value = load(own + t * LANES) + scale * value;
+                            if (ending.scale) value = load(input + t * LANES) + scale * value;
                             store(activated + t * LANES, value);
                         }
 #pragma GCC unroll 16
@@ -230,10 +230,10 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
                             g[t] = load(upstream.data + (begin + t) * LANES);
                         for (int64_t k = first; k < last; ++k) {
                             const float *in = ring.row(row + k - P) + begin * LANES;
-                            float *own = sums + k * K * LANES;
+                            float *tap_sums = sums + k * K * LANES;
                             vec w[K];
 #pragma GCC unroll 8
-                            for (int i = 0; i < K; ++i) w[i] = load(own + i * LANES);
+                            for (int i = 0; i < K; ++i) w[i] = load(tap_sums + i * LANES);
 #pragma GCC unroll 32
                             for (int i = FROM; i < TO; ++i) {
                                 vec value = load(in + i * LANES);
@@ -243,7 +243,7 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
                                         w[j] += value * g[i + P - j];
                             }
 #pragma GCC unroll 8
-                            for (int i = 0; i < K; ++i) store(own + i * LANES, w[i]);
+                            for (int i = 0; i < K; ++i) store(tap_sums + i * LANES, w[i]);
                         }
                     });
                 }

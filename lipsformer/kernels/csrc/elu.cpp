@@ -9,8 +9,8 @@ void elu(const Value *x, Value *y, int64_t n, int64_t threads) {
     parallel_for(threads, (n + BLOCK - 1) / BLOCK, [=](int64_t block) {
         const int64_t start = block * BLOCK;
         each(std::min(BLOCK, n - start), [=](int64_t i, auto lanes) {
-            const vec own = lanes.load(x + start + i);
-            lanes.store(y + start + i, own > 0.0f ? own : expm1(own));
+            const vec value = lanes.load(x + start + i);
+            lanes.store(y + start + i, value > 0.0f ? value : expm1(value));
         });
     });
 }

@@ -62,13 +62,13 @@ void scale_weight_gradients(const Value *grad, const float *weight, const float 
                             int64_t threads) {
     if (rows * columns < ALONE) threads = 1;
     parallel_for(threads, rows, [=](int64_t row) {
-        const float *own = weight + row * columns, factor = scale[row];
+        const float *unscaled = weight + row * columns, factor = scale[row];
         const Value *from = grad + row * columns;
         float *to = grad_weight + row * columns;
         vec total = {};
         each(columns, [&](int64_t i, auto lanes) {
             const vec g = lanes.load(from + i);
-            total += g * lanes.load(own + i);
+            total += g * lanes.load(unscaled + i);
             lanes.store(to + i, g * factor);
         });
         grad_scale[row] = sum(total);

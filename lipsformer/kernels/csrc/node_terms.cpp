@@ -13,10 +13,10 @@ extern "C" void node_terms_float32(const float *x, const float *source_weight,
         const float *target = target_weight + row % heads * channels;
         vec by_source = {}, by_target = {}, square = {};
         each(channels, [&](int64_t i, auto lanes) {
-            const vec own = lanes.load(from + i);
-            by_source += own * lanes.load(source + i);
-            by_target += own * lanes.load(target + i);
-            square += own * own;
+            const vec value = lanes.load(from + i);
+            by_source += value * lanes.load(source + i);
+            by_target += value * lanes.load(target + i);
+            square += value * value;
         });
         source_term[row] = sum(by_source);
         target_term[row] = sum(by_target);
@@ -47,11 +47,11 @@ extern "C" void node_terms_gradients_float32(
             const vec by_source = splat(grad_source[row]), by_target = splat(grad_target[row]);
             const vec twice = splat(2.0f * grad_square[row]);
             each(channels, [=](int64_t i, auto lanes) {
-                const vec own = lanes.load(from + i);
+                const vec value = lanes.load(from + i);
                 lanes.store(to + i, lanes.load(incoming + i) + by_source * lanes.load(source + i) +
-                                        by_target * lanes.load(target + i) + twice * own);
-                lanes.store(source_sum + i, lanes.load(source_sum + i) + by_source * own);
-                lanes.store(target_sum + i, lanes.load(target_sum + i) + by_target * own);
+                                        by_target * lanes.load(target + i) + twice * value);
+                lanes.store(source_sum + i, lanes.load(source_sum + i) + by_source * value);
+                lanes.store(target_sum + i, lanes.load(target_sum + i) + by_target * value);
             });
         }
     });

@@ -43,8 +43,8 @@ struct Team {
 template <class F>
 void parallel(int64_t threads, F body) {
     const auto call = [](void *data) {
-        const F own = *static_cast<F *>(data);
-        own(Team{omp_get_thread_num(), omp_get_num_threads()});
+        const F copy = *static_cast<F *>(data);
+        copy(Team{omp_get_thread_num(), omp_get_num_threads()});
     };
     GOMP_parallel(call, &body, threads, 0);
 }

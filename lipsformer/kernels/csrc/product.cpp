@@ -148,12 +148,12 @@ struct Product {
         const float *offset = bias == nullptr ? nullptr : bias + column;
         float *to = y + row * outputs + column;
         if (columns == COLUMNS) return finish(sums, first, last, offset, to, outputs);
-        float own[R * COLUMNS] = {}, own_offset[COLUMNS] = {};
+        float whole[R * COLUMNS] = {}, whole_offset[COLUMNS] = {};
         for (int64_t r = 0; r < R && !first; ++r)
-            std::copy_n(to + r * outputs, columns, own + r * COLUMNS);
-        if (offset != nullptr) std::copy_n(offset, columns, own_offset);
-        finish(sums, first, last, own_offset, own, COLUMNS);
-        for (int64_t r = 0; r < R; ++r) std::copy_n(own + r * COLUMNS, columns, to + r * outputs);
+            std::copy_n(to + r * outputs, columns, whole + r * COLUMNS);
+        if (offset != nullptr) std::copy_n(offset, columns, whole_offset);
+        finish(sums, first, last, whole_offset, whole, COLUMNS);
+        for (int64_t r = 0; r < R; ++r) std::copy_n(whole + r * COLUMNS, columns, to + r * outputs);
     }
 
     // Add the bias to the sums of the first part, and what lies in y to those of the others.
@@ -178,12 +178,12 @@ struct Product {
     void run(int64_t threads) const {
         const int64_t tiles = (rows + ROWS - 1) / ROWS, count = panels();
         // A thread has a share of the rows or of the panels, whichever are more.
-        parallel(threads, [=, own = *this](const Team &team) {
+        parallel(threads, [=, product = *this](const Team &team) {
             if (tiles > count)
-                own.compute(team.begin(tiles) * ROWS, std::min(team.end(tiles) * ROWS, own.rows), 0,
-                            count);
+                product.compute(team.begin(tiles) * ROWS,
+                                std::min(team.end(tiles) * ROWS, product.rows), 0, count);
             else
-                own.compute(0, own.rows, team.begin(count), team.end(count));
+                product.compute(0, product.rows, team.begin(count), team.end(count));
         });
     }
 };

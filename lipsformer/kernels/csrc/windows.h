@@ -37,7 +37,7 @@ struct Map {
 
     // The partition's first channel in a map.
     template <typename T>
-    T *own(T *map) const {
+    T *of_part(T *map) const {
         return map + part * heads * dim;
     }
 

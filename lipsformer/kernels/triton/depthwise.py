@@ -18,6 +18,7 @@ from torch import Tensor
 COLUMNS = 8  # of a tile
 CHANNELS, GRADIENT_CHANNELS = 16, 32  # of a tile; the fastest of 16, 32 and 64 on an H100
 PAIRS = 4  # of columns of taps, of which there are seven
+_PAIRS = tl.constexpr(PAIRS)  # kernels read no other globals
 NUM_PROGRAMS = 2048  # in all, of the gradient of the taps
 
 
@@ -101,8 +102,8 @@ def _weight_sums(
 ):
     """Sum the products of two neighboring columns of taps over every n-th tile."""
     tiles = batch * tl.cdiv(height, 7) * tl.cdiv(width, BLOCK_W)
-    c = tl.program_id(0) // 4 * BLOCK_C + tl.arange(0, BLOCK_C)
-    dx = tl.program_id(0) % 4 * 2
+    c = tl.program_id(0) // _PAIRS * BLOCK_C + tl.arange(0, BLOCK_C)
+    dx = tl.program_id(0) % _PAIRS * 2
     zero = tl.zeros((BLOCK_W, BLOCK_C), tl.float32)
     left = (zero, zero, zero, zero, zero, zero, zero)
     right = left

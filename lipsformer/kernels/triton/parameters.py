@@ -3,6 +3,7 @@
 Tensors that are written together lie in one flat tensor. Each starts at a multiple of `ALIGN`.
 """
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 ALIGN = 1024  # elements, and what a program of `_cast` writes
 COLUMNS = 64  # that a program of `_add_programs` sums
 MAX_TENSORS = 10  # of `_add_programs`
+_ALIGN, _COLUMNS = tl.constexpr(ALIGN), tl.constexpr(COLUMNS)  # kernels read no other globals
 
 
 def starts(sizes: Sequence[int], align: int) -> list[int]:
@@ -27,7 +29,7 @@ def starts(sizes: Sequence[int], align: int) -> list[int]:
 
 @triton.jit
 def _cast_part(source, scale, out, start, at, size, columns, SCALED: tl.constexpr):
-    i = (tl.program_id(0) - start) * 1024 + tl.arange(0, 1024)
+    i = (tl.program_id(0) - start) * _ALIGN + tl.arange(0, _ALIGN)
     value = tl.load(source + i, mask=i < size, other=0.0).to(tl.float32)
     if SCALED:
         value *= tl.load(scale + i // columns, mask=i < size, other=0.0).to(tl.float32)
@@ -37,7 +39,7 @@ def _cast_part(source, scale, out, start, at, size, columns, SCALED: tl.constexp
 @triton.jit
 def _transpose_part(kernels, out, start, at, C: tl.constexpr):
     """Write depthwise kernels [C, 49] as [49, C]."""
-    i = (tl.program_id(0) - start) * 1024 + tl.arange(0, 1024)
+    i = (tl.program_id(0) - start) * _ALIGN + tl.arange(0, _ALIGN)
     value = tl.load(kernels + i % C * 49 + i // C, mask=i < 49 * C, other=0.0)
     tl.store(out + at, value.to(out.dtype.element_ty))
 
@@ -66,7 +68,7 @@ def _cast(
     TAPS_2: tl.constexpr,
 ):
     pid = tl.program_id(0)
-    at = pid.to(tl.int64) * 1024 + tl.arange(0, 1024)
+    at = pid.to(tl.int64) * _ALIGN + tl.arange(0, _ALIGN)
     if pid < QKV:
         _cast_part(pointwise, scale_3, out, 0, at, C * C, C, False)
     elif pid < PROJ:
@@ -97,22 +99,23 @@ def _row(
     total,
     grad_bias,
     grad_scale,
-    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
     SCALED: tl.constexpr,
 ):
     """Write a row of a weight's gradient, and of those of its bias and scale."""
+    BLOCK: tl.constexpr = 1024
     summed = tl.full((), 0.0, tl.float32)
     factor = 1.0
     if SCALED:
         factor = tl.load(scale + row).to(tl.float32)
-    for first in range(0, COLUMNS, 1024):
-        c = first + tl.arange(0, 1024)
-        g = tl.load(grad + row * COLUMNS + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
+    for first in range(0, WIDTH, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        g = tl.load(grad + row * WIDTH + c, mask=c < WIDTH, other=0.0).to(tl.float32)
         if SCALED:
-            w = tl.load(weight + row * COLUMNS + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
+            w = tl.load(weight + row * WIDTH + c, mask=c < WIDTH, other=0.0).to(tl.float32)
             summed += tl.sum(g * w, 0)
             g *= factor
-        tl.store(out + at + row * COLUMNS + c, g, mask=c < COLUMNS)
+        tl.store(out + at + row * WIDTH + c, g, mask=c < WIDTH)
     if SCALED:
         b = tl.load(total + row)
         tl.store(grad_bias + row, b * factor)
@@ -161,10 +164,11 @@ def _weight_gradients(
 
 @triton.jit
 def _sum_part(sums, out, pid, at, programs, columns):
-    c = pid * 64 + tl.arange(0, 64)
-    total = tl.zeros((8, 64), tl.float32)
-    for first in range(0, programs, 8):
-        row = first + tl.arange(0, 8)
+    ROWS: tl.constexpr = 8
+    c = pid * _COLUMNS + tl.arange(0, _COLUMNS)
+    total = tl.zeros((ROWS, _COLUMNS), tl.float32)
+    for first in range(0, programs, ROWS):
+        row = first + tl.arange(0, ROWS)
         inside = (row < programs)[:, None] & (c < columns)[None, :]
         total += tl.load(
             sums + row[:, None].to(tl.int64) * columns + c[None, :], mask=inside, other=0.0
@@ -185,23 +189,23 @@ def _add_programs(
     if pid < e_0:
         _sum_part(s_0, out, pid, 0, p_0, c_0)
     elif pid < e_1:
-        _sum_part(s_1, out, pid - e_0, e_0 * 64, p_1, c_1)
+        _sum_part(s_1, out, pid - e_0, e_0 * _COLUMNS, p_1, c_1)
     elif pid < e_2:
-        _sum_part(s_2, out, pid - e_1, e_1 * 64, p_2, c_2)
+        _sum_part(s_2, out, pid - e_1, e_1 * _COLUMNS, p_2, c_2)
     elif pid < e_3:
-        _sum_part(s_3, out, pid - e_2, e_2 * 64, p_3, c_3)
+        _sum_part(s_3, out, pid - e_2, e_2 * _COLUMNS, p_3, c_3)
     elif pid < e_4:
-        _sum_part(s_4, out, pid - e_3, e_3 * 64, p_4, c_4)
+        _sum_part(s_4, out, pid - e_3, e_3 * _COLUMNS, p_4, c_4)
     elif pid < e_5:
-        _sum_part(s_5, out, pid - e_4, e_4 * 64, p_5, c_5)
+        _sum_part(s_5, out, pid - e_4, e_4 * _COLUMNS, p_5, c_5)
     elif pid < e_6:
-        _sum_part(s_6, out, pid - e_5, e_5 * 64, p_6, c_6)
+        _sum_part(s_6, out, pid - e_5, e_5 * _COLUMNS, p_6, c_6)
     elif pid < e_7:
-        _sum_part(s_7, out, pid - e_6, e_6 * 64, p_7, c_7)
+        _sum_part(s_7, out, pid - e_6, e_6 * _COLUMNS, p_7, c_7)
     elif pid < e_8:
-        _sum_part(s_8, out, pid - e_7, e_7 * 64, p_8, c_8)
+        _sum_part(s_8, out, pid - e_7, e_7 * _COLUMNS, p_8, c_8)
     else:
-        _sum_part(s_9, out, pid - e_8, e_8 * 64, p_9, c_9)
+        _sum_part(s_9, out, pid - e_8, e_8 * _COLUMNS, p_9, c_9)
 
 
 def _places(channels: int, hidden: int, casts: bool) -> dict[str, int]:

@@ -49,6 +49,12 @@ def _samples(mask, r, rows, tokens, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
+def _phi(x):
+    """Return the distribution function of the normal distribution."""
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
 def _gelu_forward(
     x,
     z,
@@ -67,7 +73,7 @@ def _gelu_forward(
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     value = _map(z, r, c, rows, C) + _row(bias, c, C)
-    value *= 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+    value *= _phi(value)
     if RESIDUAL:
         value *= _row(scale, c, C) * _samples(mask, r, rows, tokens, HAS_MASK)
         value += _map(x, r, c, rows, C)
@@ -101,7 +107,7 @@ def _gelu_backward(
         r = block * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)
         g = _map(grad, r, c, rows, C)
         value = _map(z, r, c, rows, C) + _row(bias, c, C)
-        phi = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
+        phi = _phi(value)
         slope = phi + value * 0.3989422804014327 * tl.exp(-0.5 * value * value)
         if RESIDUAL:
             if TWO:

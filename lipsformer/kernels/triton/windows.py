@@ -161,8 +161,8 @@ def _forward(
             v = (_unit(v, eps) * nu).to(dtype)
         for start in range(0, BLOCK_N, BLOCK_M):
             m = start + first
-            own, stored = _tokens(window, m, height, width, h, w, rows, cols)
-            q = _unit(_load(query, own, stored, 3 * width_out, d, D), eps)
+            query_index, stored = _tokens(window, m, height, width, h, w, rows, cols)
+            q = _unit(_load(query, query_index, stored, 3 * width_out, d, D), eps)
             _cosines, attn = _weights(q.to(dtype), k.to(dtype), tau, table, DOT)
             result = tl.dot(attn.to(dtype), v, input_precision=DOT)
             if HAS_LEPE:
@@ -175,7 +175,7 @@ def _forward(
                     )
                     tap = _tap(lepe_0, lepe_1, channel * 9 + t, part, d < D)
                     result += _load(value, near, inside, 3 * width_out, d, D) * tap[None, :]
-            at = out + own[:, None] * width_out + tl.program_id(0) * D + d[None, :]
+            at = out + query_index[:, None] * width_out + tl.program_id(0) * D + d[None, :]
             tl.store(at, result.to(dtype), mask=stored[:, None] & (d < D)[None, :])
 
 
@@ -243,9 +243,9 @@ def _backward(
         grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for start in range(0, BLOCK_N, BLOCK_M):
             m = start + first
-            own, stored = _tokens(window, m, height, width, h, w, rows, cols)
-            q, inverse_q = _cosine(_load(query, own, stored, 3 * width_out, d, D), eps)
-            g = _load(grad_out, own, stored, width_out, d, D)
+            query_index, stored = _tokens(window, m, height, width, h, w, rows, cols)
+            q, inverse_q = _cosine(_load(query, query_index, stored, 3 * width_out, d, D), eps)
+            g = _load(grad_out, query_index, stored, width_out, d, D)
             grad_attn = tl.dot(g, tl.trans(v), input_precision=DOT)
             cosines, attn = _weights(q.to(dtype), k, tau, table, DOT)
             grad_v += tl.dot(tl.trans(attn.to(dtype)), g, input_precision=DOT)
@@ -258,7 +258,7 @@ def _backward(
             grad_k += tl.dot(tl.trans(grad_cosines), q.to(dtype), input_precision=DOT)
             grad_q = tl.dot(grad_cosines, k, input_precision=DOT)
             grad_q = _cosine_backward(grad_q, q, inverse_q)
-            at = grad_query + own[:, None] * 3 * width_out + d[None, :]
+            at = grad_query + query_index[:, None] * 3 * width_out + d[None, :]
             tl.store(at, grad_q.to(dtype), mask=stored[:, None] & (d < D)[None, :])
         # normalized again, because the registers have no room for them in float32 meanwhile
         cosine, inverse = _cosine(_load(key, index, valid, 3 * width_out, d, D), eps)
