@@ -111,7 +111,8 @@ def check(claims: dict[str, Any], path: Path) -> str:
     between = apart * (whole.value / last if last > 0.0 else 0.0)  # of the differences of logits
     for name, content in claims["sets"].items():
         check_premises(name, content, data)
-        check_radii(name, content, model, x, apart, between, min(data["std"]), claims["dtype"])
+        bounds = (model, x, bound, apart, between)
+        check_radii(name, content, *bounds, min(data["std"]), claims["dtype"])
     follow = f"all claims follow: bound {whole.value:.6g}, rounding {whole.error:.3e}"
     return f"{follow}; taken from the file: logits, labels, source and sizes of the images"
 
@@ -179,6 +180,7 @@ def check_radii(
     content: dict[str, Any],
     model: Model,
     x: Map,
+    bound: Bound,
     apart: np.ndarray,
     between: np.ndarray,
     least_std: float,
@@ -186,8 +188,9 @@ def check_radii(
 ) -> None:
     """Derive the radii of a set from its logits, and its shares from the radii.
 
-    The differences of logits i and j change by at most between[i, j] times the distance of the
-    network's input, and apart[i, j] times that of the input of its last layer.
+    The bound is that of all images x. The differences of logits i and j change by at most
+    between[i, j] times the distance of the network's input, and apart[i, j] times that of the input
+    of its last layer.
     """
     given, every = content["premises"], range(len(apart))
     logits, chosen = np.array(given["logits"]), [every[i] for i in given["outputs"] or every]
@@ -197,7 +200,7 @@ def check_radii(
     levels, level = np.unique(given["levels"], return_inverse=True)
     parts, balls = UP * levels / 16.0, np.zeros(len(levels))
     np.maximum.at(balls, level, np.array(content["executed"]) * UP / least_std)
-    allowance = {"real": 2.0**-28 * differences(model.bound(x, {}), apart, chosen)[0, best]}
+    allowance = {"real": 2.0**-28 * differences(bound, apart, chosen)[0, best]}
     around = x._replace(ball=balls)
     centers = {path: norm * parts for path, norm in given["norms"].items()}
     errors = differences(model.bound(around, centers), apart, chosen)[level, best]

@@ -226,6 +226,19 @@ def test_several_certificates_of_a_run_are_checked_in_turn(folder, tmp_path, cap
     assert check_certificate.main([name, str(tmp_path / "forged.json"), str(folder)]) == 1
 
 
+def test_the_bound_of_all_images_is_derived_once_for_all_sets(folder, claims, monkeypatch):
+    several = copy.deepcopy(claims)
+    several["sets"] = {name: images(claims) for name in ("data", "noise", "blur")}
+    derived, bound = [], check_certificate.Model.bound
+    monkeypatch.setattr(
+        check_certificate.Model,
+        "bound",
+        lambda self, x, centers: derived.append(bool(centers)) or bound(self, x, centers),
+    )
+    assert accepted(several, folder)
+    assert derived == [False, True, True, True]  # of all images, then around those of every set
+
+
 def test_changed_weights_are_refused(folder, claims, tmp_path):
     for name in ("config.json", "certificate.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
