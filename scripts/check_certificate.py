@@ -166,11 +166,15 @@ def check_premises(name: str, content: dict[str, Any], data: dict[str, Any]) -> 
     require(only and set(given) == set(PREMISES.split()), f"{name}: there are other claims")
     require(content["premises_sha256"] == digest(given), f"{name}: other premises")
     for size, factor in zip(given["sizes"], content["own_pixel_factors"], strict=True):
+        whole = len(size) == 3 and all(type(side) is int and side > 0 for side in size)
+        require(whole and size[2] in (1, 3), f"{name}: {size} is no height, width and channels")
         require(factor >= own_factor(size, data), f"{name}: {factor} for {size} is too small")
+    require(all(norm >= 0.0 for norm in given["norms"].values()), f"{name}: a norm is negative")
     listed = [given[key] for key in ("labels", "levels", "size_of", "logits")]
     lengths = {len(values) for values in (*listed, content["real"], content["executed"])}
     require(len(lengths) == 1, f"{name}: lists of images of several lengths {lengths}")
-    for key, known in (("levels", range(1, 17)), ("size_of", range(len(given["sizes"])))):
+    sizes, classes = range(len(given["sizes"])), range(len(given["logits"][0]))
+    for key, known in (("levels", range(1, 17)), ("size_of", sizes), ("labels", classes)):
         inside = all(type(value) is int and value in known for value in given[key])
         require(inside, f"{name}: {key} must be integers in {known}")
 
@@ -210,10 +214,12 @@ def check_radii(
         radii = margins.clip(0.0) / between[np.ix_(chosen, chosen)][best].clip(1e-300)
         radii[every, best] = np.inf
         claimed = np.array(content[key], dtype=float)
+        require(claimed.shape == best.shape, f"{name}: not one {key} radius for every image")
         follows = claimed <= radii.min(1) * least_std / UP**2
         require(follows.all(), f"{name}: {key} radii {np.flatnonzero(~follows)[:9]} too large")
         right = best == np.array(given["labels"])
         for share in content["shares"]:
+            require(share["distance"] > 0.0, f"{name}: {share['distance']} is no distance")
             held = 100.0 * float((right & (claimed > share["distance"])).mean())
             require(share[key] <= held, f"{name}: the {key} share {share[key]} exceeds {held}")
 
