@@ -111,7 +111,8 @@ def check(claims: dict[str, Any], path: Path) -> str:
     between = apart * (whole.value / last if last > 0.0 else 0.0)  # of the differences of logits
     for name, content in claims["sets"].items():
         check_premises(name, content, data)
-        check_radii(name, content, model, x, apart, between, min(data["std"]), claims["dtype"])
+        bounds = (model, x, bound, apart, between)
+        check_radii(name, content, *bounds, min(data["std"]), claims["dtype"])
     follow = f"all claims follow: bound {whole.value:.6g}, rounding {whole.error:.3e}"
     return f"{follow}; taken from the file: logits, labels, source and sizes of the images"
 
@@ -165,11 +166,15 @@ def check_premises(name: str, content: dict[str, Any], data: dict[str, Any]) -> 
     require(only and set(given) == set(PREMISES.split()), f"{name}: there are other claims")
     require(content["premises_sha256"] == digest(given), f"{name}: other premises")
     for size, factor in zip(given["sizes"], content["own_pixel_factors"], strict=True):
+        whole = len(size) == 3 and all(type(side) is int and side > 0 for side in size)
+        require(whole and size[2] in (1, 3), f"{name}: {size} is no height, width and channels")
         require(factor >= own_factor(size, data), f"{name}: {factor} for {size} is too small")
+    require(all(norm >= 0.0 for norm in given["norms"].values()), f"{name}: a norm is negative")
     listed = [given[key] for key in ("labels", "levels", "size_of", "logits")]
     lengths = {len(values) for values in (*listed, content["real"], content["executed"])}
     require(len(lengths) == 1, f"{name}: lists of images of several lengths {lengths}")
-    for key, known in (("levels", range(1, 17)), ("size_of", range(len(given["sizes"])))):
+    sizes, classes = range(len(given["sizes"])), range(len(given["logits"][0]))
+    for key, known in (("levels", range(1, 17)), ("size_of", sizes), ("labels", classes)):
         inside = all(type(value) is int and value in known for value in given[key])
         require(inside, f"{name}: {key} must be integers in {known}")
 
@@ -179,6 +184,7 @@ def check_radii(
     content: dict[str, Any],
     model: Model,
     x: Map,
+    bound: Bound,
     apart: np.ndarray,
     between: np.ndarray,
     least_std: float,
@@ -186,8 +192,9 @@ def check_radii(
 ) -> None:
     """Derive the radii of a set from its logits, and its shares from the radii.
 
-    The differences of logits i and j change by at most between[i, j] times the distance of the
-    network's input, and apart[i, j] times that of the input of its last layer.
+    The bound is that of all images x. The differences of logits i and j change by at most
+    between[i, j] times the distance of the network's input, and apart[i, j] times that of the input
+    of its last layer.
     """
     given, every = content["premises"], range(len(apart))
     logits, chosen = np.array(given["logits"]), [every[i] for i in given["outputs"] or every]
@@ -197,7 +204,7 @@ def check_radii(
     levels, level = np.unique(given["levels"], return_inverse=True)
     parts, balls = UP * levels / 16.0, np.zeros(len(levels))
     np.maximum.at(balls, level, np.array(content["executed"]) * UP / least_std)
-    allowance = {"real": 2.0**-28 * differences(model.bound(x, {}), apart, chosen)[0, best]}
+    allowance = {"real": 2.0**-28 * differences(bound, apart, chosen)[0, best]}
     around = x._replace(ball=balls)
     centers = {path: norm * parts for path, norm in given["norms"].items()}
     errors = differences(model.bound(around, centers), apart, chosen)[level, best]
@@ -207,10 +214,12 @@ def check_radii(
         radii = margins.clip(0.0) / between[np.ix_(chosen, chosen)][best].clip(1e-300)
         radii[every, best] = np.inf
         claimed = np.array(content[key], dtype=float)
+        require(claimed.shape == best.shape, f"{name}: not one {key} radius for every image")
         follows = claimed <= radii.min(1) * least_std / UP**2
         require(follows.all(), f"{name}: {key} radii {np.flatnonzero(~follows)[:9]} too large")
         right = best == np.array(given["labels"])
         for share in content["shares"]:
+            require(share["distance"] > 0.0, f"{name}: {share['distance']} is no distance")
             held = 100.0 * float((right & (claimed > share["distance"])).mean())
             require(share[key] <= held, f"{name}: the {key} share {share[key]} exceeds {held}")
 

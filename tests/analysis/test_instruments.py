@@ -479,6 +479,15 @@ def test_layers_that_a_cap_cannot_follow_are_refused():
             SpectralCap(nn.Sequential(nn.Linear(3, 3), layer), 1.0)
 
 
+@pytest.mark.parametrize("weight_norm", ["none", "spectral"])
+def test_a_graph_convolution_with_a_matrix_of_its_own_is_refused(weight_norm):
+    """GCNII's W kept its norm of 1 or more under a cap of 0.5."""
+    graph = pytest.importorskip("lipsformer.graph")
+    model = graph.GCN2(4, 5, 3, num_layers=1, weight_norm=weight_norm)
+    with pytest.raises(ValueError, match=r"layers\.0\.conv is of .*, which cannot be capped"):
+        SpectralCap(model, 0.5)
+
+
 def test_a_cap_holds_for_the_linear_layers_of_pyg():
     graph = pytest.importorskip("lipsformer.graph")
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
+    Linear,
     ScaledCosineAttention,
     WeightedResidual,
 )
@@ -429,6 +430,16 @@ def test_weights_that_are_no_real_tensors_are_refused():
             lipschitz_bound(layer, TOKENS)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_channels_are_refused_in_one_sentence():
+    shapes = {"weight": [nn.Linear(3, 0), nn.Linear(0, 3), Linear(3, 0), nn.Conv2d(3, 0, 2)]}
+    shapes["bias"] = [replaced(nn.Linear(3, 2), bias=nn.Parameter(torch.empty(0)))]
+    for name, layers in shapes.items():
+        for layer in layers:
+            with pytest.raises(UnknownModuleError, match=f"its '{name}' of shape .* is empty$"):
+                lipschitz_bound(layer, Domain(size=(4, 4)))
+
+
 def test_a_layer_for_channels_last_on_images_is_refused():
     """It would average channels and rows, not rows and columns."""
     pool = SelectAdaptivePool2d(1, "fast", False, "NHWC")
@@ -453,6 +464,35 @@ def test_graph_layers_of_other_heads_than_their_weights_are_refused(kind):
     conv = replaced(kind(3, 4, score_norm=None), out_channels=1)
     with pytest.raises(UnknownModuleError, match="heads x channels"):
         lipschitz_bound(conv, graph_domain(EDGES, 4, radius=1.0))
+
+
+@pytest.mark.parametrize("name", ["lin_query", "lin_key", "lin_value"])
+def test_projections_of_other_widths_are_refused(name):
+    """In evaluation, their rows would be taken for those of other nodes."""
+    conv = replaced(LipschitzTransformerConv(3, 2, score_norm=None), **{name: nn.Linear(3, 4)})
+    with pytest.raises(UnknownModuleError, match="heads x channels"):
+        lipschitz_bound(conv.eval(), graph_domain(EDGES, 4, radius=1.0))
+
+
+def test_a_mask_of_shifted_windows_that_swallows_the_scores_is_refused():
+    """Numbers of 10^8 leave nothing of the scores in float32, and the stated error was 0.02."""
+    torch.manual_seed(0)
+    small = {"img_size": 8, "patch_size": 1, "embed_dim": 6, "window_size": 4}
+    model = convert(SwinTransformer(**small, depths=(2,), num_heads=(1,)))
+    block = model.layers[0].blocks[1].eval()
+    x = torch.randn(4, 8, 8, 6)
+    radius, norm = x.norm(dim=-1).max().item(), x.flatten(1).norm(dim=1).max().item()
+    domain = Domain(size=(8, 8), radius=radius, norm=norm, error=0.0)
+
+    def error():
+        return (block(x) - copy.deepcopy(block).double()(x.double())).flatten(1).norm(dim=1).max()
+
+    stated = lipschitz_bound(block, domain).output.error
+    assert error() <= stated < 0.1
+    block.attn_mask -= 1e8  # no real number would change
+    assert error() > stated
+    with pytest.raises(UnknownModuleError, match="mask of the shifted windows was changed"):
+        lipschitz_bound(block, domain)
 
 
 def test_a_negative_factor_of_the_stripes_counts_by_its_size():

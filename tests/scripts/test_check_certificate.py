@@ -226,6 +226,19 @@ def test_several_certificates_of_a_run_are_checked_in_turn(folder, tmp_path, cap
     assert check_certificate.main([name, str(tmp_path / "forged.json"), str(folder)]) == 1
 
 
+def test_the_bound_of_all_images_is_derived_once_for_all_sets(folder, claims, monkeypatch):
+    several = copy.deepcopy(claims)
+    several["sets"] = {name: images(claims) for name in ("data", "noise", "blur")}
+    derived, bound = [], check_certificate.Model.bound
+    monkeypatch.setattr(
+        check_certificate.Model,
+        "bound",
+        lambda self, x, centers: derived.append(bool(centers)) or bound(self, x, centers),
+    )
+    assert accepted(several, folder)
+    assert derived == [False, True, True, True]  # of all images, then around those of every set
+
+
 def test_changed_weights_are_refused(folder, claims, tmp_path):
     for name in ("config.json", "certificate.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -370,6 +383,43 @@ def of_all_images(key, value):
     return alter
 
 
+def negative_norms(claims):
+    """They left a negative allowance for rounding, which allowed any executed radius."""
+    given = images(claims)["premises"]
+    given["norms"] = {name: -1e12 for name in given["norms"]}
+    images(claims)["premises_sha256"] = digest(given)
+    images(claims)["executed"] = [1e3 for _ in given["labels"]]
+
+
+def a_picture_of_many_channels(claims):
+    """Its factor of the own pixels is small."""
+    given = images(claims)["premises"]
+    given["sizes"] = [[8, 8, 10**9]]
+    images(claims)["premises_sha256"] = digest(given)
+    images(claims)["own_pixel_factors"] = [1e-3]
+
+
+def several_radii_of_every_image(claims):
+    images(claims)["real"] = [images(claims)["real"]] * len(images(claims)["real"])
+
+
+def labels_in_lists(claims):
+    """Every prediction was compared with every label."""
+    given = images(claims)["premises"]
+    given["labels"] = [[label] for label in given["labels"]]
+    images(claims)["premises_sha256"] = digest(given)
+    for share in images(claims)["shares"]:
+        share.update(real=0.0, executed=0.0)
+
+
+def a_negative_distance(claims):
+    """All images whose class is right have a radius above -1."""
+    given = images(claims)["premises"]
+    given["labels"] = np.argmax(given["logits"], axis=1).tolist()
+    images(claims)["premises_sha256"] = digest(given)
+    images(claims)["shares"] = [{"distance": -1.0, "real": 100.0, "executed": 100.0}]
+
+
 def an_image_without_size(claims):
     given = images(claims)["premises"]
     given["size_of"].pop()
@@ -381,6 +431,8 @@ def a_radius_less(claims):
 
 
 ADDED = [
+    *(negative_norms, a_picture_of_many_channels, several_radii_of_every_image),
+    *(a_negative_distance, labels_in_lists),
     another_claim_of_a_part("weights", infinity_norm=1.0),
     another_claim_of_a_part("model", accuracy=100.0),
     another_claim_of_a_part("preprocessing", after_jpeg=True),

@@ -244,7 +244,8 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         raise _refuse(module, "use no edge features, no beta, and released_code=False")
     linears = (module.lin_query, module.lin_key, module.lin_value)
     query, key, value = (_weight(linear).unflatten(0, (module.heads, -1)) for linear in linears)
-    _check_heads(module, query)
+    for weight in (query, key, value):
+        _check_heads(module, weight)
     kappa = 1.0 / math.sqrt(query.shape[1])
     norms = [sigma_bound(weight) for weight in (query, key, value)]
     reach = [_product(norm, norm.new_tensor(domain.radius)) for norm in norms]

@@ -91,6 +91,8 @@ def _unusual_tensor(module: nn.Module) -> str | None:
     ):
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_complex() or tensor.is_meta:
             return f"its {name!r} is no ordinary tensor of real numbers"
+        if tensor.numel() == 0:
+            return f"its {name!r} of shape {tuple(tensor.shape)} is empty"
     for name in _PER_CHANNEL:
         tensor = getattr(module, name, None)
         if isinstance(tensor, Tensor) and tensor.ndim != 1:

@@ -139,6 +139,11 @@ def _pre_norm_block(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     for name in ("window_size", "window_area"):  # of Swin
         if getattr(module, name, None) != getattr(module.attn, name, None):
             raise UnknownModuleError(f"the {name} of the block is not that of its attention")
+    mask = getattr(module, "attn_mask", None)  # of shifted windows; large numbers swallow scores
+    if mask is not None and max_abs(mask) > SHIFT_MASK:
+        raise UnknownModuleError(
+            f"the mask of the shifted windows was changed: use numbers of at most {SHIFT_MASK:g}"
+        )
     # `convert` puts the weights of the branches into `ls1` and `ls2` of ViT and into `drop_path1`
     # and `drop_path2` of Swin, whose forward pass reads no `ls1`.
     names = ("ls", "drop_path") if isinstance(module, Block) else ("drop_path",)

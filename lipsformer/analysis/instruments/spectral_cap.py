@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lipsformer._sharding import assign, full_tensor
 from lipsformer.analysis.conv_norms import conv_sigma_bound
@@ -19,12 +20,6 @@ from lipsformer.analysis.sigma import (
 )
 from lipsformer.layers._checks import check_positive
 from lipsformer.layers.spectral import clip_singular_values
-
-# Layers with matrices that `operators` does not follow.
-OTHERS = (
-    *(nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase),
-    *(nn.Bilinear, nn.Embedding, nn.EmbeddingBag),
-)
 
 
 class SpectralCap(InstrumentBase):
@@ -77,9 +72,10 @@ class SpectralCap(InstrumentBase):
 
         Raises:
             ValueError: If an argument is out of range, or if `sigma` is given and the model has no
-                linear layer or 2-d convolution, has a weight that cannot be followed, or has
-                convolutions of another kind, recurrent or bilinear layers, embeddings or PyTorch's
-                attention, which would exceed the limit unnoticed.
+                linear layer or 2-d convolution, or has a weight that cannot be followed and would
+                exceed the limit unnoticed: that of another convolution, a recurrent or bilinear
+                layer, an embedding, PyTorch's attention, or a graph convolution without a linear
+                layer, such as GCNII's.
         """
         for name, limit in (("sigma", sigma), ("residual_scale", residual_scale), ("gain", gain)):
             if limit is not None:
@@ -161,10 +157,15 @@ def _every_operator(model: nn.Module) -> list[Operator]:
     A weight that several modules share is listed once for each stride and number of groups with
     which they apply it.
     """
+    followed = operators(model)
+    known = {id(op.weight) for op in followed}
     for name, module in model.named_modules():
-        if isinstance(module, OTHERS) and not isinstance(module, nn.Conv2d):
+        own = dict(module.named_parameters(recurse=False))
+        if parametrize.is_parametrized(module):
+            own |= {key: getattr(module, key) for key in cast(Any, module.parametrizations)}
+        if any("weight" in key and w.ndim > 1 and id(w) not in known for key, w in own.items()):
             raise ValueError(
                 f"{name or 'the model'} is of {type(module).__name__}, which cannot be capped: "
                 "only linear layers and 2-d convolutions can"
             )
-    return list({(id(op.weight), op.stride, op.groups): op for op in operators(model)}.values())
+    return list({(id(op.weight), op.stride, op.groups): op for op in followed}.values())
