@@ -6,7 +6,8 @@
 
 The source is an ImageFolder tree or a split of Hugging Face parquet files. The files of a tree are
 packed unchanged, in a random order that the seed decides. Parquet images keep their order. The same
-command continues after an interruption and keeps the complete shards. Train from shards with
+command continues after an interruption and keeps the complete shards. It is refused if a file of
+the source has another size or time of change than at the first start. Train from shards with
 `data.source=shards data.root=shards data.name=imagenette-160`. Exit codes: 0 done; 1 a shard is
 damaged; 2 a mistake in the arguments or the source.
 """
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 from data.build import build_source
 from data.errors import DataError
+from data.images import size_and_time
 from data.parquet import ParquetSource
 from data.shards import (
     INDEX,
@@ -67,10 +69,11 @@ def make(
         "source": described,
         "images": len(source.labels),
         "contents": _fingerprint(source),
+        "sizes and times of its files": _sizes_and_times(source),
         "images_per_shard": images_per_shard,
         "seed": seed,
     }
-    # Plans of earlier versions have no sum of the contents.
+    # Plans of earlier versions lack the sums.
     found = plan | (read_json(path / PLAN) if (path / PLAN).exists() else {})
     if other := [key for key in plan if found[key] != plan[key]]:
         raise DataError(
@@ -108,6 +111,14 @@ def _fingerprint(source: FolderSource | ParquetSource) -> str:
     for name in source.names():
         digest.update(name + b"\0")
     return digest.hexdigest()
+
+
+def _sizes_and_times(source: FolderSource | ParquetSource) -> str:
+    """Return a sum that changes if a file of the source is replaced by another one of its name."""
+    count = len(source.labels)
+    folder = isinstance(source, FolderSource)
+    files = map(source.file, range(count)) if folder else source.files
+    return hashlib.sha256(json.dumps([size_and_time(file) for file in files]).encode()).hexdigest()
 
 
 def verify(path: Path) -> list[str]:

@@ -214,6 +214,34 @@ def test_figures_of_training_are_those_of_the_records(run: Path) -> None:
         assert f"out ends at {last:.4g}." in chart
 
 
+@pytest.mark.parametrize(
+    ("top1", "kind", "update"),
+    [
+        ([(70.0, 60.0), (50.0, 65.0)], "raw", 4),
+        ([(70.0, 60.0), (50.0, 75.0)], "ema", 8),
+        ([(70.0, 70.0), (60.0, 60.0)], "ema", 4),
+        ([(60.0, 70.0), (70.0, 65.0)], "ema", 4),
+        ([(70.0, 60.0), (65.0, 70.0)], "raw", 4),
+    ],
+)
+def test_the_report_shows_the_kind_of_weights_that_the_run_calls_best(
+    run: Path, tmp_path: Path, top1: list[tuple[float, float]], kind: str, update: int
+) -> None:
+    shutil.copy(run / "config.yaml", tmp_path)
+    images = {"epoch": 1, "loss": 1.0, "top5": 100.0, "images": 7}
+    records = [
+        {"kind": name, "update": 4 * number, "top1": value, **images}
+        for number, both in enumerate(top1, start=1)
+        for name, value in zip(("raw", "ema"), both, strict=True)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (log,) = read_runs([tmp_path])
+    assert log.best is not None
+    assert (log.best["kind"], log.best["update"]) == (kind, update)
+    shown = [both[("raw", "ema").index(kind)] for both in top1]
+    assert [record["top1"] for record in log.evaluations] == shown
+
+
 def test_page_needs_nothing_else_and_says_what_its_pictures_show(run: Path) -> None:
     text, page = read_page(run)
     assert len(text.encode()) < 5 * 2**20
