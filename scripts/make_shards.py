@@ -79,7 +79,9 @@ def make(
         raise DataError(
             f"{path} holds shards that differ in {', '.join(other)}; choose another folder"
         )
-    if not (path / PLAN).exists() and path.exists() and any(path.iterdir()):
+    # A start that ended while it wrote its plan has left a part of it.
+    others = {p.name for p in path.iterdir()} - {f".{PLAN}"} if path.exists() else set()
+    if others and not (path / PLAN).exists():
         raise DataError(f"{path} is not empty, and its files are no shards; choose another folder")
     path.mkdir(parents=True, exist_ok=True)
     if not (path / PLAN).exists():

@@ -152,6 +152,13 @@ def test_interrupted_making_goes_on_with_equal_bytes(made, tmp_path, capsys):
         assert (half / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+def test_a_start_that_ended_in_its_plan_is_repeated(made, tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / ".plan.json").touch()  # as a full disk or a killed process leaves it
+    assert main([str(made[0] / "train"), str(tmp_path / "shards")]) == 0
+    assert main(["--verify", str(tmp_path / "shards")]) == 0
+
+
 def test_files_of_the_skip_list_are_left_out(made, tmp_path):
     folder, _ = made
     (tmp_path / "skip.txt").write_text("train/a/001.png\nval/a/002.png\n")

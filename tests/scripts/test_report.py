@@ -1,9 +1,11 @@
 """The report of a run: its figures against loops, its page against what browsers need."""
 
+import errno
 import html.parser
 import json
 import logging
 import re
+import resource
 import shutil
 import sys
 from collections import Counter
@@ -377,6 +379,32 @@ def test_wordnet_numbers_are_shown_as_words() -> None:
         "crane (n03126707)",
     ]
     assert readable(["n01440764", "cat"]) == ["n01440764", "cat"]
+
+
+def test_a_full_disk_ends_in_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A limit of the size of files stands for the full disk; the system enforces both."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        code = main([str(run), "--out", str(tmp_path / "out.html"), "--images", "0"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1
+    assert "the report cannot be written: [Errno 27] File too large" in error
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_reason(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main([str(run), "--out", str(tmp_path / "new" / "out.html")]) == 2
+    assert "new/out.html' cannot be written: Read-only file system\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
