@@ -25,7 +25,7 @@ import torch
 
 from data import DataError
 from data.evalsets import STANDARD, corruption_summary
-from lipsformer._commands import documented_parser, quiet_pipe
+from lipsformer._commands import documented_parser, plain_warnings, quiet_pipe
 from lipsformer._configfile import read_config
 from lipsformer._errors import ConfigError
 from lipsformer._ranks import launched_first
@@ -173,6 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 @quiet_pipe()
+@plain_warnings()
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     args = (parser or make_parser()).parse_intermixed_args(argv)

@@ -18,13 +18,14 @@ import argparse
 import errno
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from data import DataError
-from lipsformer._commands import documented_parser, quiet_pipe
+from data import DataError, DataWarning
+from lipsformer._commands import documented_parser, plain_warnings, quiet_pipe
 from lipsformer._configfile import dump_config, read_config
 from lipsformer._errors import ConfigError
 from lipsformer._ranks import launched_first_here, on_first_rank
@@ -136,12 +137,15 @@ def _many_ranks(config: Config, args: argparse.Namespace) -> int:
 
 
 @quiet_pipe()
+@plain_warnings()
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line; return the exit code."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     first = launched_first_here()  # only this process of a machine prints
     logging.getLogger("lipsformer").setLevel(logging.INFO if first else logging.CRITICAL)
+    if not first:
+        warnings.simplefilter("ignore", DataWarning)
 
     def work() -> int:
         config = read_config(Config, args.config, args.overrides)

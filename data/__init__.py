@@ -7,11 +7,12 @@ from data.build import (
     build_eval_dataset,
     build_eval_sets,
 )
-from data.errors import DataError, UnreadableImageError
+from data.errors import DataError, DataWarning, UnreadableImageError
 from data.loader import TrainBatches, Update, collate, eval_loader
 
 __all__ = [
     "DataError",
+    "DataWarning",
     "Normalize",
     "TrainBatchTransform",
     "TrainBatches",

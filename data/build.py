@@ -15,7 +15,7 @@ import numpy as np
 
 from data.batch import Normalize, TrainBatchTransform
 from data.dataset import ImageDataset, TrainDataset
-from data.errors import DataError
+from data.errors import DataError, DataWarning
 from data.evalsets import EvalSet, find_sets
 from data.parquet import ParquetSource, files_of
 from data.root import data_root
@@ -63,6 +63,7 @@ def build_datasets(
             f"reading one image of a shuffled epoch reads a row group of up to "
             f"{source.group_bytes / 2**20:.0f} MiB: make shards of the parquet files "
             "(`lipsformer make-shards --parquet SPLIT`) to train faster",
+            DataWarning,
             stacklevel=2,
         )
     if data.holdout > 0:
@@ -126,6 +127,7 @@ def _share(source: Source, share: float, key: str) -> np.ndarray:
         warnings.warn(
             f"data.{key}={share} is less than one image of {len(lost)} classes, such as "
             f"{source.classes[lost[0]]!r}, which have none there",
+            DataWarning,
             stacklevel=3,
         )
     return kept
@@ -368,6 +370,7 @@ def _skipped(data: DataConfig, split: str) -> frozenset[str]:
     if skipped:
         warnings.warn(
             f"{len(skipped)} images of {split} are left out, because {data.skip_list} names them",
+            DataWarning,
             stacklevel=2,
         )
     return skipped

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from data.augment import finish
-from data.errors import DataError
+from data.errors import DataError, DataWarning
 from data.rng import preserve_rng, seed_all
 from data.sources import Source
 from data.transforms import TrainTransform, Transform
@@ -130,6 +130,7 @@ def match_classes(found: Sequence[str], classes: Sequence[str]) -> np.ndarray:
         warnings.warn(
             f"{len(missing)} of {len(classes)} classes have no images: "
             f"{_first_names(sorted(missing))}",
+            DataWarning,
             stacklevel=3,
         )
     return np.array([index_of[name] for name in found])

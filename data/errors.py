@@ -1,8 +1,15 @@
-"""Errors in the data, and what they quote of other errors. Every message is one line."""
+"""Errors and warnings about the data, and what they quote of other errors.
+
+Every message is one line.
+"""
 
 
 class DataError(ValueError):
     """The data cannot be used; the message says what was found, where, and what is expected."""
+
+
+class DataWarning(UserWarning):
+    """The data are used otherwise than their owner may expect. Commands print only its message."""
 
 
 class UnreadableImageError(DataError):

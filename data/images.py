@@ -16,6 +16,8 @@ The content decides, not the file's extension. A damaged JPEG that still decodes
 """
 
 import io
+import os
+import stat
 import warnings
 from functools import cached_property
 from typing import Protocol
@@ -229,10 +231,30 @@ def read_picture(path: str) -> EncodedPicture:
         UnreadableImageError: If the file cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError("it is a pipe or a device, not a file")  # perhaps without an end
             return EncodedPicture(file.read(), path, ADVICE)
     except OSError as error:
         raise _unreadable(path, error, ADVICE) from error
+
+
+def size_and_time(path: str) -> tuple[int, int]:
+    """Return the size of the file at `path` and the time of its last change, in nanoseconds.
+
+    Raises:
+        UnreadableImageError: If there is no such file.
+    """
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise _unreadable(path, error, ADVICE) from error
+    return found.st_size, found.st_mtime_ns
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a named pipe would otherwise wait until another process writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _readable(decode, name: str, advice: str) -> Image.Image:

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 from timm.data.transforms import str_to_pil_interp
 
-from data.errors import DataError, first_line
+from data.errors import DataError, DataWarning, first_line
 from data.images import ArrayPicture, EncodedPicture, Picture, read_picture
 
 MOST_DIGIT_PIXELS = 1024  # on a side; all digits are kept in memory, which is 1.8 GB then
@@ -108,6 +108,7 @@ class FolderSource:
             warnings.warn(
                 f"{len(loose)} images of {path} are left out, such as {loose[0]}, because they are "
                 "in no class folder",
+                DataWarning,
                 stacklevel=2,
             )
         files: list[bytes] = []
@@ -130,6 +131,7 @@ class FolderSource:
                 f"{sum(others[extension] for extension in unread)} files of {path} are left out, "
                 f"because their names end in {', '.join(unread)}: images end in "
                 f"{', '.join(EXTENSIONS)}",
+                DataWarning,
                 stacklevel=2,
             )
         # Worker processes share one array. A list would be copied page by page, because reading it

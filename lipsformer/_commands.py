@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -59,6 +60,26 @@ def documented_parser(text: str | None, **options: Any) -> argparse.ArgumentPars
 
 
 @contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print warnings of the kinds that `lipsformer` and `data` define as one line without a place.
+
+    They speak of the user's files and settings. Other warnings speak of the program, and keep the
+    line of the source to which they point.
+    """
+    usual = warnings.formatwarning
+
+    def plain(message: Warning | str, category: type[Warning], *place: Any) -> str:
+        own = category.__module__.partition(".")[0] in ("lipsformer", "data")
+        return f"warning: {message}\n" if own else usual(message, category, *place)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
+
+
+@contextlib.contextmanager
 def quiet_pipe() -> Iterator[None]:
     """End the process without a traceback when nobody reads its output any more, as after `| head`.
 
@@ -91,14 +112,14 @@ def user_errors(*kinds: type[Exception]) -> Callable[[Callable[..., int]], Calla
     """Return a decorator for the `main` of a command, which prints errors of these kinds.
 
     The command then prints one line and returns 2. Other errors keep their traceback, apart from
-    those of `quiet_pipe`.
+    those of `quiet_pipe`. Warnings are printed as by `plain_warnings`.
     """
 
     def decorate(main: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(main)
         def run(*arguments: Any, **options: Any) -> int:
             try:
-                with quiet_pipe():
+                with quiet_pipe(), plain_warnings():
                     return main(*arguments, **options)
             except kinds as error:
                 sys.stderr.write(f"error: {error}\n")

@@ -146,7 +146,8 @@ def _override(config: Any, override: str) -> None:
     """Replace one `key=value` of a config.
 
     Raises:
-        ConfigError: If the value does not fit, or a part of it would be lost as a comment.
+        ConfigError: If the value does not fit or is ???, or if a part of it would be lost as a
+            comment.
     """
     value = override.partition("=")[2]
     node = yaml.compose(value)
@@ -155,8 +156,13 @@ def _override(config: Any, override: str) -> None:
             f"override {override!r} is not possible: YAML reads {comment!r} as a comment; quote "
             "the whole value within the quotes of the shell"
         )
+    given = OmegaConf.from_dotlist([override])
+    if missing := sorted(OmegaConf.missing_keys(given)):  # a merge would keep the earlier value
+        raise ConfigError(
+            f"{', '.join(missing)} is ???, which stands for a missing value: give one"
+        )
     try:
-        config.merge_with(OmegaConf.from_dotlist([override]))
+        config.merge_with(given)
     except TypeError:  # a list in place of a mapping
         raise ConfigError(f"{override} is not possible: must be a mapping") from None
 

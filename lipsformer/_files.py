@@ -27,7 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_atomically(path: Path, text: str) -> None:
     """Replace the content of a file, or leave it unchanged if that fails."""
     with replacing(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 def flush(path: Path) -> None:

@@ -6,7 +6,8 @@
 
 The source is an ImageFolder tree or a split of Hugging Face parquet files. The files of a tree are
 packed unchanged, in a random order that the seed decides. Parquet images keep their order. The same
-command continues after an interruption and keeps the complete shards. Train from shards with
+command continues after an interruption and keeps the complete shards. It is refused if a file of
+the source has another size or time of change than at the first start. Train from shards with
 `data.source=shards data.root=shards data.name=imagenette-160`. Exit codes: 0 done; 1 a shard is
 damaged; 2 a mistake in the arguments or the source.
 """
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 from data.build import build_source
 from data.errors import DataError
+from data.images import size_and_time
 from data.parquet import ParquetSource
 from data.shards import (
     INDEX,
@@ -67,16 +69,19 @@ def make(
         "source": described,
         "images": len(source.labels),
         "contents": _fingerprint(source),
+        "sizes and times of its files": _sizes_and_times(source),
         "images_per_shard": images_per_shard,
         "seed": seed,
     }
-    # Plans of earlier versions have no sum of the contents.
+    # Plans of earlier versions lack the sums.
     found = plan | (read_json(path / PLAN) if (path / PLAN).exists() else {})
     if other := [key for key in plan if found[key] != plan[key]]:
         raise DataError(
             f"{path} holds shards that differ in {', '.join(other)}; choose another folder"
         )
-    if not (path / PLAN).exists() and path.exists() and any(path.iterdir()):
+    # A start that ended while it wrote its plan has left a part of it.
+    others = {p.name for p in path.iterdir()} - {f".{PLAN}"} if path.exists() else set()
+    if others and not (path / PLAN).exists():
         raise DataError(f"{path} is not empty, and its files are no shards; choose another folder")
     path.mkdir(parents=True, exist_ok=True)
     if not (path / PLAN).exists():
@@ -108,6 +113,14 @@ def _fingerprint(source: FolderSource | ParquetSource) -> str:
     for name in source.names():
         digest.update(name + b"\0")
     return digest.hexdigest()
+
+
+def _sizes_and_times(source: FolderSource | ParquetSource) -> str:
+    """Return a sum that changes if a file of the source is replaced by another one of its name."""
+    count = len(source.labels)
+    folder = isinstance(source, FolderSource)
+    files = map(source.file, range(count)) if folder else source.files
+    return hashlib.sha256(json.dumps([size_and_time(file) for file in files]).encode()).hexdigest()
 
 
 def verify(path: Path) -> list[str]:

@@ -66,10 +66,16 @@ def load_classifier(folder: Path, which: str = "best", precision: str = "fp32") 
 
 def make_server(model: Classifier, host: str, port: int) -> HTTPServer:
     """Return a server that answers with a model. Port 0 is the first free one."""
-    one_at_a_time = threading.Lock()  # only the model; a slow connection holds up no other one
+    # Decoding takes the memory of a whole picture. A slow connection holds up no other one.
+    one_at_a_time = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         timeout = WAIT_S
+
+        def handle(self) -> None:
+            """Answer, unless the client leaves before."""
+            with suppress(ConnectionError):
+                super().handle()
 
         def do_GET(self) -> None:
             """Say how to send a picture."""
@@ -83,23 +89,23 @@ def make_server(model: Classifier, host: str, port: int) -> HTTPServer:
             length = self.headers.get("Content-Length") or ""
             if not length.isdecimal() or not 0 < int(length) <= MAX_UPLOAD:
                 return self.send_error(413, f"send a picture of at most {MAX_UPLOAD} bytes")
+            content = self.rfile.read(int(length))
             try:
-                image = model.prepare(EncodedPicture(self.rfile.read(int(length)), "picture"))
+                with one_at_a_time:
+                    image = model.prepare(EncodedPicture(content, "picture"))
+                    best = model.probabilities(image).topk(min(BEST, len(model.classes)))
             except UnreadableImageError as error:
                 return self.send_error(400, "this is no picture that can be used", str(error))
-            with one_at_a_time:
-                best = model.probabilities(image).topk(min(BEST, len(model.classes)))
             pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             named = {model.classes[index]: share for index, share in pairs}
             self.answer("application/json", json.dumps(named).encode())
 
         def answer(self, kind: str, content: bytes) -> None:
-            with suppress(ConnectionError):  # the client has left
-                self.send_response(200)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
             """Keep silent."""

@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from data import DataWarning
 from lipsformer import cli
-from lipsformer._commands import COMMANDS, quiet_pipe
+from lipsformer._commands import COMMANDS, plain_warnings, quiet_pipe
 from lipsformer._configfile import make_config
 from lipsformer._settings_help import describe
 from lipsformer.config import Config
@@ -211,3 +213,12 @@ def test_a_command_whose_reader_has_left_ends_as_a_unix_tool(command: str) -> No
 def test_another_broken_pipe_keeps_its_traceback() -> None:
     with pytest.raises(BrokenPipeError, match="of a worker"), quiet_pipe():
         raise BrokenPipeError("of a worker")
+
+
+def test_only_warnings_of_our_own_kinds_lose_the_place_to_which_they_point() -> None:
+    place = ("file.py", 7, "x = 1")
+    usual = warnings.formatwarning("odd", UserWarning, *place)
+    with plain_warnings():
+        assert warnings.formatwarning("3 left out", DataWarning, *place) == "warning: 3 left out\n"
+        assert warnings.formatwarning("odd", UserWarning, *place) == usual
+    assert "file.py:7" in warnings.formatwarning("3 left out", DataWarning, *place)

@@ -113,6 +113,8 @@ def test_config_is_frozen(minimal: Path) -> None:
         ("=3", ["override '=3'", "key=value"]),
         ("run.output_dir=/a b #2", ["override 'run.output_dir=/a b #2'", "'#2' as a comment"]),
         ("data.root=#2", ["override 'data.root=#2'", "'#2' as a comment"]),
+        ("optim.lr=???", ["optim.lr is ???, which stands for a missing value: give one"]),
+        ('model.kwargs={depth: "???"}', ["model.kwargs.depth is ???"]),
         ("model.name=no", ["model.name=False", "quote it"]),
         ("run.output_dir=010", ["run.output_dir=8", "reads it unquoted as a number", "quote it"]),
         ("data.root=1e3", ["data.root=1000.0", "quote it"]),

@@ -64,7 +64,10 @@ def test_a_broken_image_ends_the_run_unless_it_is_listed(tmp_path: Path) -> None
     assert check_data.main([str(tmp_path / "set"), "--list", str(tmp_path / "bad")]) == 1
     more = [f"data.skip_list={tmp_path / 'bad'}", f"run.output_dir={output}2"]
     assert launch([*arguments, *more], tmp_path / "again") == [0]
-    assert "1 images of train are left out" in (tmp_path / "again.0").read_text()
+    lines = (tmp_path / "again.0").read_text().splitlines()
+    reason = f"because {tmp_path / 'bad'} names them"
+    assert f"warning: 1 images of train are left out, {reason}" in lines
+    assert not [line for line in lines if "UserWarning" in line or "DataWarning" in line]
     assert (tmp_path / "out2" / "skipped.txt").read_text() == "train/b/001.png\n"
     assert "1 epochs x 2 updates" in (tmp_path / "again.0").read_text()  # of 8 images, not 9
 

@@ -36,7 +36,8 @@ class FolderLock:
     """The right to write into a folder, from `acquire` to `release`.
 
     Args:
-        folder: The folder. `acquire` creates it, and `release` removes it if it is empty.
+        folder: The folder. `acquire` creates it and its parents. `release` removes it if it is
+            empty, and then the parents that were created.
         heartbeat: Seconds between two touches.
         patience: Seconds without a touch after which an owner on another machine counts as dead.
 
@@ -52,6 +53,7 @@ class FolderLock:
         self.heartbeat = heartbeat
         self.patience = patience
         self.token = uuid.uuid4().hex
+        self._created: list[Path] = []  # parents of the folder, the deepest first
         self._ended = threading.Event()
 
     def acquire(self) -> None:
@@ -61,7 +63,9 @@ class FolderLock:
             ConfigError: If another process owns it; the message names that process. Also if the
                 lock is damaged.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        folder = self.path.parent
+        self._created = [parent for parent in folder.parents if not parent.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
         # long enough to watch an owner elsewhere once, and then to compete for its lock
         deadline = time.monotonic() + 2 * self.patience
         while not self._create():
@@ -99,7 +103,8 @@ class FolderLock:
         with contextlib.suppress(OSError, ConfigError):
             if self.is_held():
                 self.path.unlink(missing_ok=True)
-            self.path.parent.rmdir()
+            for folder in (self.path.parent, *self._created):
+                folder.rmdir()
 
     def _create(self) -> bool:
         """Create the lock unless there is one already; return whether it was created."""

@@ -65,9 +65,17 @@ class RunLog:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The first evaluation with the highest top-1, of raw or EMA weights."""
+        """The evaluation of the best weights, as `RunFolder.weights` chooses them.
+
+        It is the first one with the highest top-1, and that of the EMA weights if it equals that of
+        the raw weights of the same update.
+        """
         evaluations = [r for r in self.records if r["kind"] in ("raw", "ema")]
-        return max(evaluations, key=lambda r: r["top1"], default=None)
+        return max(
+            evaluations,
+            key=lambda r: (r["top1"], -r["update"], r["kind"] == "ema"),
+            default=None,
+        )
 
     def median(self, key: str) -> float | None:
         """Return the median over the training records that hold the key."""

@@ -55,17 +55,25 @@ def write_report(
     if markdown is not None:
         _prepare("--markdown", markdown / "report.md")
     report = make_report(runs, images, weights)
-    out.write_text(report.html(), encoding="utf-8")
-    if markdown is not None:
-        report.markdown(markdown)
+    try:
+        out.write_text(report.html(), encoding="utf-8")
+        if markdown is not None:
+            report.markdown(markdown)
+    except OSError as error:
+        raise ConfigError(
+            f"the report cannot be written: {error}; make room on the disk, or name another place"
+        ) from None
     size = out.stat().st_size / 2**20
     return f"{out}  ({size:.1f} MiB, made in {time.perf_counter() - started:.1f} s)"
 
 
 def _prepare(option: str, file: Path) -> None:
     """Make the folder of a file, and raise a `ConfigError` unless the file can be written there."""
-    with contextlib.suppress(OSError):  # which the next line reports
-        file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with contextlib.suppress(FileExistsError):  # a file, of which the last line speaks
+            file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {str(file)!r} cannot be written: {error.strerror}") from None
     require_writable(option, file)
 
 

@@ -1,6 +1,7 @@
 """Shards against the folder they were made from, and against tarfile."""
 
 import json
+import os
 import resource
 import shutil
 import tarfile
@@ -151,6 +152,13 @@ def test_interrupted_making_goes_on_with_equal_bytes(made, tmp_path, capsys):
         assert (half / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+def test_a_start_that_ended_in_its_plan_is_repeated(made, tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / ".plan.json").touch()  # as a full disk or a killed process leaves it
+    assert main([str(made[0] / "train"), str(tmp_path / "shards")]) == 0
+    assert main(["--verify", str(tmp_path / "shards")]) == 0
+
+
 def test_files_of_the_skip_list_are_left_out(made, tmp_path):
     folder, _ = made
     (tmp_path / "skip.txt").write_text("train/a/001.png\nval/a/002.png\n")
@@ -274,6 +282,23 @@ def test_shards_of_other_images_are_not_continued(tmp_path, capsys):
     assert "differ in contents" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kept", ["size", "time"])
+def test_images_that_were_replaced_under_their_names_are_noticed(tmp_path, capsys, kept):
+    tree = write_tree(tmp_path / "train", {"b": 4, "c": 4})
+    command = [str(tree), str(tmp_path / "shards"), "--images-per-shard", "4"]
+    assert main(command) == 0
+    before = {file.name: file.read_bytes() for file in (tmp_path / "shards").iterdir()}
+    assert main(command) == 0
+    image = tree / "b" / "002.png"
+    found = image.stat()
+    image.write_bytes(image.read_bytes()[::-1] + b"\0" * (kept == "time"))
+    second = 10**9 * (kept == "size")
+    os.utime(image, ns=(found.st_atime_ns, found.st_mtime_ns + second))
+    assert main(command) == 2
+    assert "differ in sizes and times of its files; " in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in (tmp_path / "shards").iterdir()} == before
+
+
 @pytest.mark.parametrize("harm", ["flip", "offsets", "cut"])
 def test_the_same_command_writes_damaged_shards_again(made, tmp_path, harm):
     folder, _ = made
@@ -310,6 +335,6 @@ def test_shards_of_an_earlier_version_are_continued(tmp_path):
     command = [str(tree), str(tmp_path / "shards"), "--images-per-shard", "4"]
     assert main(command) == 0
     plan = json.loads((tmp_path / "shards" / "plan.json").read_text())
-    del plan["contents"]
+    del plan["contents"], plan["sizes and times of its files"]
     (tmp_path / "shards" / "plan.json").write_text(json.dumps(plan))
     assert main(command) == 0

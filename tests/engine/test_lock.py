@@ -31,6 +31,17 @@ def test_the_second_owner_is_told_who_the_first_one_is(tmp_path: Path) -> None:
     second.release()
 
 
+def test_only_parents_that_were_created_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for below, left in (("a/b/c/run", []), ("a/b/c/run", ["b", "b/kept"])):
+        lock = FolderLock(tmp_path / below)
+        lock.acquire()
+        if left:
+            (tmp_path / "a/b/kept").touch()
+        lock.release()
+        assert sorted(str(p.relative_to(tmp_path / "a")) for p in tmp_path.glob("a/**/*")) == left
+
+
 def hold(folder: Path) -> None:
     FolderLock(folder).acquire()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -50,6 +50,17 @@ def test_the_report_names_what_is_wrong_and_what_is_unusual(tree, capsys):
     ]
 
 
+def test_pipes_and_devices_are_no_images_and_nobody_waits_for_them(tmp_path, capsys):
+    root = write_tree(tmp_path / "set", {"a": 1})
+    os.mkfifo(root / "a" / "pipe.png")
+    (root / "a" / "endless.png").symlink_to("/dev/zero")
+    assert main([str(root), "--workers", "1"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    refused = "it is a pipe or a device, not a file"
+    assert lines[:2] == [f"unreadable: a/{name}.png: {refused}" for name in ("endless", "pipe")]
+    assert lines[2] == "3 images, 2 unreadable"
+
+
 def test_the_list_makes_a_tree_usable(tree):
     main([str(tree), "--workers", "1", "--list", str(tree / "bad.txt")])
     data = DataConfig(source="folder", root=str(tree), img_size=16, skip_list=str(tree / "bad.txt"))

@@ -96,6 +96,15 @@ def test_a_mistake_in_one_cell_shows_before_the_first_training(tmp_path, capsys,
     assert not (tmp_path / "out").exists()
 
 
+def test_a_refused_sweep_leaves_no_folder_for_its_results(tmp_path, capsys):
+    places = {"output_dir": "sweeps/out", "results": "kept/far/results.jsonl"}
+    places = {key: str(tmp_path / place) for key, place in places.items()}
+    settings = {"cases": {"bad": "model.name=gnc"}, "grid": ["train.lr=0.1"]}
+    assert graph_sweep.main(write_sweep(tmp_path, **settings, **places)) == 2
+    assert "model 'gnc' is not known" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml", "sweep.yaml"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -1,9 +1,11 @@
 """The report of a run: its figures against loops, its page against what browsers need."""
 
+import errno
 import html.parser
 import json
 import logging
 import re
+import resource
 import shutil
 import sys
 from collections import Counter
@@ -214,6 +216,34 @@ def test_figures_of_training_are_those_of_the_records(run: Path) -> None:
         assert f"out ends at {last:.4g}." in chart
 
 
+@pytest.mark.parametrize(
+    ("top1", "kind", "update"),
+    [
+        ([(70.0, 60.0), (50.0, 65.0)], "raw", 4),
+        ([(70.0, 60.0), (50.0, 75.0)], "ema", 8),
+        ([(70.0, 70.0), (60.0, 60.0)], "ema", 4),
+        ([(60.0, 70.0), (70.0, 65.0)], "ema", 4),
+        ([(70.0, 60.0), (65.0, 70.0)], "raw", 4),
+    ],
+)
+def test_the_report_shows_the_kind_of_weights_that_the_run_calls_best(
+    run: Path, tmp_path: Path, top1: list[tuple[float, float]], kind: str, update: int
+) -> None:
+    shutil.copy(run / "config.yaml", tmp_path)
+    images = {"epoch": 1, "loss": 1.0, "top5": 100.0, "images": 7}
+    records = [
+        {"kind": name, "update": 4 * number, "top1": value, **images}
+        for number, both in enumerate(top1, start=1)
+        for name, value in zip(("raw", "ema"), both, strict=True)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (log,) = read_runs([tmp_path])
+    assert log.best is not None
+    assert (log.best["kind"], log.best["update"]) == (kind, update)
+    shown = [both[("raw", "ema").index(kind)] for both in top1]
+    assert [record["top1"] for record in log.evaluations] == shown
+
+
 def test_page_needs_nothing_else_and_says_what_its_pictures_show(run: Path) -> None:
     text, page = read_page(run)
     assert len(text.encode()) < 5 * 2**20
@@ -349,6 +379,32 @@ def test_wordnet_numbers_are_shown_as_words() -> None:
         "crane (n03126707)",
     ]
     assert readable(["n01440764", "cat"]) == ["n01440764", "cat"]
+
+
+def test_a_full_disk_ends_in_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A limit of the size of files stands for the full disk; the system enforces both."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        code = main([str(run), "--out", str(tmp_path / "out.html"), "--images", "0"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1
+    assert "the report cannot be written: [Errno 27] File too large" in error
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_reason(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main([str(run), "--out", str(tmp_path / "new" / "out.html")]) == 2
+    assert "new/out.html' cannot be written: Read-only file system\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 import json
 import socket
+import struct
 import threading
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -63,6 +66,41 @@ def test_a_visitor_learns_how_and_a_silent_one_holds_up_nobody(tmp_path):
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_pictures_are_decoded_one_at_a_time_and_clients_that_leave_are_forgotten(tmp_path, capfd):
+    model = network()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(timm_config(model, CLASSES))
+    classifier = serve.load_classifier(tmp_path)
+    prepare, now, most = classifier.prepare, [], []
+
+    def slowly(picture):
+        now.append(picture)
+        most.append(len(now))
+        time.sleep(0.1)
+        now.pop()
+        return prepare(picture)
+
+    classifier.prepare = slowly
+    with serve.make_server(classifier, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            with socket.create_connection(("127.0.0.1", server.server_port)) as client:
+                client.sendall(b"POST / HTTP/1.0\r\nContent-Length: 9\r\n\r\nabc")
+                time.sleep(0.1)
+                # closing sends a reset now
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with ThreadPoolExecutor(4) as pool:
+                answers = pool.map(
+                    lambda _: urllib.request.urlopen(url, encoded(photo())), range(4)
+                )
+                assert [answer.status for answer in answers] == [200] * 4
+        finally:
+            server.shutdown()
+    assert most == [1] * 4
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
