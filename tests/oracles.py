@@ -1,4 +1,4 @@
-"""Naive float64 references: loops and explicit matrices, written from the formulas alone."""
+"""Naive float64 references: loops and explicit matrices, written only from the formulas."""
 
 import math
 

@@ -32,7 +32,7 @@ MODEL_ROW = r"^\| `(lipsformer_\w+)`[^|]*\|[^|]*\| (\d[\d,]{6,}) \|"
 
 
 class FakeTrainer:
-    """Ray's trainer for one worker: the function runs beside the main thread, as under Ray."""
+    """Ray's trainer for one worker: the function runs in a second thread, as under Ray."""
 
     num_workers = 0
 

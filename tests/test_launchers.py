@@ -83,7 +83,7 @@ def undisturbed(folder: Path) -> dict:
         ("accelerate", signal.SIGTERM),
         ("torchrun", signal.SIGTERM),
         ("torchrun", signal.SIGUSR1),
-        ("torchrun", signal.SIGKILL),  # of torchrun alone: its processes stop by themselves
+        ("torchrun", signal.SIGKILL),  # kills only torchrun: its processes stop by themselves
     ],
 )
 def test_signal_to_the_launcher_saves_on_all_ranks(

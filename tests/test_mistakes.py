@@ -122,12 +122,6 @@ def test_an_image_size_that_the_patches_do_not_divide(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_sample_of_mistakes(folder: Path) -> None:
-    assert_harmless(folder, draws()[:60])
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore")
 def test_two_thousand_mistakes(folder: Path) -> None:

@@ -155,10 +155,17 @@ def test_masked_keys_have_no_weight_and_no_entropy(boolean):
     torch.testing.assert_close(found.double(), entropy, rtol=1e-5, atol=1e-6)
 
 
-def test_other_attention_is_refused():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
-    with pytest.raises(TypeError, match="VisionTransformer has no attention whose map"):
-        attention_maps(model, torch.zeros(1, 3, 32, 32))
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        ("vit_tiny_patch16_224", {"img_size": 28, "patch_size": 14, "depth": 1}, "Vision"),
+        ("swin_tiny_patch4_window7_224", {"img_size": 28, "depths": (1,)}, "Swin"),
+    ],
+)
+def test_models_that_were_not_converted_are_refused(name, options, kind):
+    model = timm.create_model(name, **options)
+    with pytest.raises(TypeError, match=f"{kind}Transformer has no attention whose map"):
+        attention_maps(model, torch.zeros(1, 3, 28, 28))
 
 
 def test_shifted_windows_of_a_converted_swin():
@@ -210,9 +217,3 @@ def test_shifted_windows_of_a_converted_swin():
                     expected[(i + 2) % 6, (j + 2) % 10] = share
     found = maps["layers.0.blocks.1"][1, 1].double()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_an_unconverted_swin_is_refused():
-    model = timm.create_model("swin_tiny_patch4_window7_224", img_size=28, depths=(1,))
-    with pytest.raises(TypeError, match="SwinTransformer has no attention whose map"):
-        attention_maps(model, torch.zeros(1, 3, 28, 28))

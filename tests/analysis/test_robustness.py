@@ -113,6 +113,22 @@ def test_the_attack_stays_in_the_ball_and_in_the_box():
     assert broken.tolist() == [False, True, True, True, True]
 
 
+def test_the_attack_searches_the_inside_of_the_ball():
+    image, eps = torch.full((1, 7), 0.5), 0.1
+    lowest = image + 0.2 * eps * torch.eye(7)[:1]  # where the margin is 0
+
+    def function(x):
+        return torch.cat([(x - lowest).norm(dim=1, keepdim=True), torch.zeros(1, 1)], dim=1)
+
+    found = smallest_margins(function, image, torch.tensor([0]), eps, steps=50)
+    assert found.item() < 0.1 * eps
+
+
+def test_a_tie_is_no_right_prediction():
+    image = torch.full((1, 7), 0.5)
+    assert pgd_attack(lambda x: 0.0 * x, image, torch.tensor([0]), 0.1).item()
+
+
 def test_the_logits_of_a_certificate_are_those_of_the_decimal_mean_and_deviation():
     """Rounded to float32, these would move the logits by more than a real radius allows for."""
     torch.manual_seed(0)

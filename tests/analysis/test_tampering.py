@@ -294,7 +294,7 @@ def compiled_call():
 
 
 def one_token_of_four():
-    """The model averages the last token alone, and the rule thought of five tokens."""
+    """The model averages only its last token, and the rule once counted five tokens."""
     options = {"class_token": False, "global_pool": "avg", "pos_embed": "none"}
     model = VisionTransformer(
         img_size=4, patch_size=2, num_classes=2, embed_dim=4, depth=1, num_heads=2, **options

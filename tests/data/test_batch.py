@@ -50,7 +50,7 @@ def test_without_mixing_targets_are_smoothed_one_hot(smoothing):
 def test_mixing_is_with_the_reversed_batch_at_the_share_of_the_targets(size, recipe):
     images, labels = batch(size)
     plain = normalized(images)
-    other = plain.flip(0)
+    other, shares = plain.flip(0), []
     for update in range(8):
         output, targets = transform(**recipe)(images, labels, update=update, micro_step=0, rank=0)
         if "mixup" in recipe:
@@ -65,6 +65,8 @@ def test_mixing_is_with_the_reversed_batch_at_the_share_of_the_targets(size, rec
         one_hot = torch.eye(7)[labels]
         expected = one_hot + share * (one_hot.flip(0) - one_hot)
         torch.testing.assert_close(targets, expected, rtol=1e-4, atol=1e-4)
+        shares.append(share.item())
+    assert size == 1 or max(shares) > 0.1  # otherwise nothing was mixed
 
 
 def test_mixing_has_the_same_distribution_however_an_update_is_dealt():
@@ -85,18 +87,33 @@ def test_mixing_has_the_same_distribution_however_an_update_is_dealt():
         assert {len(update.unique()) for update in shares} == {12 // size}
 
 
-def test_erasing_and_mixing_equal_timms_on_the_same_seed():
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"reprob": 0.6, "remode": "pixel", "mixup": 0.8, "cutmix": 1.0},
+        {"reprob": 0.2, "remode": "const", "cutmix": 1.0, "mixup_prob": 0.3},
+        {"reprob": 0.2, "remode": "rand", "mixup": 0.8, "cutmix": 1.0, "mixup_switch_prob": 0.9},
+    ],
+)
+def test_erasing_and_mixing_equal_timms_on_the_same_seed(recipe):
     images, labels = batch(6)
-    output, targets = transform(
-        reprob=0.6, remode="pixel", mixup=0.8, cutmix=1.0, label_smoothing=0.1
-    )(images, labels, **AT)
-    with preserve_rng():
-        seed_all("batch", 0, 3, 1, 2)
-        expected = RandomErasing(0.6, mode="pixel", device="cpu")(normalized(images))
-        mix = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=7)
-        expected, expected_targets = mix(expected, labels)
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(targets, expected_targets)
+    ours = transform(label_smoothing=0.1, **recipe)
+    mix = Mixup(
+        mixup_alpha=recipe.get("mixup", 0.0),
+        cutmix_alpha=recipe["cutmix"],
+        prob=recipe.get("mixup_prob", 1.0),
+        switch_prob=recipe.get("mixup_switch_prob", 0.5),
+        label_smoothing=0.1,
+        num_classes=7,
+    )
+    for update in range(12):
+        output, targets = ours(images, labels, update=update, micro_step=1, rank=2)
+        with preserve_rng():
+            seed_all("batch", 0, update, 1, 2)
+            erase = RandomErasing(recipe["reprob"], mode=recipe["remode"], device="cpu")
+            expected, expected_targets = mix(erase(normalized(images)), labels)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(targets, expected_targets)
 
 
 def test_randomness_is_a_function_of_seed_update_micro_step_and_rank():

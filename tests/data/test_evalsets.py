@@ -97,7 +97,7 @@ def answers(model: nn.Module, files: list[tuple[Path, set[int]]], crop_pct=0.875
 
 
 def by_hand(answers: Answers, counting: list[int] | None = None) -> dict[str, float]:
-    """Figures, the logits of `counting` alone considered."""
+    """Return the figures if only the logits of the classes `counting` are considered."""
     top1 = top5 = 0
     losses = []
     for logits, right in answers:

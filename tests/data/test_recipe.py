@@ -1,4 +1,4 @@
-"""Repeated augmentation, sizes by epoch and 3-Augment, each beside timm's own class."""
+"""Repeated augmentation, sizes by epoch and 3-Augment, each compared with timm's own class."""
 
 from collections import Counter
 

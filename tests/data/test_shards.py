@@ -108,7 +108,7 @@ def test_epochs_are_the_multiset_and_resume_in_the_middle_of_a_shard(made, world
 
 
 def assert_exact_epochs(train, labels_of_all, world_size, num_workers):
-    """An epoch holds every sample once over all ranks, and its second half can be had alone."""
+    """An epoch holds every sample once over all ranks, and a loader can start in its middle."""
     labels, whole, resumed = Counter(), [], []
     for rank in range(world_size):
         loader = TrainBatches(

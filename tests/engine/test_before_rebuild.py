@@ -40,7 +40,7 @@ def test_evaluation_finds_the_recorded_accuracy(tmp_path: Path, kind: str) -> No
     assert (record["kind"], record["update"]) == (kind, 58)
 
 
-def test_the_run_stands_for_its_best_weights_in_every_command(
+def test_every_command_takes_the_best_weights_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     line = (

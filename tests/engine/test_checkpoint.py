@@ -187,7 +187,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_stays(
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """Around the saves alone: pytest's own output may go to a larger file."""
+    """Limit the size of files. Use it only around saves: pytest may write to a larger file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:

@@ -74,7 +74,7 @@ def test_rare_evaluations_leave_the_training_as_it_is(run, tmp_path: Path) -> No
     assert outcome(tmp_path / "rare") == found
 
 
-def test_what_leaves_the_mathematics_may_change(run, finished: Path) -> None:
+def test_settings_that_do_not_change_the_mathematics_may_change(run, finished: Path) -> None:
     expected = outcome(finished)
     rewind(finished, 4)
     code, text = run(

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
+from timm.models import save_for_hf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,7 +15,7 @@ import train
 from lipsformer._configfile import read_config
 from lipsformer._errors import ConfigError
 from lipsformer.config import Config
-from lipsformer.engine.loss import MarginLoss, make_task
+from lipsformer.engine.loss import MarginLoss, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.steps import backward
 from lipsformer.engine.train_state import TrainState
@@ -189,6 +190,10 @@ def test_values_that_would_be_ignored_are_refused(
             ["loss.type=bce", "loss.bce_target_thresh=0.0"],
             ["0.01 and 0.91 for 10 classes"],
         ),
+        (
+            ["loss.type=bce", "loss.bce_target_thresh=0.95"],
+            ["0.01 and 0.91 for 10 classes"],
+        ),
         (["loss.teacher=vit_tiny_patch16_18x2_224"], ["loss.teacher='vit_tiny_patch16_18x2_224'"]),
         (
             ["loss.teacher=lipsformer_swin_nano.cifar10"],
@@ -209,6 +214,19 @@ def test_a_recipe_that_cannot_be_trained_leaves_nothing(
     for part in parts:
         assert part in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_teacher_takes_all_training_sizes_and_gives_a_logit_for_every_class(
+    tmp_path: Path,
+) -> None:
+    save_for_hf(make_model(2), tmp_path / "teacher", safe_serialization=True)
+    config = config_of(tmp_path, f"loss.teacher={tmp_path / 'teacher'}")
+    classes = [str(label) for label in range(CLASSES)]
+    assert load_teacher(config, classes, [16]) is not None
+    with pytest.raises(ConfigError, match=r"teacher' cannot be used: .*\(24\)"):
+        load_teacher(config, classes, [16, 24])
+    with pytest.raises(ConfigError, match=r"outputs of shape \(7,\) .* the data have 6 classes"):
+        load_teacher(config, classes[:-1], [16])
 
 
 @pytest.mark.slow

@@ -202,6 +202,7 @@ def test_muon_orthogonalizes_hidden_matrices_and_adamw_updates_the_ends() -> Non
         ),
         ({"name": "adan", "betas": (0.9, 0.99)}, "optim.betas=(0.9, 0.99) does not fit"),
         ({"kwargs": {"lr": 1.0}}, "optim.kwargs.lr must not be set"),
+        ({"kwargs": {"fused": False}}, "optim.kwargs.fused must not be set"),
         ({"kwargs": {"layer_decay": 0.5}}, "optim.kwargs.layer_decay has no effect"),
         ({"kwargs": {"filter_bias_and_bn": False}}, "optim.kwargs.filter_bias_and_bn has no effe"),
         ({"kwargs": {"differentiable": True}}, "optim.name='adamw' cannot be built"),

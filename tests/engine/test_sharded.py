@@ -64,7 +64,7 @@ def test_sharded_run_resumes_and_equals_ddp(tmp_path: Path) -> None:
         weights, expected = load_file(folder / name), load_file(reference / name)
         assert {key: tensor.shape for key, tensor in weights.items()} == shapes
         for key, tensor in expected.items():
-            # The gradients of the biases of keys are nearly rounding alone, but AdamW moves a
+            # The gradients of the biases of keys consist mostly of rounding, but AdamW moves a
             # weight by about the learning rate at each update, whatever the size of its gradient.
             atol = 4e-3 if key.endswith("qkv.bias") else 1e-3
             torch.testing.assert_close(weights[key], tensor, rtol=1e-2, atol=atol)

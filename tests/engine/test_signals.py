@@ -9,7 +9,7 @@ from lipsformer.engine.signals import STOP_SIGNALS, StopRequest
 
 
 def test_the_main_thread_hears_and_another_one_leaves_the_handlers_alone():
-    """Ray Train runs the training function beside the main thread, where handlers are refused."""
+    """Ray Train trains in another thread than the main one, where Python allows no handlers."""
     heard = StopRequest()
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     with ThreadPoolExecutor() as threads:

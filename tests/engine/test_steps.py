@@ -1,5 +1,6 @@
 """One step equals its definition in float64, however the samples are dealt; evaluation counts."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from lipsformer.engine.evaluation import EvalSums, evaluate
 from lipsformer.engine.metrics import NonFiniteError, StepMetrics, summarize
 from lipsformer.engine.optim import make_optimizer
 from lipsformer.engine.schedule import CosineSchedule
-from lipsformer.engine.steps import train_epoch, train_step
+from lipsformer.engine.steps import backward, train_epoch, train_step
 from lipsformer.engine.stopwatch import Stopwatch
 from lipsformer.engine.train_state import TrainState
 
@@ -36,12 +37,13 @@ def make_state(
     ema_decay: float | None = None,
     compiled: bool = False,
     accelerator: Accelerator | None = None,
+    optim: OptimConfig = OPTIM,
 ) -> TrainState:
     accelerator = accelerator or Accelerator()
     ema = None if ema_decay is None else ModelEmaV3(model, ema_decay)
     if compiled:
         model.compile(backend="eager")
-    prepared, optimizer = accelerator.prepare(model, make_optimizer(model, OPTIM))
+    prepared, optimizer = accelerator.prepare(model, make_optimizer(model, optim))
     return TrainState(
         accelerator=accelerator,
         model=prepared,
@@ -114,35 +116,51 @@ def test_accumulated_training_equals_whole_batches_with_a_short_last_group() -> 
         state = make_state(make_model())
         metrics = StepMetrics(max_nonfinite=0)
         updates = [(split(g, p), len(g[0])) for g, p in zip(groups, parts, strict=True)]
+        stopwatch = Stopwatch(state.accelerator)
         made = train_epoch(
             state,
             updates,
-            first_step=0,
+            first_step=2,
             transform=transform,
             metrics=metrics,
-            stopwatch=Stopwatch(state.accelerator),
+            stopwatch=stopwatch,
             after_step=lambda _: False,
         )
-        assert made == 3
+        assert made == 5
         assert [s.num_samples for s in metrics.read()] == [8, 8, 3]
+        assert (stopwatch.images, stopwatch.steps) == (19, 3)
+        rates = [0.025 * (1 + math.cos(math.pi * step / 10)) for step in (2, 3, 4)]
+        assert [s.lr for s in metrics.read()] == pytest.approx(rates)
+        assert [g["lr"] for g in state.optimizer.param_groups] == pytest.approx([rates[-1]] * 2)
         weights.append([p.detach().clone() for p in state.module.parameters()])
     for whole, accumulated in zip(*weights, strict=True):
         torch.testing.assert_close(accumulated, whole, rtol=1e-6, atol=1e-6)
 
 
-def test_drop_path_and_dropout_depend_on_update_and_micro_step_alone() -> None:
-    samples = make_samples(6)
-    losses = []
+def test_dropout_is_a_function_of_seed_update_micro_step_and_rank() -> None:
+    """It does not depend on the state of torch's generator, which an interrupted run has lost."""
+    samples, places = make_samples(6), [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(30, CLASSES))
+    state, losses = make_state(model), []
+    state.task.register_forward_hook(lambda *call: losses.append(call[-1]["loss"].item()))
     for noise in (0, 17):
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(30, CLASSES))
-        state = make_state(model)
-        torch.manual_seed(noise)  # a state that an interrupted run would not have
-        first = [
-            train_step(state, split(samples, [3, 3]), 6, update, transform)[0] for update in (0, 1)
-        ]
-        losses.append(torch.stack(first))
-    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
+        torch.manual_seed(noise)
+        for state.seed, update, rank in places:
+            backward(state, [samples, samples], 12, update, transform, rank=rank)
+    assert losses[:8] == losses[8:]
+    assert len(set(losses)) == 8
+
+
+def test_the_transform_is_given_update_micro_step_and_rank() -> None:
+    given = []
+
+    def record(images: Tensor, labels: Tensor, **place: int) -> tuple[Tensor, Tensor]:
+        given.append(place)
+        return transform(images, labels)
+
+    backward(make_state(make_model()), split(make_samples(5), [2, 2, 1]), 5, 7, record, rank=3)
+    assert given == [{"update": 7, "micro_step": n, "rank": 3} for n in range(3)]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -158,8 +176,9 @@ def test_ema_is_the_running_average_of_the_weights_after_each_update(compiled: b
     torch.testing.assert_close(state.ema.module[1].weight.double(), average, rtol=1e-6, atol=1e-7)
 
 
-def test_nonfinite_update_changes_nothing_and_stops_the_run() -> None:
-    state = make_state(make_model())
+@pytest.mark.parametrize("name", ["adamw", "nadamw"])  # the second cannot skip on the device
+def test_nonfinite_update_changes_nothing_and_stops_the_run(name: str) -> None:
+    state = make_state(make_model(), optim=dataclasses.replace(OPTIM, name=name))
     metrics = StepMetrics(max_nonfinite=1)
     images, labels = make_samples(5)
     broken = images.clone()

@@ -229,7 +229,7 @@ def test_sampled_neighborhoods_train(tmp_path, monkeypatch):
 @pytest.mark.data
 @pytest.mark.parametrize("loader", ["cluster", "full"])
 def test_train_graph_on_two_processes(datasets, tmp_path, loader):
-    """Process 0 alone writes, and a loader that cannot be shared ends in one line."""
+    """Only process 0 writes, and a loader that cannot be shared ends in one line."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     command += ["-m", "scripts.train_graph", *write_config(tmp_path, loader=loader)]
     command += [f"data.root={datasets}", "data.num_parts=13", "data.parts_per_step=5"]

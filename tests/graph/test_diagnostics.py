@@ -134,7 +134,7 @@ def test_layer_profile_reads_sparse_features(graph):
 def test_layer_profile_gradients_equal_autograd(graph):
     x, edge_index = graph
     torch.manual_seed(1)
-    model = create_model("deep_gat", 5, 4, 3, 3, norm="lipschitznorm").double()
+    model = create_model("deep_gat", 5, 4, 3, 3, norm="lipschitznorm", heads=2).double()
     y, mask = torch.randint(3, (NODES,)), torch.arange(NODES) < 4
     profile = layer_profile(model, x, edge_index, y, mask)
     assert model.training
@@ -154,6 +154,8 @@ def test_layer_profile_gradients_equal_autograd(graph):
     assert gradient_norms(model) == pytest.approx(profile["gradient_norm"])
     assert profile["distance_from_mean"][0] == pytest.approx(distance_from_mean(state).item())
     assert all(spread <= 2 / 4 for spread in profile["score_spread"])  # |scores| <= 1 / att_norm
+    for layer, bound in zip(model.layers, profile["attention_bound"], strict=True):
+        assert bound == max(gat_attention_bound(layer.conv, edge_index, NODES).tolist())
 
 
 def test_states_of_every_scale_are_compared():

@@ -47,6 +47,12 @@ def test_a_seed_gives_the_same_mask_again_and_the_next_call_another_one():
     assert not torch.equal(first, second)
 
 
+def test_dropout_in_place_changes_its_input():
+    x = torch.ones(101, 13)
+    assert Dropout(0.5, inplace=True)(x) is x
+    assert set(x.unique().tolist()) == {0.0, 2.0}
+
+
 def test_dropout_of_a_sparse_matrix_is_that_of_its_stored_elements():
     silence_beta_notice()
     dense = torch.randn(101, 13).relu()

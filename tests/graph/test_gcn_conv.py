@@ -124,7 +124,13 @@ def test_an_index_out_of_range_and_a_pair_of_inputs_are_refused():
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     "kwargs",
-    [{}, {"shared_weights": False}, {"cached": True}, {"add_self_loops": False}],
+    [
+        {},
+        {"shared_weights": False},
+        {"cached": True},
+        {"add_self_loops": False},
+        {"normalize": False},
+    ],
     ids=str,
 )
 def test_gcnii_has_the_values_and_gradients_of_pyg(kwargs, shared):

@@ -179,7 +179,7 @@ def test_failing_compiler_or_cache_gives_one_warning_and_equal_results(
 
 
 def warnings(caplog) -> list:
-    """Return the warnings alone: whoever ran before may have asked for the notes of the build."""
+    """Return only the warnings, because an earlier test may have switched on the build's notes."""
     return [record for record in caplog.records if record.levelname == "WARNING"]
 
 

@@ -42,7 +42,7 @@ def test_center_norm_gradients():
 
 
 def test_training_gradients_equal_the_matrix_for_any_gain_and_bias():
-    """Gains from 0 up, some too small beside the bias to find the input from the output."""
+    """Some gains are 0, or too small for the bias to recover the input from the output."""
     torch.manual_seed(0)
     norm = CenterNorm(11).train()
     with torch.no_grad():

@@ -71,7 +71,7 @@ def mixing(tau: float, mix: float, table: float) -> ContractiveResidual:
 def test_the_largest_jacobian_that_ascent_finds_is_below_one(tau, table):
     """The stated divisor is that of Theorem 31, and the residual is attacked at a = 1 too."""
     torch.manual_seed(0)
-    for mix in (0.6, 7.0):  # the second stands for 1
+    for mix in (0.6, 7.0):  # a mix of 7 counts as 1
         residual = mixing(tau, mix, table)
         domain = Domain(size=(2, 3), channels=11)
         stated = lipschitz_bound(residual, domain).value
@@ -86,7 +86,7 @@ def test_the_largest_jacobian_that_ascent_finds_is_below_one(tau, table):
             (gradient,) = torch.autograd.grad(norm, x)
             x = (x + 0.05 * gradient / gradient.norm().clamp_min(1e-9)).detach().requires_grad_()
         assert largest <= stated
-        # The channels that are kept reach the constant, so look at the others alone.
+        # The channels that are kept reach the constant, so look only at the others.
         own = torch.autograd.functional.jacobian(residual, x)[..., 5:, :, :, :, 5:]
         assert torch.linalg.matrix_norm(own.reshape(36, 36), 2) <= stated
 

@@ -198,7 +198,7 @@ def test_a_model_without_lipschitz_layers_is_refused():
 
 
 class LowRank(Linear):
-    """A layer with an adapter beside its weight, as of LoRA."""
+    """A linear layer with an adapter next to its weight, as in LoRA."""
 
     def forward(self, input, act_before=False, output_scale=None):
         """Add to the layer's output."""

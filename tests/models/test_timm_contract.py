@@ -114,7 +114,7 @@ def test_default_cfgs(models_tests, tag):
     getattr(models_tests, f"test_model_default_cfgs{suffix}")(tag, 1, "meta")
 
 
-@pytest.mark.parametrize("name", slow_but_smallest(MODELS))
+@pytest.mark.parametrize("name", slow_but_smallest(name for name in MODELS if name not in NANO))
 def test_pruned_models_have_no_unused_parameters(models_tests, name):
     models_tests.test_prune_intermediate_layers_params_used(name)
 

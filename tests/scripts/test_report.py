@@ -341,7 +341,7 @@ def test_monitor_records_become_curves(run: Path, tmp_path: Path) -> None:
     first, last = drawings["sigma_by_layer"].figure.axes[0].lines
     assert list(first.get_ydata()) == [4, 3, 2, 1]
     assert list(last.get_ydata()) == pytest.approx([6.8, 5.1, 3.4, 1.7])
-    # beside a run that was not watched it keeps its color and its name
+    # next to a run that was not watched it keeps its color and its name
     both = {drawing.name: drawing for drawing in monitor_curves(read_runs([run, watched]))}
     (axes,) = both["sigma_over_time"].figure.axes
     assert [line.get_color() for line in axes.lines] == [SERIES[1]]

@@ -25,7 +25,7 @@ ROWS = len(BODIES) + 3 * 3
 
 
 def fake(cell: Cell) -> dict:
-    """Return results that depend on the cell alone; plain fails at high rates."""
+    """Return results that depend only on the cell; plain fails at high rates."""
     fails = cell.body == "plain" and cell.lr > 1e-3
     final = None if fails else 1.0 + 0.01 * list(BODIES).index(cell.body)
     signals = [{"update": u, "entropy": [0.9, 0.8], "sec": [0.5, 0.6]} for u in (0, 1, 10)]
