@@ -164,3 +164,23 @@ def test_a_gat_with_edge_features_has_no_bound():
     layer = LipschitzGATConv(5, 3, edge_dim=2, score_norm=None)
     with pytest.raises(UnknownModuleError, match="no edge features"):
         lipschitz_bound(layer, graph_domain(edges, 3, radius=0.01))
+
+
+def test_a_domain_keeps_the_edges_with_which_it_was_made():
+    """The norm of the adjacency is that of the star, and not of what its tensor holds later."""
+    star = torch.stack([torch.zeros(NODES - 1).long(), torch.arange(1, NODES)])
+    conv = GCNConv(3, 2).double()
+    expected = lipschitz_bound(conv, graph_domain(star.clone(), NODES)).log10
+    domain = graph_domain(star, NODES)
+    star.zero_()
+    assert lipschitz_bound(conv, domain).log10 == expected
+    assert lipschitz_bound(conv, graph_domain(star, NODES)).log10 < expected - 0.1
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [torch.tensor([0, 1]), torch.ones(2, 3), torch.ones(3, 2).long(), torch.eye(2).to_sparse()],
+)
+def test_edges_of_another_form_are_refused_in_one_sentence(edges):
+    with pytest.raises(ValueError, match=r"use sources and targets, \[2, E\], as a dense tensor"):
+        graph_domain(edges, NODES)

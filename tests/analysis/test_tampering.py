@@ -425,7 +425,10 @@ class Tripled(torch.Tensor):
 def test_weights_that_are_no_real_tensors_are_refused():
     own = nn.Linear(3, 3)
     own.weight = nn.Parameter(torch.eye(3).as_subclass(Tripled), requires_grad=False)
-    for layer in (own, nn.Linear(3, 3, dtype=torch.complex64), nn.Linear(3, 3, device="meta")):
+    sparse = nn.Linear(3, 3)
+    sparse.weight = nn.Parameter(torch.eye(3).to_sparse())
+    others = (nn.Linear(3, 3, dtype=torch.complex64), nn.Linear(3, 3, device="meta"))
+    for layer in (own, sparse, *others):
         with pytest.raises(UnknownModuleError, match="no ordinary tensor of real numbers"):
             lipschitz_bound(layer, TOKENS)
 

@@ -86,13 +86,14 @@ def graph_domain(edge_index: Tensor, num_nodes: int, radius: float = math.inf) -
     """Return the domain of the features of one graph.
 
     Args:
-        edge_index: [2, E]: sources and targets, in 0..num_nodes - 1.
+        edge_index: [2, E]: sources and targets, integers in 0..num_nodes - 1. They are copied, so
+            the domain stays as it is if they are changed in place.
         num_nodes: Number of nodes V, at least 1.
         radius: Largest 2-norm of the features of a node. Only attention on raw values or raw scores
             needs it.
 
     Raises:
-        ValueError: If `num_nodes` is less than 1.
+        ValueError: If `num_nodes` is less than 1, or `edge_index` is no dense [2, E] of integers.
         IndexError: If an index is not that of a node.
 
     Example:
@@ -106,7 +107,13 @@ def graph_domain(edge_index: Tensor, num_nodes: int, radius: float = math.inf) -
     """
     if num_nodes < 1:
         raise ValueError(f"num_nodes={num_nodes} must be at least 1")
-    edges = SortedEdges(edge_index, num_nodes)
+    dense = edge_index.layout is torch.strided and edge_index.dim() == 2 and len(edge_index) == 2
+    if not dense or edge_index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"edge_index is {edge_index.dtype} of shape {tuple(edge_index.shape)} "
+            f"({edge_index.layout}): use sources and targets, [2, E], as a dense tensor of integers"
+        )
+    edges = SortedEdges(edge_index.clone(), num_nodes)
     assert edges.csr.num_edges == edge_index.shape[1]  # sorting checks the range of the indices
     return GraphDomain(size=(num_nodes,), radius=radius, edges=edges)
 

@@ -4,6 +4,7 @@ from inspect import getattr_static
 from types import FunctionType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations, parametrize
@@ -89,7 +90,8 @@ def _unusual_tensor(module: nn.Module) -> str | None:
         *module.named_buffers(recurse=False),
         *((name, value) for name, value in vars(module).items() if isinstance(value, Tensor)),
     ):
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_complex() or tensor.is_meta:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_complex() or tensor.is_meta:
             return f"its {name!r} is no ordinary tensor of real numbers"
         if tensor.numel() == 0:
             return f"its {name!r} of shape {tuple(tensor.shape)} is empty"
