@@ -85,21 +85,35 @@ class WeightedResidual(nn.Module):
             ValueError: If `drop_path` is outside [0, 1), or `init_value` is not finite.
         """
         super().__init__()
-        check_drop_path("drop_path", drop_path)
         if not math.isfinite(init_value):
             raise ValueError(f"init_value={init_value} must be finite")
         self.init_value = init_value
-        self.drop_path = drop_path
-        # A number would be a constant of compiled kernels, which blocks could then not share.
-        keep_rate = torch.empty((), device=device) if drop_path > 0.0 else None
-        self.register_buffer("keep_rate", keep_rate, persistent=False)
         self.residual_scale = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.drop_path = drop_path
         self.branch = branch
         self.reset_parameters()
+
+    @property
+    def drop_path(self) -> float:
+        """Drop path rate. It can be set at any time, for example to raise it during a training."""
+        return self._drop_path
+
+    @drop_path.setter
+    def drop_path(self, rate: float) -> None:
+        check_drop_path("drop_path", rate)
+        self._drop_path = rate
+        # A number would be a constant of compiled kernels, which blocks could then not share.
+        keep_rate = torch.empty((), device=self.residual_scale.device) if rate > 0.0 else None
+        self.register_buffer("keep_rate", keep_rate, persistent=False)
+        self.init_non_persistent_buffers()
 
     def reset_parameters(self) -> None:
         """Set every channel's weight to its initial value, and fill the buffer of drop path."""
         nn.init.constant_(self.residual_scale, self.init_value)
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        """Fill the buffer of drop path; timm calls this after `to_empty`."""
         if self.keep_rate is not None:
             nn.init.constant_(self.keep_rate, 1.0 - self.drop_path)
 

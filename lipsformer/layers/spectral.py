@@ -10,6 +10,8 @@ from lipsformer.layers._checks import check_positive
 from lipsformer.layers._precision import finite_or_zero, power_of_two, without_autocast
 from lipsformer.layers.conv import DepthwiseConv2d
 
+_WITH_WEIGHT = (nn.Linear, nn.Conv2d, DepthwiseConv2d)
+
 
 @without_autocast
 def largest_singular_value(weight: Tensor) -> Tensor:
@@ -89,6 +91,9 @@ def spectral_init_modules_(module: nn.Module, zero_conv_bias: bool = True) -> No
         module: Searched with all its descendants.
         zero_conv_bias: False leaves the biases of convolutions as they are.
 
+    Raises:
+        TypeError: If a weight is computed from other parameters. Nothing has been changed then.
+
     Example:
         >>> import torch
         >>> from lipsformer.layers import spectral_init_modules_
@@ -97,11 +102,28 @@ def spectral_init_modules_(module: nn.Module, zero_conv_bias: bool = True) -> No
         >>> linear.bias.tolist()
         [0.0, 0.0]
     """
+    require_own_weights(module)
     for layer in module.modules():
-        if isinstance(layer, (nn.Linear, nn.Conv2d, DepthwiseConv2d)):
+        if isinstance(layer, _WITH_WEIGHT):
             spectral_init_(layer.weight)
             if layer.bias is not None and (zero_conv_bias or isinstance(layer, nn.Linear)):
                 nn.init.zeros_(layer.bias)
+
+
+def require_own_weights(module: nn.Module) -> None:
+    """Raise unless `spectral_init_modules_` can write to all weights.
+
+    Raises:
+        TypeError: If a weight is computed from other parameters, so that the next call would
+            overwrite it.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, _WITH_WEIGHT) and "weight" not in layer._parameters:
+            raise TypeError(
+                f"the weight of {name or type(layer).__name__} is computed by a parametrization, "
+                "weight norm or pruning, and cannot be initialized: initialize it first and "
+                "register them afterwards"
+            )
 
 
 @without_autocast

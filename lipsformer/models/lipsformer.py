@@ -22,7 +22,7 @@ from lipsformer.layers import (
     apply_linear,
     spectral_init_modules_,
 )
-from lipsformer.layers._checks import check_drop_path
+from lipsformer.layers._checks import check_count, check_drop_path
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._fused import computed_at, in_one_call
 from lipsformer.models._timm import TimmInterface
@@ -104,11 +104,15 @@ class Mlp(nn.Module):
 
         Args:
             dim: Number of channels C.
-            hidden_dim: Width between the layers.
+            hidden_dim: Width between the layers, at least 1.
             drop: Dropout probability after the second layer.
             **dd: `device` and `dtype` of the parameters.
+
+        Raises:
+            ValueError: If `hidden_dim` is below 1.
         """
         super().__init__()
+        check_count("hidden_dim", hidden_dim)
         self.fc1 = Linear(dim, hidden_dim, **dd)
         self.fc2 = Linear(hidden_dim, dim, **dd)
         self.drop = nn.Dropout(drop)
@@ -323,6 +327,7 @@ class LipsFormer(TimmInterface):
         embed = ConvStem if stem == "conv" else PatchEmbed
         self.patch_embed = embed(patch_size, in_chans, embed_dim, **dd)
         num_blocks = sum(depths)
+        check_count("sum(depths)", num_blocks)
         if residual_scale is None:
             residual_scale = 1.0 / num_blocks
         drop_paths = [drop_path_rate * i / max(num_blocks - 1, 1) for i in range(num_blocks)]
@@ -399,6 +404,9 @@ def _check_settings(
         raise ValueError(f"weight_init must be '', 'unit_norm' or 'skip', got {weight_init!r}")
     if stem not in ("patch", "conv"):
         raise ValueError(f"stem must be 'patch' or 'conv', got {stem!r}")
+    if not isinstance(patch_size, int):
+        raise ValueError(f"patch_size={patch_size} must be one integer, because patches are square")
+    check_count("patch_size", patch_size)
     if any(side % patch_size != 0 for side in to_2tuple(img_size)):
         raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
     check_drop_path("drop_path_rate", drop_path_rate)

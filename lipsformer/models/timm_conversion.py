@@ -6,6 +6,8 @@ from typing import Any, Literal, cast
 
 from timm.layers import (
     Attention,
+    LayerNorm,
+    LayerNormFp32,
     LayerScale,
     Mlp,
     register_notrace_module,
@@ -22,6 +24,8 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from lipsformer.layers import CenterNorm, attend_in_windows, spectral_init_modules_
+from lipsformer.layers._hooks import has_hooks
+from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models.folded_layers import FrozenLinear
 from lipsformer.models.folding import (
@@ -35,6 +39,9 @@ from lipsformer.models.lipsformer_swin import fold_patch_merging
 
 # The registered name of all converted models, whose argument `original` names timm's model.
 CONVERTED = "converted_to_lipsformer"
+# The norms that CenterNorm can replace. Their subclasses may normalize something else, as timm's
+# LayerNorm2d does, whose channels come first.
+NORMS = (nn.LayerNorm, LayerNorm, LayerNormFp32)
 
 
 def _attend_in_one_row(qkv: Tensor, attention: nn.Module, bias: Tensor | None = None) -> Tensor:
@@ -227,6 +234,8 @@ def convert(
         raise ValueError(f"residual_scale={residual_scale} must be finite")
     make_core(attn, 1, 0.0, **options)  # raises if a number is out of range
     _check_convertible(model)
+    if spectral_init:
+        require_own_weights(model)
     blocks = _blocks(model)
     keep = not spectral_init
     keeps_scales = keep and residual_scale is None
@@ -306,11 +315,19 @@ def _check_convertible(model: nn.Module) -> None:
     require_single_use(model, "is not converted")
     if getattr(model, "attn_pool", None) is not None:
         raise TypeError("attention pooling is not converted: use global_pool='avg' or 'token'")
+    of_blocks = {norm for block in _blocks(model) for norm in (block.norm1, block.norm2)}
     for name, module in model.named_modules():
-        if "norm" in type(module).__name__.lower() and not isinstance(module, nn.LayerNorm):
-            raise TypeError(f"{name} is a {type(module).__name__}: only LayerNorm is converted")
+        kind = type(module)
+        is_norm = isinstance(module, nn.LayerNorm) or "norm" in kind.__name__.lower()
+        if (is_norm or module in of_blocks) and kind not in NORMS:
+            raise TypeError(
+                f"{name} is a {kind.__name__}: only LayerNorm over the channels of tokens, in the "
+                "last dimension, is converted"
+            )
         if isinstance(module, nn.LayerNorm) and module.weight is None:
             raise TypeError(f"{name} is a LayerNorm without gains, which is not converted")
+        if (kind in NORMS or kind in (Attention, WindowAttention)) and has_hooks(module):
+            raise TypeError(f"{name} has hooks, which would be lost: register them after convert")
 
 
 def _layer_scale(norm: nn.LayerNorm, value: float) -> nn.Module:

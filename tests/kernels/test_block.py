@@ -87,7 +87,7 @@ def test_has_the_bits_of_the_modules(kind, size, dtype, rate):
     """So that a hook, which needs the modules, does not change a run."""
     block = make(kind)
     for residual in _fused.residuals(block):
-        residual.drop_path, residual.keep_rate = rate, torch.tensor(1.0 - rate)
+        residual.drop_path = rate
     x, upstream = (tensor.to(dtype) for tensor in maps(size))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         assert _fused.cpu_arrangement(block, x) is not None

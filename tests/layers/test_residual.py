@@ -85,6 +85,30 @@ def test_drop_path_drops_whole_samples_and_keeps_the_mean():
     assert kept.float().mean().item() == pytest.approx(0.6, abs=0.04)
 
 
+@pytest.mark.parametrize("first", [0.0, 0.9])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_drop_path_can_be_set_during_a_training(first, compiled):
+    torch.manual_seed(0)
+    residual = WeightedResidual(nn.Identity(), 3, 1.0, drop_path=first).train()
+    apply = torch.compile(residual, backend="eager") if compiled else residual
+    x = torch.ones(4000, 3)
+    apply(x)
+    for rate in (0.4, 0.0):
+        residual.drop_path = rate
+        with torch.no_grad():
+            added = (apply(x) - x)[:, 0]
+        kept = added > 0
+        torch.testing.assert_close(added, kept / (1.0 - rate))
+        assert kept.float().mean().item() == pytest.approx(1.0 - rate, abs=0.04)
+
+
+def test_drop_path_that_is_set_out_of_range_is_refused():
+    residual = WeightedResidual(nn.Identity(), 3, 1.0, drop_path=0.1)
+    with pytest.raises(ValueError, match=r"drop_path=1.0 must be in \[0, 1\)"):
+        residual.drop_path = 1.0
+    assert residual.drop_path == 0.1
+
+
 def test_drop_path_is_off_in_evaluation():
     residual = WeightedResidual(nn.Identity(), 3, 1.0, drop_path=0.9).eval()
     x = torch.ones(50, 3)

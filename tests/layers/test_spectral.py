@@ -2,8 +2,14 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
 
-from lipsformer.layers import largest_singular_value, spectral_init_
+from lipsformer.layers import (
+    largest_singular_value,
+    spectral_init_,
+    spectral_init_modules_,
+)
 from lipsformer.layers.spectral import SpectralScale, clip_singular_values
 
 SHAPES = [(7, 5), (5, 7), (11, 1, 7, 7), (13, 3, 4, 4), (384, 96)]
@@ -37,6 +43,25 @@ def test_spectral_init_is_xavier_normal_up_to_scale():
 def test_spectral_init_on_meta_keeps_the_tensor():
     weight = torch.empty(5, 7, device="meta")
     assert spectral_init_(weight) is weight
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        parametrizations.weight_norm,
+        torch.nn.utils.spectral_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    ],
+)
+def test_weights_that_are_computed_from_others_are_refused_unchanged(register):
+    """The values would be overwritten at the next call."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    register(model[1])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(TypeError, match=r"the weight of 1 is computed by a parametrization"):
+        spectral_init_modules_(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_vectors_are_refused():

@@ -169,6 +169,10 @@ def test_features_only_returns_the_stages_outputs(name):
     ("kwargs", "message"),
     [
         ({"img_size": 30}, "img_size=30 is not a multiple of patch_size=4"),
+        ({"patch_size": (4, 4)}, r"patch_size=\(4, 4\) must be one integer"),
+        ({"patch_size": 0}, "patch_size=0 must be at least 1"),
+        ({"mlp_ratio": 0.001}, "hidden_dim=0 must be at least 1"),
+        ({"depths": (0,)}, r"sum\(depths\)=0 must be at least 1"),
         ({"weight_init": "jax"}, "weight_init must be '', 'unit_norm' or 'skip', got 'jax'"),
         ({"value_scale": 2.0, "official_compat": True}, "value_scale=2.0 has no effect"),
         ({"logit_scale": 0.0}, r"logit_scale=0.0 must be in \(0, 100\]"),

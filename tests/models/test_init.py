@@ -6,6 +6,7 @@ import math
 import pytest
 import timm
 import torch
+from timm.models._manipulate import reinit_non_persistent_buffers
 from torch import nn
 
 import lipsformer  # noqa: F401  (registers)
@@ -98,6 +99,23 @@ def test_meta_then_init_equals_direct_creation(name):
     assert_equal_tensors(model, direct)
     images = torch.randn(2, 3, 32, 48)
     torch.testing.assert_close(model.eval()(images), direct.eval()(images), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_meta_then_load_equals_the_source_once_timm_fills_the_buffers(name):
+    """`keep_rate` is read by the compiled model only."""
+    source = create(name, drop_path_rate=0.4)
+    model = create(name, drop_path_rate=0.4, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(0 if not tensor.is_floating_point() else math.nan)
+    model.load_state_dict(source.state_dict())
+    reinit_non_persistent_buffers(model)
+    assert_equal_tensors(model, source)
+    for (name, found), (_, expected) in zip(
+        model.named_buffers(), source.named_buffers(), strict=True
+    ):
+        assert torch.equal(found, expected), name
 
 
 @pytest.mark.parametrize("name", NAMES)

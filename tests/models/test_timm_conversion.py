@@ -1,7 +1,8 @@
 import pytest
 import timm
 import torch
-from timm.layers import LayerScale, SwiGLU
+from timm.layers import LayerNorm2d, LayerScale, SwiGLU
+from torch.nn.utils import prune
 
 import lipsformer
 from lipsformer.layers import CenterNorm
@@ -168,6 +169,57 @@ def test_models_with_shared_modules_are_refused_unchanged(kind, place):
     assert str(model) == text
     for key, value in model.state_dict().items():
         assert value.equal(before[key])
+
+
+class Stem(torch.nn.Module):
+    """A stem of convolutions whose norm has the channels first."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = torch.nn.Conv2d(3, 8, 4, 4), LayerNorm2d(8)
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+def stem(model):
+    model.patch_embed.backbone = Stem()
+
+
+def identity(model):
+    model.blocks[1].norm2 = torch.nn.Identity()
+
+
+def hooked_norm(model):
+    model.norm.register_forward_hook(lambda *_: None)
+
+
+def hooked_attention(model):
+    model.blocks[0].attn.register_forward_pre_hook(lambda *_: None)
+
+
+def pruned(model):
+    prune.l1_unstructured(model.blocks[0].mlp.fc1, "weight", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (stem, "patch_embed.backbone.norm is a LayerNorm2d: only LayerNorm over the channels of"),
+        (identity, "blocks.1.norm2 is a Identity: only LayerNorm over"),
+        (hooked_norm, "^norm has hooks, which would be lost: register them after convert"),
+        (hooked_attention, "blocks.0.attn has hooks, which would be lost"),
+        (pruned, "the weight of blocks.0.mlp.fc1 is computed by a parametrization"),
+    ],
+)
+def test_models_that_would_compute_something_else_are_refused_unchanged(change, message):
+    small = {"img_size": 32, "embed_dim": 8, "depth": 2, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", **small)
+    change(model)
+    text = str(model)
+    with pytest.raises(TypeError, match=message):
+        lipsformer.convert(model)
+    assert str(model) == text
 
 
 def test_gated_mlps_are_refused():
