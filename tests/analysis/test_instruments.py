@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -17,10 +18,12 @@ from lipsformer.analysis.bounds import (
 from lipsformer.analysis.conv_norms import conv_sigma_bound
 from lipsformer.analysis.instruments import (
     BoundCheck,
+    BoundExceededError,
     Monitor,
     Orthogonal,
     SpectralCap,
     UpdateLimit,
+    bound_check,
 )
 from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma_estimate, operators
 from lipsformer.engine.distributed import make_accelerator
@@ -340,6 +343,26 @@ CIRCULAR = nn.Conv2d(4, 6, 2, 2, padding=1, padding_mode="circular")
 def test_arguments_out_of_range_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make(nn.Linear(3, 5))
+
+
+def test_every_second_record_has_the_bound():
+    records = []
+    model, domain = nn.Linear(3, 5), Domain(size=())
+    monitor = Monitor(
+        model, lambda *record: records.append(record), every=2, domain=domain, bound_every=2
+    )
+    for step in range(8):
+        monitor.before_step(step)
+        monitor.after_step(step)
+    found = [(step, "bound_log10" in record) for step, record in records]
+    assert found == [(1, True), (3, False), (5, True), (7, False)]
+
+
+def test_a_bound_that_is_no_number_exceeds_every_limit(monkeypatch):
+    unknown = SimpleNamespace(log10=math.nan)
+    monkeypatch.setattr(bound_check, "gathered_bound", lambda *_: unknown)
+    with pytest.raises(BoundExceededError, match="above the limit 1e\\+30"):
+        BoundCheck({"raw": nn.Identity()}, Domain(size=()), limit=1e30).before_eval()
 
 
 @pytest.mark.dist

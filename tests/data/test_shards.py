@@ -208,6 +208,11 @@ def edit_index(split, **changes):
     (split / "index.json").write_text(json.dumps(index | changes))
 
 
+def edit_places(split, **changes):
+    with np.load(split / "shard-00001.npz") as places:
+        np.savez(split / "shard-00001.npz", **{**places, **changes})
+
+
 def leave_the_folder(split):
     text = (split / "index.json").read_text()
     (split / "index.json").write_text(text.replace("shard-00001.tar", "../other/shard-00001.tar"))
@@ -220,7 +225,9 @@ def leave_the_folder(split):
         (lambda split: (split / "index.json").write_text("{}"), r"index.json is damaged"),
         (lambda split: (split / "index.json").write_text("[1]"), r"index.json is damaged"),
         (lambda split: edit_index(split, images=7), r"24 images, 7 in index.json; remove the"),
-        (lambda split: edit_index(split, classes=["a"]), r"outside of the 1 classes; remove the"),
+        (lambda split: edit_index(split, classes=["a", "b"]), r"outside of the 2 classes; remove"),
+        (lambda split: edit_places(split, labels=np.full(5, -1)), r"outside of the 3 classes"),
+        (lambda split: edit_places(split, sizes=np.ones(3)), r"1.npz is damaged: .* differ in len"),
         (leave_the_folder, r"'../other/shard-00001.tar' is not the bare name of a file"),
         (lambda split: (split / "shard-00001.npz").unlink(), r"shard-00001.npz is missing"),
         (lambda split: (split / "shard-00001.npz").write_bytes(b"PK"), r"1.npz is damaged: .*; `"),

@@ -27,6 +27,7 @@ def test_folder_equals_torchvisions_order(tmp_path):
     nested = tmp_path / "10" / "deeper"
     nested.mkdir()
     Image.new("RGB", (5, 3)).save(nested / "a.JPG")
+    (tmp_path / "B" / "linked").symlink_to(nested)
     (tmp_path / "2" / "notes.txt").write_text("no image")
     source, expected = FolderSource(tmp_path), ImageFolder(str(tmp_path))
     assert source.classes == tuple(expected.classes) == ("10", "2", "B", "b é")

@@ -16,10 +16,15 @@ from safetensors.torch import load_file
 from timm.utils import CheckpointSaver
 from torch import nn
 
+from lipsformer._configfile import read_config
+from lipsformer._errors import ConfigError
+from lipsformer.config import Config
 from lipsformer.engine.checkpoint import CheckpointFolder
+from lipsformer.engine.resume import find_start
 from lipsformer.engine.run_files import MODEL, CheckpointError, find_fault
 from lipsformer.engine.run_folder import find_weights
 from lipsformer.engine.weights import read_weights, strip_wrappers
+from tests.runs import DIGITS, write_config
 
 STATE = {"updates_per_epoch": 5, "history": [], "best": None}
 
@@ -111,6 +116,15 @@ def test_a_damaged_newest_is_named_and_the_one_before_is_used(
     again = save(folder, 10)
     assert find_fault(again) is None
     assert torch.equal(load_file(again / MODEL)["w"], torch.full((1000,), 10.0))
+
+
+def test_a_damaged_checkpoint_that_is_named_is_not_continued(tmp_path: Path) -> None:
+    damaged = save(CheckpointFolder(tmp_path / "checkpoints"), 5)
+    truncate(damaged)
+    path = write_config(tmp_path, DIGITS, tmp_path / "out")
+    config = read_config(Config, path, [f"run.resume={damaged}"])
+    with pytest.raises(ConfigError, match=r"not a usable checkpoint: model.safetensors has 4071 b"):
+        find_start(config)
 
 
 def test_an_unfinished_save_is_invisible(tmp_path: Path) -> None:
