@@ -58,12 +58,13 @@ def difference_bounds(bound: Bound, num_logits: int) -> Tensor:
     if bound.last is None:
         largest = outward(math.sqrt(2.0) * bound.value)
         return torch.full((num_logits, num_logits), largest, dtype=torch.float64)
-    log10, weight = bound.last[:2]
-    _require_rows(weight, num_logits)
-    if log10 == -math.inf:  # all logits are constant
+    last = bound.last
+    _require_rows(last.weight, num_logits)
+    if last.log10 == -math.inf:  # all logits are constant
         return torch.zeros(num_logits, num_logits, dtype=torch.float64)
-    before = power_of_ten(bound.log10 - log10 + 2.0**-50 * (abs(bound.log10) + abs(log10)))
-    return row_distances(weight) * before * OUTWARD
+    rounding = 2.0**-50 * (abs(bound.log10) + abs(last.log10))
+    before = power_of_ten(bound.log10 - last.log10 + rounding)
+    return row_distances(last.weight) * before * OUTWARD
 
 
 def _require_rows(weight: Tensor, num_logits: int) -> None:

@@ -128,15 +128,14 @@ class LocalAttention:
         """
         tau = attention.tau()
         tau = torch.as_tensor(tau, dtype=qkv.dtype).flatten().expand(attention.num_heads)
-        nu = attention.value_scale
-        raw = nu is None
         self.tau = tau
         self.num_tokens = qkv.shape[-2]
         self.query = Normalized.of(qkv[0], real, attention.eps)
         self.key = Normalized.of(qkv[1], real, attention.eps)
-        self.value = Normalized.of(
-            qkv[2], real, None if raw else attention.eps, 1.0 if raw else float(nu)
-        )
+        if attention.value_scale is None:  # raw values
+            self.value = Normalized.of(qkv[2], real, eps=None)
+        else:
+            self.value = Normalized.of(qkv[2], real, attention.eps, float(attention.value_scale))
         self.sigma = gram_sigma_bound(weight)
         weight = _without_silent_inputs(weight)
         q, k, v = self.query.values, self.key.values, self.value.values

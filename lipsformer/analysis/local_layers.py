@@ -74,9 +74,8 @@ def linear_layer(function: Callable[[Tensor], Tensor], x: Tensor, matrix: Tensor
 
 def gelu_slope(x: Tensor) -> Tensor:
     r"""Return :math:`GELU'(x) = \Phi(x) + x \varphi(x)`."""
-    return 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))) + x * torch.exp(-0.5 * x * x) / math.sqrt(
-        2.0 * math.pi
-    )
+    distribution = 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    return distribution + x * torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
 
 
 def norm_matrix(norm: nn.Module, dim: int, dtype: torch.dtype) -> Tensor:
@@ -132,7 +131,8 @@ def conv_layer(residual: Any, x: Tensor) -> Layer:
     kernel, size = branch.depthwise.weight, (x.shape[1], x.shape[2])
     sigma = depthwise_sigma_bounds(kernel, size)
     reach = kernel.flatten(1).norm(dim=1)  # an output moves by at most this times the radius
-    first = gelu_slope(hidden := branch.depthwise(x))
+    hidden = branch.depthwise(x)
+    first = gelu_slope(hidden)
     if branch.pointwise is None:
         above = 1.0 + (alpha * first * sigma).abs().flatten(1, 2).amax(1)
         if math.prod(size) <= MAX_WRITTEN_OUT_TOKENS:  # every channel on its own

@@ -35,10 +35,10 @@ class Needs(NamedTuple):
     """What the kernel of an operator needs.
 
     Attributes:
-        backends: "csrc" for our compiled kernels and "onednn" for PyTorch's, which computes float32
-            without autocast only. On its own it also computes bfloat16 for an operator whose
-            `casts` is true. One of them must be available. An empty tuple means that the operator
-            consists of PyTorch's operators.
+        backends: What must be available. ("csrc",) means our compiled kernels. ("onednn",) means
+            PyTorch's oneDNN for float32 without autocast, and for bfloat16 if `casts` is true.
+            ("csrc", "onednn") means oneDNN for float32 without autocast and our kernels otherwise.
+            () means nothing, because the operator consists of PyTorch's operators.
         dtypes: Data types of the first tensor. Under autocast, an operator whose `casts` is true
             sees the type that autocast gives it.
         casts: Whether autocast changes the type of the operator's input.

@@ -198,13 +198,11 @@ class FoldedConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x` ([B, H, W, C])."""
         conv, scale = self.depthwise, self.residual_scale
-        parameters = (conv.weight, conv.bias, *([] if scale is None else [scale]))
+        parameters = [conv.weight, conv.bias] if scale is None else [conv.weight, conv.bias, scale]
         if kernels.usable("depthwise_gelu", x, *parameters, unless=lambda: self._obstacle(x)):
-            return kernels.depthwise_gelu(x, conv.weight, conv.bias, self.residual_scale)
+            return kernels.depthwise_gelu(x, conv.weight, conv.bias, scale)
         y = F.gelu(conv(x))
-        if self.residual_scale is None:
-            return y
-        return torch.addcmul(x, y, self.residual_scale).to(x.dtype)
+        return y if scale is None else torch.addcmul(x, y, scale).to(x.dtype)
 
     def _obstacle(self, x: Tensor) -> str | None:
         if has_hooks(self.depthwise):

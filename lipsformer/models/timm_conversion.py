@@ -349,12 +349,11 @@ def _center_norm(norm: nn.LayerNorm, keep: bool) -> CenterNorm:
 
 def _in_place_of(old: Any, new: nn.Module) -> nn.Module:
     """Give the new module the mode of the old one, and new parameters of attention its freezing."""
+    new.training = old.training
     attention = getattr(new, "attention", None)
     if attention is not None:
+        attention.training = old.training
         attention.requires_grad_(old.qkv.weight.requires_grad)
-    for module in (new, attention):
-        if module is not None:
-            module.training = old.training
     return new
 
 

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import timm
 import torch
@@ -229,3 +231,18 @@ def test_gated_mlps_are_refused():
         TypeError, match="SwiGLU is not converted: gated MLPs multiply two linear maps"
     ):
         lipsformer.convert(model)
+
+
+@torch.no_grad()
+def test_a_swin_block_with_an_attribute_of_vits_blocks_is_converted_as_swin():
+    torch.manual_seed(0)
+    sizes = {"img_size": 24, "window_size": 3, "embed_dim": 14, "depths": (2,), "num_heads": (2,)}
+    model = timm.create_model("swin_tiny_patch4_window7_224", **sizes)
+    named = copy.deepcopy(model)
+    for block in named.layers[0].blocks:
+        block.ls1 = block.ls2 = None  # which nothing in Swin reads
+    images = torch.randn(2, 3, 24, 24)
+    plain, other = (
+        lipsformer.convert(m, spectral_init=False).eval()(images) for m in (model, named)
+    )
+    assert torch.equal(plain, other)
