@@ -317,7 +317,7 @@ def test_runs_side_by_side_show_what_differs(run: Path, tmp_path: Path) -> None:
     assert [row[0] for row in tables["Outcome"]][:3] == ["", "state", "completed updates"]
     assert "out ends at" in text and "&lt;b&gt;$x$|y ends at" in text
     assert "| lr | 0.01 | 0.07 |" in (folder / "report.md").read_text()
-    assert "<b>$x$\\|y" in (folder / "report.md").read_text()
+    assert "&lt;b>$x$\\|y" in (folder / "report.md").read_text()
 
 
 def test_monitor_records_become_curves(run: Path, tmp_path: Path) -> None:
