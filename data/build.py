@@ -348,7 +348,7 @@ def _skipped(data: DataConfig, split: str) -> frozenset[str]:
     try:
         # check-data writes names that are not UTF-8 in the same way
         text = Path(data.skip_list).read_text(encoding="utf-8", errors="surrogateescape")
-        lines = text.splitlines()
+        lines = text.split("\n")  # splitlines would also break at other characters of a name
     except OSError as error:
         raise DataError(f"data.skip_list={data.skip_list!r} cannot be read: {error}") from error
     folder = data_root(data.root) / (data.name or "")

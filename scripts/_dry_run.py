@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from lipsformer._configfile import dump_config
+from lipsformer._errors import ConfigError
 from lipsformer.analysis.cost import count_parameters, part_costs, training_bytes
 from lipsformer.config import Config
 from lipsformer.engine import distributed
@@ -20,7 +21,17 @@ def dry_run(config: Config) -> str:
     config = replace(config, data=replace(config.data, download=False))
     accelerator = distributed.start(config)
     start = find_start(config)
-    text = describe_run(config, assemble(config, accelerator, start))
+    parts = assemble(config, accelerator, start)
+    try:
+        text = describe_run(config, parts)
+    except RuntimeError as error:
+        # torch.OutOfMemoryError on a GPU; on a CPU torch has only a text
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"data.img_size={config.data.img_size} is too large for this machine, whose memory two "
+            "images already exceed: lower it, or choose a smaller model"
+        ) from None
     accelerator.state.destroy_process_group()
     place = f"from {start}" if start else "at update 0"
     return f"{text}\n\nwould start {place}; nothing was written"

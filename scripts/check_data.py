@@ -68,6 +68,12 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
         files = image_files(args.folder)
         if not files:
             raise DataError(f"no image files in {args.folder}")
+        broken = [file for file in files if "\n" in file or "\r" in file]
+        if args.list is not None and broken:
+            raise DataError(
+                f"--list {str(args.list)!r} cannot hold {broken[0]!r}, whose name has a line "
+                "break: rename the file"
+            )
         found = check_files(args.folder, files, args.workers)
     findings = list(tqdm(found, unit="image", disable=not sys.stderr.isatty()))
     unreadable = [finding.file for finding in findings if finding.error is not None]

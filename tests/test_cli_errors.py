@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import save_file
@@ -15,6 +16,7 @@ import train
 from lipsformer._configfile import read_config
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model
+from scripts import _dry_run
 from tests.engine.conftest import fresh_process  # noqa: F401
 from tests.runs import DIGITS, write_config
 
@@ -225,6 +227,16 @@ def test_options_of_many_ranks_need_their_number(
     assert "need --dry-run --world-size" in refused(
         capsys, "--config", str(config), "--dry-run", *options
     )
+
+
+def test_a_dry_run_without_enough_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    monkeypatch.setattr(_dry_run, "part_costs", lambda *_: torch.empty(2**55))
+    error = refused(capsys, "--config", str(config), "--dry-run")
+    assert "data.img_size=16 is too large for this machine" in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_output_folder_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,8 +1,10 @@
 """A full disk and lost records: one line, the right exit code, and nothing lost that was saved."""
 
 import errno
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -147,3 +149,11 @@ def test_a_disk_that_becomes_read_only(
     (disk / "out" / LOCK).unlink()  # its owner is this process, which a real start would find dead
     assert train.main(arguments) == 0
     assert RunFolder(disk / "out").summary() is not None
+
+
+def test_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    write = "from pathlib import Path; from lipsformer._files import write_atomically; "
+    write += f"write_atomically(Path({str(tmp_path / 'config.yaml')!r}), 'name: \\u00fc')"
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", write], env=os.environ | ascii_only, check=True)
+    assert (tmp_path / "config.yaml").read_bytes() == "name: ü".encode()

@@ -272,5 +272,5 @@ def _inline(svg: str, text: str) -> Markup:
 
 
 def _cell(text: str) -> str:
-    """Escape a text for a cell of a Markdown table."""
-    return str(text).replace("|", "\\|").replace("\n", " ")
+    """Escape a text for a cell of a Markdown table, which may hold HTML."""
+    return str(text).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

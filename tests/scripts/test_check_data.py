@@ -111,9 +111,20 @@ def test_wrong_options_end_before_the_work(tree, capsys, option, value):
     assert output.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["two\nlines.png", "two\rlines.png"])
+def test_a_name_that_a_list_cannot_hold_is_refused(tmp_path, capsys, name):
+    root = write_tree(tmp_path / "set", {"a": 1})
+    (root / "a" / name).write_bytes(b"no image")
+    assert main([str(root), "--list", str(tmp_path / "bad")]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot hold {'a/' + name!r}, whose name has a line break" in error
+    assert error.count("\n") == 1 and not (tmp_path / "bad").exists()
+
+
 def test_the_list_is_written_before_the_report_and_holds_any_name(tmp_path, monkeypatch):
     root = write_tree(tmp_path / "set" / "val", {"a": 2})
     (root / "a" / os.fsdecode(b"caf\xe9.jpg")).write_bytes(b"no image")
+    (root / "a" / "two\u2028lines\x85.jpg").write_bytes(b"no image")
     listed = tmp_path / "bad.txt"
 
     def closed(*args, **kwargs):
@@ -122,9 +133,9 @@ def test_the_list_is_written_before_the_report_and_holds_any_name(tmp_path, monk
     with monkeypatch.context() as patch, contextlib.suppress(BrokenPipeError):
         patch.setattr("builtins.print", closed)
         main([str(tmp_path / "set"), "--workers", "1", "--list", str(listed)])
-    assert listed.read_bytes() == b"val/a/caf\xe9.jpg\n"
+    assert listed.read_bytes() == b"val/a/caf\xe9.jpg\nval/a/two\xe2\x80\xa8lines\xc2\x85.jpg\n"
     data = DataConfig(source="folder", root=str(tmp_path / "set"), skip_list=str(listed))
-    with pytest.warns(UserWarning, match="1 images of val are left out"):
+    with pytest.warns(UserWarning, match="2 images of val are left out"):
         assert len(build_eval_dataset(data, classes=None)) == 2
 
 

@@ -25,6 +25,7 @@ from lipsformer.config import Config
 from lipsformer.engine.run_folder import RunFolder
 from scripts.report import main
 from scripts.reporting.figures import confusion_figure, monitor_curves
+from scripts.reporting.pages import _cell
 from scripts.reporting.runs import read_runs
 from scripts.reporting.theme import SERIES
 from scripts.reporting.validation import readable
@@ -316,7 +317,7 @@ def test_runs_side_by_side_show_what_differs(run: Path, tmp_path: Path) -> None:
     assert [row[0] for row in tables["Outcome"]][:3] == ["", "state", "completed updates"]
     assert "out ends at" in text and "&lt;b&gt;$x$|y ends at" in text
     assert "| lr | 0.01 | 0.07 |" in (folder / "report.md").read_text()
-    assert "<b>$x$\\|y" in (folder / "report.md").read_text()
+    assert "&lt;b>$x$\\|y" in (folder / "report.md").read_text()
 
 
 def test_monitor_records_become_curves(run: Path, tmp_path: Path) -> None:
@@ -370,6 +371,11 @@ def test_confusion_figure_has_classes_in_rows_and_shares_as_opacity(run: Path) -
     red[1, 0], red[66, 0] = 1, (1 / 22 / (3 / 26)) ** 0.5
     blue[1], blue[66] = 21 / 26, 21 / 22
     np.testing.assert_allclose(opacity, 0.75 * (red + np.diag(blue)), atol=1e-6)
+
+
+def test_names_are_no_markup_in_a_table_of_markdown() -> None:
+    assert _cell("<img src=x>") == "&lt;img src=x>"  # which Markdown shows as it was
+    assert _cell("a|b\nc") == "a\\|b c"
 
 
 def test_wordnet_numbers_are_shown_as_words() -> None:
