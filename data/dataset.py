@@ -1,5 +1,6 @@
 """Map-style data sets of (uint8 image [H, W, 3], label)."""
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 
@@ -40,6 +41,11 @@ class ImageDataset(Dataset):
         self.transform = transform
         self.classes = tuple(classes) if classes is not None else source.classes
         self.labels = match_classes(source.classes, self.classes)[source.labels]
+
+    @property
+    def labels_sha256(self) -> str:
+        """The SHA-256 sum of all labels, which changes if an image moves to another class."""
+        return hashlib.sha256(self.labels.astype("<i8").tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -110,6 +110,8 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Tr
         normalize=normalize,
         num_train_images=len(train_set),
         num_eval_images=len(val_set),
+        train_labels_sha256=train_set.labels_sha256,
+        eval_labels_sha256=val_set.labels_sha256,
         classes=classes,
         timm_config=description,
         step_share=step_share,

@@ -97,6 +97,7 @@ class TrainingParts:
         eval_batches: This rank's share of the validation data.
         normalize: Turns validation images into inputs.
         num_train_images, num_eval_images: Lengths of the training and the validation set.
+        train_labels_sha256, eval_labels_sha256: Sums of their labels.
         classes: Names of the classes in the order of the labels.
         timm_config: timm's description of the model, as JSON.
         step_share: The share of each device in an optimizer step.
@@ -114,6 +115,8 @@ class TrainingParts:
     normalize: Callable[[Tensor], Tensor]
     num_train_images: int
     num_eval_images: int
+    train_labels_sha256: str
+    eval_labels_sha256: str
     classes: Sequence[str]
     timm_config: str
     step_share: StepShare

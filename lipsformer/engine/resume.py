@@ -206,7 +206,7 @@ def require_same_data(start: Path, state: dict[str, Any], **own: Any) -> None:
         ConfigError: If the state has another value.
     """
     for name, value in own.items():
-        if state.get(name, value) != value:  # older checkpoints lack the numbers of images
+        if state.get(name, value) != value:  # older checkpoints lack all but the classes
             raise ConfigError(
                 f"{start} was made with other data: {name} {state[name]} there, {value} here; "
                 "restore the data, or name another run.output_dir"

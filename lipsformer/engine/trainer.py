@@ -351,6 +351,8 @@ class Trainer:
             "classes": list(self.parts.classes),
             "num_train_images": self.parts.num_train_images,
             "num_eval_images": self.parts.num_eval_images,
+            "train_labels_sha256": self.parts.train_labels_sha256,
+            "eval_labels_sha256": self.parts.eval_labels_sha256,
         }
 
     def _load(self, start: Path) -> int:

@@ -286,6 +286,22 @@ def test_other_numbers_of_images_are_other_data(run, tmp_path: Path) -> None:
     assert run(*data, "train.epochs=2")[0] == 0
 
 
+def test_images_in_other_classes_are_other_data(run, tmp_path: Path) -> None:
+    """The numbers of images and the names of the classes stay."""
+    for split in ("train", "val"):
+        write_tree(tmp_path / "set" / split, {"a": 6, "b": 7}, size=(19, 17))
+    data = ["data.source=folder", f"data.root={tmp_path / 'set'}", "train.global_batch_size=11"]
+    assert run(*data, "train.epochs=2")[0] == 0
+    rewind(tmp_path / "out", 1)
+    moved = tmp_path / "set" / "train" / "b" / "006.png"
+    moved.rename(tmp_path / "set" / "train" / "a" / "006.png")
+    code, text = run(*data, "train.epochs=2")
+    assert code == 2
+    assert "was made with other data: train_labels_sha256" in text
+    (tmp_path / "set" / "train" / "a" / "006.png").rename(moved)
+    assert run(*data, "train.epochs=2")[0] == 0
+
+
 def test_a_lost_best_checkpoint_makes_way_for_the_best_one_that_is_there(
     finished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
