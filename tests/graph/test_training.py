@@ -663,7 +663,7 @@ def test_a_full_disk_at_the_start_loses_no_record(tmp_path, monkeypatch):
     log.write_text("".join(f'{{"epoch": {epoch}}}\n' for epoch in range(7)))
     before = log.read_text()
 
-    def full(self, text):
+    def full(self, text, **options):
         self.open("w").close()
         raise OSError(28, "No space left on device")
 
