@@ -23,6 +23,7 @@ from lipsformer.layers import (
     spectral_init_modules_,
 )
 from lipsformer.layers._checks import check_count, check_drop_path
+from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._fused import computed_at, in_one_call
 from lipsformer.models._timm import TimmInterface
@@ -302,7 +303,7 @@ class LipsFormer(TimmInterface):
                 multiple of the patch size, or a setting has no effect.
         """
         super().__init__()
-        _check_settings(img_size, patch_size, stem, drop_path_rate, weight_init)
+        _check_settings(img_size, patch_size, in_chans, stem, drop_path_rate, weight_init)
         _check_attention(attn, logit_scale, learn_logit_scale, value_scale, official_compat)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_classes = num_classes
@@ -383,7 +384,11 @@ class LipsFormer(TimmInterface):
 
         Args:
             needs_reset: Reset all other parameters and the buffers first, as after `to_empty`.
+
+        Raises:
+            TypeError: If a weight is computed from others. Nothing has been changed then.
         """
+        require_own_weights(self)
         if needs_reset:
             self._reset_modules()
         spectral_init_modules_(self, zero_conv_bias=not self.official_compat)
@@ -396,6 +401,7 @@ class LipsFormer(TimmInterface):
 def _check_settings(
     img_size: int | tuple[int, int],
     patch_size: int,
+    in_chans: int,
     stem: str,
     drop_path_rate: float,
     weight_init: str,
@@ -407,6 +413,7 @@ def _check_settings(
     if not isinstance(patch_size, int):
         raise ValueError(f"patch_size={patch_size} must be one integer, because patches are square")
     check_count("patch_size", patch_size)
+    check_count("in_chans", in_chans)
     if any(side % patch_size != 0 for side in to_2tuple(img_size)):
         raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
     check_drop_path("drop_path_rate", drop_path_rate)

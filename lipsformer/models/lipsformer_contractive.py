@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lipsformer.layers import FoldShift, JoinTokens, Linear, ScaledCosineAttention
 from lipsformer.layers._checks import check_count, check_fraction, check_positive
 from lipsformer.layers.contractive import orthogonal_parts
+from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._timm import TimmInterface, model_cfg
 from lipsformer.models.embed import PatchEmbed
 from lipsformer.models.lipsformer import LipsFormerStage
@@ -235,6 +236,7 @@ class LipsFormerContractive(TimmInterface):
         check_fraction("attn_share", attn_share)
         check_fraction("attn_least", attn_least)
         check_count("head_dim", head_dim)
+        check_count("in_chans", in_chans)
         check_positive("eps", eps)
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
@@ -297,7 +299,11 @@ class LipsFormerContractive(TimmInterface):
 
         Args:
             needs_reset: Reset all other parameters and the buffers first, as after `to_empty`.
+
+        Raises:
+            TypeError: If a weight is computed from others. Nothing has been changed then.
         """
+        require_own_weights(self)
         if needs_reset:
             self._reset_modules()
         for name, module in self.named_modules():

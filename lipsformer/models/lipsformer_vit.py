@@ -11,7 +11,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 from lipsformer.layers import spectral_init_modules_
-from lipsformer.layers._checks import check_drop_path
+from lipsformer.layers._checks import check_count, check_drop_path
+from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._timm import model_cfg
 from lipsformer.models.pretrained import register_with_weights
 from lipsformer.models.timm_conversion import convert
@@ -61,6 +62,8 @@ class LipsFormerViT(VisionTransformer):
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
         check_drop_path("drop_path_rate", kwargs.get("drop_path_rate", 0.0))
+        for name, default in (("depth", 12), ("in_chans", 3)):
+            check_count(name, kwargs.get(name, default))
         super().__init__(weight_init="skip", **kwargs)
         given: dict[str, Any] = {} if logit_scale is None else {"logit_scale": logit_scale}
         convert(
@@ -81,7 +84,11 @@ class LipsFormerViT(VisionTransformer):
         Args:
             mode: Passed on to timm.
             needs_reset: Reset the other parameters and the buffers too, as after `to_empty`.
+
+        Raises:
+            TypeError: If a weight is computed from others. Nothing has been changed then.
         """
+        require_own_weights(self)
         super().init_weights(mode, needs_reset)
         spectral_init_modules_(self)
 

@@ -8,6 +8,7 @@ import timm
 import torch
 from timm.layers import resize_rel_pos_bias_table
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import lipsformer  # noqa: F401  (registers)
 from lipsformer.layers import Linear, ScaledCosineAttention
@@ -171,6 +172,7 @@ def test_features_only_returns_the_stages_outputs(name):
         ({"img_size": 30}, "img_size=30 is not a multiple of patch_size=4"),
         ({"patch_size": (4, 4)}, r"patch_size=\(4, 4\) must be one integer"),
         ({"patch_size": 0}, "patch_size=0 must be at least 1"),
+        ({"in_chans": 0}, "in_chans=0 must be at least 1"),
         ({"mlp_ratio": 0.001}, "hidden_dim=0 must be at least 1"),
         ({"depths": (0,)}, r"sum\(depths\)=0 must be at least 1"),
         ({"weight_init": "jax"}, "weight_init must be '', 'unit_norm' or 'skip', got 'jax'"),
@@ -186,6 +188,23 @@ def test_features_only_returns_the_stages_outputs(name):
 def test_impossible_arguments_are_named(name, kwargs, message):
     with pytest.raises(ValueError, match=message):
         create(name, device="meta", **kwargs)
+
+
+@pytest.mark.parametrize("setting", ["depth", "in_chans"])
+def test_a_vit_without_blocks_or_channels_is_refused(setting):
+    with pytest.raises(ValueError, match=f"{setting}=0 must be at least 1"):
+        create("lipsformer_vit_tiny", **{setting: 0})
+
+
+@pytest.mark.parametrize("name", [*NAMES, "lipsformer_vit_tiny", "lipsformer_contractive_nano"])
+def test_initialization_refuses_computed_weights_before_it_changes_anything(name):
+    model = create(name)
+    linear = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    parametrizations.weight_norm(linear)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(TypeError, match="is computed by a parametrization"):
+        model.init_weights()
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
