@@ -62,8 +62,8 @@ class LipsFormerViT(VisionTransformer):
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
         check_drop_path("drop_path_rate", kwargs.get("drop_path_rate", 0.0))
-        for name, default in (("depth", 12), ("in_chans", 3)):
-            check_count(name, kwargs.get(name, default))
+        for name in ("depth", "in_chans"):
+            check_count(name, kwargs.get(name, 1))  # timm's defaults are larger
         super().__init__(weight_init="skip", **kwargs)
         given: dict[str, Any] = {} if logit_scale is None else {"logit_scale": logit_scale}
         convert(

@@ -78,9 +78,8 @@ def test_updates_are_slices_of_the_permutation_dealt_in_turn(world_size, drop_la
         for rank, (micro_batches, num_samples) in enumerate(dealt):
             assert num_samples == 12
             assert micro_batches == chunks[rank::world_size]
-    if (
-        not drop_last
-    ):  # 5 samples are left: 3 micro-batches for one rank, 2 for each of two, 1 for each of three
+    # 5 samples are left: 3 micro-batches for one rank, 2 for each of two, 1 for each of three
+    if not drop_last:
         last = [updates[rank][8] for rank in range(world_size)]
         assert [num_samples for _, num_samples in last] == [5] * world_size
         sizes = {1: [[2, 2, 1]], 2: [[2, 1], [1, 1]], 3: [[2], [2], [1]]}[world_size]

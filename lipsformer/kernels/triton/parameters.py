@@ -2,8 +2,8 @@
 
 Tensors that are written together lie in one flat tensor. Each starts at a multiple of `ALIGN`.
 """
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 from collections.abc import Sequence
