@@ -103,24 +103,20 @@ class TrainTransform:
                 f"augment.color_jitter={color_jitter} has no effect with augment.auto_augment="
                 f"{auto_augment!r}, which jitters colors itself: set one of them"
             )
-        unknown = DataError(
-            f"augment.auto_augment={auto_augment!r} is not in timm's notation, "
-            "such as 'rand-m9-mstd0.5-inc1'"
-        )
         if auto_augment and not _is_recipe(auto_augment):
-            raise unknown
-        try:
-            stages = transforms_imagenet_train(
-                img_size=img_size,
-                color_jitter=color_jitter or None,  # pyright: ignore[reportArgumentType]
-                auto_augment=auto_augment,
-                interpolation=interpolation,
-                mean=mean,
-                std=std,
-                separate=True,
+            raise DataError(
+                f"augment.auto_augment={auto_augment!r} is not in timm's notation, "
+                "such as 'rand-m9-mstd0.5-inc1'"
             )
-        except (AssertionError, ValueError) as error:
-            raise unknown from error
+        stages = transforms_imagenet_train(
+            img_size=img_size,
+            color_jitter=color_jitter or None,  # pyright: ignore[reportArgumentType]
+            auto_augment=auto_augment,
+            interpolation=interpolation,
+            mean=mean,
+            std=std,
+            separate=True,
+        )
         assert isinstance(stages, tuple)
         self.color = [on_arrays(transform) for transform in stages[1].transforms]
         self.recorders = recorded(stages[1].transforms)
