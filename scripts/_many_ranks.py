@@ -89,17 +89,7 @@ def predict_run(config: Config, world_size: int, shard: int = 1) -> dict[str, An
     }
 
 
-class _Absent:
-    """A data set of which only the length is known."""
-
-    def __init__(self, count: int):
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-
-def _data(config: Config) -> tuple[Any, Any, list[str], bool]:
+def _data(config: Config) -> tuple[Any, Any, Sequence[Any], bool]:
     """Return training set, validation set, classes, and whether the data are here."""
     data = replace(config.data, download=False)
     try:
@@ -110,8 +100,8 @@ def _data(config: Config) -> tuple[Any, Any, list[str], bool]:
         if data.name not in PUBLISHED or data.skip_list or data.holdout or data.train_share < 1:
             raise
         train, val, classes = PUBLISHED[data.name]
-        return _Absent(train), _Absent(val), [str(number) for number in range(classes)], False
-    return train_set, val_set, list(train_set.classes), True
+        return range(train), range(val), range(classes), False  # only their lengths are known
+    return train_set, val_set, train_set.classes, True
 
 
 class LiveBytes(TorchDispatchMode):
@@ -170,7 +160,7 @@ class _Step:
     peak: int
 
 
-def _fake_step(config: Config, classes: list[str], step_share: StepShare) -> _Step:
+def _fake_step(config: Config, classes: Sequence[Any], step_share: StepShare) -> _Step:
     sizes = sizes_by_epoch(config.augment.img_sizes, config.train.epochs)
     size = max(sizes or [config.data.img_size])
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
