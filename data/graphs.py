@@ -321,10 +321,9 @@ class TreeBatches:
 
 
 def _check(data: Any, name: str) -> None:
-    if not torch.isfinite(data.x).all():
-        bad = (~torch.isfinite(data.x)).any(dim=1).nonzero().flatten()
+    bad = (~torch.isfinite(data.x)).any(dim=1).nonzero().flatten()
+    if len(bad):
         raise DataError(f"{name}: the features of {len(bad)} nodes are not finite, first {bad[0]}")
-    if data.edge_index.numel() and not 0 <= data.edge_index.min() <= data.edge_index.max() < len(
-        data.x
-    ):
-        raise DataError(f"{name}: an edge names a node outside 0 ... {len(data.x) - 1}")
+    edges, num_nodes = data.edge_index, len(data.x)
+    if ((edges < 0) | (edges >= num_nodes)).any():
+        raise DataError(f"{name}: an edge names a node outside 0 ... {num_nodes - 1}")

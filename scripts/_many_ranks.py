@@ -11,7 +11,6 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,6 +163,7 @@ def _fake_step(config: Config, classes: Sequence[Any], step_share: StepShare) ->
     sizes = sizes_by_epoch(config.augment.img_sizes, config.train.epochs)
     size = max(sizes or [config.data.img_size])
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
+    autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
     arrived: list[nn.Parameter] = []
     with FakeTensorMode() as mode, LiveBytes() as live:
         try:
@@ -182,7 +182,7 @@ def _fake_step(config: Config, classes: Sequence[Any], step_share: StepShare) ->
         for _ in range(min(step_share.micro_batches, 2)):  # more than two have the same peak as two
             arrived.clear()
             images = torch.zeros(step_share.samples, 3, size, size, dtype=torch.uint8).float()
-            with torch.autocast("cpu", dtype) if dtype else nullcontext():
+            with autocast:
                 logits = model(images).float()
             targets = torch.zeros(step_share.samples, len(classes))
             criterion(logits, targets).backward()
