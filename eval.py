@@ -35,7 +35,7 @@ from lipsformer.engine.build import timm_config
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.run_files import CheckpointError
-from lipsformer.engine.run_folder import WHICH, WHICH_HELP, Weights, find_weights
+from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
 from scripts._certify import BOUNDED_PRECISIONS, DEFAULT_DISTANCE, Certification, parse_distance
 from scripts._evaluate import check_model, data_of, evaluate_set, model_of, sets_of, table
 from scripts._json_output import add_json_option, check_json_target, say, write_json
@@ -49,7 +49,7 @@ EXIT_CODES = {
 
 
 def evaluate_checkpoint(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return one record for each data set."""
+    """Return one record for each data set, and those that summarize ImageNet-C."""
     distances = _check_options(args)
     weights = find_weights(args.checkpoint, args.weights)
     overrides = [f"data.{override}" for override in args.data]
@@ -82,7 +82,14 @@ def evaluate_checkpoint(args: argparse.Namespace) -> list[dict[str, Any]]:
     figures = {s.name: evaluate_set(accelerator, model, s, data, batch_size, proof) for s in sets}
     if proof is not None:
         proof.write(json.loads(timm_config(model, classes)))
-    return _records(args.checkpoint, weights, figures)
+    shared = {
+        "checkpoint": args.checkpoint,
+        "weights": str(weights.file),
+        "kind": weights.kind,
+        "update": weights.step,
+    }
+    rows = [{"set": name, **result} for name, result in figures.items()]
+    return [{**shared, **row} for row in rows + corruption_summary(figures)]
 
 
 def _check_options(args: argparse.Namespace) -> list[float]:
@@ -112,26 +119,6 @@ def _check_options(args: argparse.Namespace) -> list[float]:
     if attack_every is not None and attack_every < 1:
         raise ConfigError(f"--attack-every={attack_every} must be >= 1")
     return distances
-
-
-def _records(
-    checkpoint: str, weights: Weights, figures: dict[str, dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return one record for each data set, and those that summarize ImageNet-C.
-
-    Args:
-        checkpoint: The argument of `--checkpoint`.
-        weights: The weights that were evaluated.
-        figures: The figures of each data set by its name.
-    """
-    shared = {
-        "checkpoint": checkpoint,
-        "weights": str(weights.file),
-        "kind": weights.kind,
-        "update": weights.step,
-    }
-    rows = [{"set": name, **result} for name, result in figures.items()]
-    return [{**shared, **row} for row in rows + corruption_summary(figures)]
 
 
 def make_parser() -> argparse.ArgumentParser:

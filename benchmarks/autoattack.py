@@ -33,9 +33,10 @@ from data import Normalize, build_eval_dataset, collate
 from lipsformer._commands import documented_parser
 from lipsformer._machine import commit
 from lipsformer.config import DataConfig
+from lipsformer.engine.run_files import manifest_entry
 from lipsformer.engine.run_folder import find_weights
 from lipsformer.engine.weights import load_model
-from scripts._certificate import FILE, sha256
+from scripts._certificate import FILE
 from scripts._certify import parse_distance
 
 OWN = "own radius"
@@ -167,7 +168,7 @@ def measure(
     with torch.no_grad():
         predicted = logits(images).argmax(1)
     record: dict[str, Any] = {
-        "weights_sha256": sha256(weights.file.read_bytes()),
+        "weights_sha256": manifest_entry(weights.file)["sha256"],
         "commit": commit(),
         "machine": machine(torch.device("cpu")),
         "right": (predicted == labels).tolist(),

@@ -84,7 +84,7 @@ def _find(name: str, load: Callable[[], EncodedPicture]) -> Finding:
 def check_files(folder: Path, files: list[str], workers: int) -> Iterator[Finding]:
     """Check all files in `workers` processes, and yield the findings in the files' order."""
     with ProcessPoolExecutor(workers) as pool:
-        yield from pool.map(check_file, [str(folder)] * len(files), files, chunksize=16)
+        yield from pool.map(partial(check_file, str(folder)), files, chunksize=16)
 
 
 def check_parquet(folder: Path, split: str, workers: int) -> Iterator[Finding]:
@@ -92,5 +92,5 @@ def check_parquet(folder: Path, split: str, workers: int) -> Iterator[Finding]:
     count = len(ParquetSource(folder, split).labels)
     rows = [range(start, min(start + ROWS, count)) for start in range(0, count, ROWS)]
     with ProcessPoolExecutor(workers) as pool:
-        for found in pool.map(check_rows, [str(folder)] * len(rows), [split] * len(rows), rows):
+        for found in pool.map(partial(check_rows, str(folder), split), rows):
             yield from found

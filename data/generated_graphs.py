@@ -1,7 +1,6 @@
 """Draw graphs of the size of real ones, to measure time and memory. Accuracies mean nothing."""
 
 import torch
-from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import coalesce
 
@@ -69,10 +68,6 @@ def generated_arxiv(
         edge_index=edge_index[:, keep.sort().values],
         y=y,
         train_mask=place < num_train,
-        val_mask=_between(place, num_train, num_train + num_val),
+        val_mask=(num_train <= place) & (place < num_train + num_val),
         test_mask=place >= num_train + num_val,
     )
-
-
-def _between(place: Tensor, start: int, end: int) -> Tensor:
-    return (place >= start) & (place < end)

@@ -145,12 +145,13 @@ def _read(name: str, root: Path, download: bool) -> Any:
 def _read_pyg(name: str, root: Path, download: bool) -> Any:
     _, kind, folder, own_name = _SOURCES[name]
     of_several = () if own_name is None else (own_name,)
-    reader: Any = kind if download else _without_download(kind)
-    return reader(str(root / folder), *of_several)[0]
+    return _reader(kind, download)(str(root / folder), *of_several)[0]
 
 
-def _without_download(kind: Any) -> Any:
-    """Return a data set class of PyG or OGB that raises an error where `kind` would download."""
+def _reader(kind: Any, may_download: bool) -> Any:
+    """Return a data set class of PyG or OGB, which raises an error where it must not download."""
+    if may_download:
+        return kind
 
     def download(self: Any) -> None:
         raise FileNotFoundError("some of its raw files are missing")
@@ -163,14 +164,12 @@ def _read_arxiv(root: Path, download: bool) -> Any:
 
     # OGB 1.3.6 reads its own file with torch.load, which knows no class of PyG by default.
     with torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]):
-        kind: Any = PygNodePropPredDataset
-        dataset = (kind if download else _without_download(kind))(_ARXIV, str(root))
+        dataset = _reader(PygNodePropPredDataset, download)(_ARXIV, str(root))
     data = dataset[0]
     data.y = data.y.flatten()
+    nodes = dataset.get_idx_split()
     for key, part in (("train", "train"), ("val", "valid"), ("test", "test")):
-        mask = torch.zeros(data.num_nodes, dtype=torch.bool)
-        mask[dataset.get_idx_split()[part]] = True
-        data[f"{key}_mask"] = mask
+        data[f"{key}_mask"] = index_to_mask(nodes[part], data.num_nodes)
     return data
 
 
@@ -213,9 +212,7 @@ def missing_nodes(train_mask: Tensor, rate: float, seed: int) -> Tensor:
     candidates = (~train_mask).nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(candidates), generator=generator)
-    missing = torch.zeros_like(train_mask)
-    missing[candidates[order[: round(rate * len(candidates))]]] = True
-    return missing
+    return index_to_mask(candidates[order[: round(rate * len(candidates))]], len(train_mask))
 
 
 class TreeNeighborsMatch:
@@ -324,10 +321,9 @@ class TreeBatches:
 
 
 def _check(data: Any, name: str) -> None:
-    if not torch.isfinite(data.x).all():
-        bad = (~torch.isfinite(data.x)).any(dim=1).nonzero().flatten()
+    bad = (~torch.isfinite(data.x)).any(dim=1).nonzero().flatten()
+    if len(bad):
         raise DataError(f"{name}: the features of {len(bad)} nodes are not finite, first {bad[0]}")
-    if data.edge_index.numel() and not 0 <= data.edge_index.min() <= data.edge_index.max() < len(
-        data.x
-    ):
-        raise DataError(f"{name}: an edge names a node outside 0 ... {len(data.x) - 1}")
+    edges, num_nodes = data.edge_index, len(data.x)
+    if ((edges < 0) | (edges >= num_nodes)).any():
+        raise DataError(f"{name}: an edge names a node outside 0 ... {num_nodes - 1}")

@@ -263,8 +263,6 @@ def _readable(decode, name: str, advice: str) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return decode()
-    except UnreadableImageError:
-        raise
     except Exception as error:  # Pillow's decoders raise nearly everything on broken input
         raise _unreadable(name, error, advice) from error
 

@@ -68,11 +68,11 @@ class ParquetSource:
         self.labels = np.concatenate(labels).astype(np.int64)
         if len(self.labels) == 0:
             raise DataError(f"{folder}: {split} has no images")
-        if self.labels.min() < 0 or self.labels.max() >= len(self.classes):
-            bad = int(np.flatnonzero((self.labels < 0) | (self.labels >= len(self.classes)))[0])
+        bad = np.flatnonzero((self.labels < 0) | (self.labels >= len(self.classes)))
+        if len(bad):
             raise DataError(
-                f"{folder}: image {bad} of {split} has the label {self.labels[bad]}; expected 0 to "
-                f"{len(self.classes) - 1}"
+                f"{folder}: image {bad[0]} of {split} has the label {self.labels[bad[0]]}; "
+                f"expected 0 to {len(self.classes) - 1}"
             )
         if skip and max(skip) >= len(self.labels):
             raise DataError(

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +218,6 @@ def is_complete(shard: Path) -> bool:
     return shard.exists() and shard.stat().st_size >= end
 
 
-def damaged_shards(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield each shard's name, and whether it is incomplete or differs from the index."""
-    for shard in read_index(path)["shards"]:
-        file = path / shard["file"]
-        yield shard["file"], not is_complete(file) or checksum(file) != shard["sha256"]
+def is_intact(shard: Path, sha256: str) -> bool:
+    """Return whether a shard is complete and has the checksum of the index."""
+    return is_complete(shard) and checksum(shard) == sha256

@@ -16,7 +16,6 @@ from PIL import Image
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.data.transforms import (
     RandomResizedCropAndInterpolation,
-    str_to_interp_mode,
     str_to_pil_interp,
 )
 from timm.data.transforms_factory import transforms_imagenet_train
@@ -103,24 +102,20 @@ class TrainTransform:
                 f"augment.color_jitter={color_jitter} has no effect with augment.auto_augment="
                 f"{auto_augment!r}, which jitters colors itself: set one of them"
             )
-        unknown = DataError(
-            f"augment.auto_augment={auto_augment!r} is not in timm's notation, "
-            "such as 'rand-m9-mstd0.5-inc1'"
-        )
         if auto_augment and not _is_recipe(auto_augment):
-            raise unknown
-        try:
-            stages = transforms_imagenet_train(
-                img_size=img_size,
-                color_jitter=color_jitter or None,  # pyright: ignore[reportArgumentType]
-                auto_augment=auto_augment,
-                interpolation=interpolation,
-                mean=mean,
-                std=std,
-                separate=True,
+            raise DataError(
+                f"augment.auto_augment={auto_augment!r} is not in timm's notation, "
+                "such as 'rand-m9-mstd0.5-inc1'"
             )
-        except (AssertionError, ValueError) as error:
-            raise unknown from error
+        stages = transforms_imagenet_train(
+            img_size=img_size,
+            color_jitter=color_jitter or None,  # pyright: ignore[reportArgumentType]
+            auto_augment=auto_augment,
+            interpolation=interpolation,
+            mean=mean,
+            std=std,
+            separate=True,
+        )
         assert isinstance(stages, tuple)
         self.color = [on_arrays(transform) for transform in stages[1].transforms]
         self.recorders = recorded(stages[1].transforms)
@@ -219,17 +214,12 @@ class EvalTransform:
         return torch.from_numpy(np.array(resized.crop((0, top, size, top + size))))
 
 
-class FastEvalTransform:
+class FastEvalTransform(EvalTransform):
     """`EvalTransform` with torch's resize: several times faster, and at most 2 of 255 levels off.
 
     torch's filter weights have 16 bits, Pillow's have 23. This changes a pass by less than 0.1
     levels, so that its rounded values differ by at most one. The second pass multiplies that by at
     most 1.25, the sum of the absolute weights of the bicubic filter, which rounds to at most two.
-
-    Args:
-        img_size: Height and width of the output.
-        crop_pct: Share of each side that the center crop keeps.
-        interpolation: Filter of the resize, "bicubic" or "bilinear".
 
     Example:
         >>> import numpy as np
@@ -238,14 +228,9 @@ class FastEvalTransform:
         torch.Size([32, 32, 3])
     """
 
-    def __init__(self, img_size: int, *, crop_pct: float = 0.875, interpolation: str = "bicubic"):
-        self.img_size = img_size
-        self.resized = math.floor(img_size / crop_pct)
-        self.interpolation = str_to_interp_mode(interpolation)
-
     def __call__(self, picture: Picture) -> Tensor:
         batch = to_batch(_middle(picture.pixels()))
-        batch = functional.resize(batch, [self.resized], self.interpolation, antialias=True)
+        batch = functional.resize(batch, [self.resized], self.resampling, antialias=True)
         return from_batch(functional.center_crop(batch, [self.img_size]))
 
 

@@ -128,18 +128,8 @@ def _check_keys(given: Any, schema: type, prefix: str) -> None:
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
             _check_keys(value, typing.cast(type, hint), prefix=f"{path}.")
-        elif isinstance(value, bool) and _takes_text(hint):
-            raise ConfigError(
-                f"{path}={value} is text, but YAML reads an unquoted no, yes, on or off "
-                'as a boolean; quote it, e.g. "no"'
-            )
-        elif isinstance(value, int | float) and str in (hint, *typing.get_args(hint)):
-            raise ConfigError(
-                f"{path}={value} is text, but YAML reads it unquoted as a number, so that 010 "
-                'becomes 8; quote it, e.g. "010"'
-            )
         else:
-            _check_container(path, value, hint)
+            _check_value(path, value, hint)
 
 
 def _override(config: Any, override: str) -> None:
@@ -167,8 +157,8 @@ def _override(config: Any, override: str) -> None:
         raise ConfigError(f"{override} is not possible: must be a mapping") from None
 
 
-def _check_container(path: str, value: Any, hint: Any) -> None:
-    """Refuse lists, mappings and booleans where the type is another, and others where it is not."""
+def _check_value(path: str, value: Any, hint: Any) -> None:
+    """Refuse a value of another kind than its type: mapping, list, boolean or single value."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and types.NoneType in options:
         return
@@ -178,7 +168,7 @@ def _check_container(path: str, value: Any, hint: Any) -> None:
         assert isinstance(value, dict)
         _, inner = next(typing.get_args(o) for o in options if typing.get_origin(o) is dict)
         for name, item in value.items() if inner is not Any else ():
-            _check_container(f"{path}.{name}", item, inner)
+            _check_value(f"{path}.{name}", item, inner)
     elif tuple in kinds:
         require(isinstance(value, (list, tuple)), path, value, "must be a list of values")
         assert isinstance(value, (list, tuple))
@@ -193,16 +183,18 @@ def _check_container(path: str, value: Any, hint: Any) -> None:
         require(fits, path, value, f"must be a list of {called}")
     elif bool in kinds:
         require(isinstance(value, bool), path, value, "must be true or false")
+    elif isinstance(value, bool) and kinds & {str, Literal}:
+        raise ConfigError(
+            f"{path}={value} is text, but YAML reads an unquoted no, yes, on or off "
+            'as a boolean; quote it, e.g. "no"'
+        )
+    elif isinstance(value, int | float) and str in kinds:
+        raise ConfigError(
+            f"{path}={value} is text, but YAML reads it unquoted as a number, so that 010 "
+            'becomes 8; quote it, e.g. "010"'
+        )
     else:
         require(not isinstance(value, list | dict), path, value, "must be a single value")
-
-
-def _takes_text(hint: Any) -> bool:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return (
-        any(option is str or (typing.get_origin(option) is Literal) for option in options)
-        and bool not in options
-    )
 
 
 def _one_line(error: Exception) -> str:

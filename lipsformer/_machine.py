@@ -30,7 +30,7 @@ def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    return next(names, platform.processor() or platform.machine())
 
 
 def cores() -> int:

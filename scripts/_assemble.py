@@ -82,8 +82,9 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Tr
     model = model.to(accelerator.device)
     description = timm_config(model, classes)
     domain = bound_domain(config, model)
-    state = _train_state(config, accelerator, model, teacher, len(classes), train_batches)
-    if accelerator.device.type == "cuda" and _compiles(config, accelerator):
+    compiled = compiles(config.train.compile, accelerator.device, sharded=accelerator.is_fsdp2)
+    state = _train_state(config, accelerator, model, teacher, len(classes), train_batches, compiled)
+    if compiled and accelerator.device.type == "cuda":
         try_kernels(state.module, accelerator, sizes, step_share.samples)
     probe = None
     if config.lipschitz.monitor_every is not None:
@@ -119,10 +120,6 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Tr
     )
 
 
-def _compiles(config: Config, accelerator: Accelerator) -> bool:
-    return compiles(config.train.compile, accelerator.device, sharded=accelerator.is_fsdp2)
-
-
 def _train_state(
     config: Config,
     accelerator: Accelerator,
@@ -130,11 +127,12 @@ def _train_state(
     teacher: nn.Module | None,
     num_classes: int,
     train_batches: TrainBatches,
+    compiled: bool,
 ) -> TrainState:
     """Prepare a model with its initial weights, and build what trains it, without instruments."""
     decay = config.train.ema_decay
     ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
-    if _compiles(config, accelerator):
+    if compiled:
         compile_regions(model, deterministic=config.train.deterministic)
     prepared, optimizer = accelerator.prepare(model, make_optimizer(model, config.optim))
     if ema is not None:

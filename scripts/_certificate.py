@@ -21,6 +21,7 @@ from data.dataset import ImageDataset
 from data.evalsets import EvalSet
 from lipsformer.analysis.bounds import Bound, flatten_bound
 from lipsformer.config import DataConfig
+from lipsformer.engine.run_files import manifest_entry
 
 FILE = "certificate.json"
 FORMAT = "lipsformer certificate 2"
@@ -88,7 +89,7 @@ def certificate(
     return {
         "format": FORMAT,
         "says": SAYS,
-        "weights": {"file": weights.name, "sha256": sha256(weights.read_bytes())},
+        "weights": {"file": weights.name, "sha256": manifest_entry(weights)["sha256"]},
         "model": {key: model[key] for key in ("architecture", "model_args")},
         "preprocessing": {**preprocessing, "sha256": digest(preprocessing)},
         "domain": {"size": bound.input.size, "pixels": [0, 1], "radius": bound.input.radius},
@@ -166,12 +167,7 @@ def shares(
 def digest(content: Any) -> str:
     """Return the SHA-256 of the canonical JSON of a value."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return sha256(text.encode())
-
-
-def sha256(content: bytes) -> str:
-    """Return the SHA-256 in hexadecimal digits."""
-    return hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def pixel_scale(data: DataConfig) -> float:

@@ -112,21 +112,54 @@ class Certification:
         self.bound = model_bound(accelerator, model, data)
         self.images: dict[str, tuple[EvalSet, list[dict[str, Any]], dict[str, float]]] = {}
 
-    def certify(
-        self, eval_set: EvalSet, classifier: nn.Module, batches: SizedBatches
-    ) -> dict[str, Any]:
-        """Return certified and attacked accuracy of a set."""
-        figures, rows, norms = certify(
-            self.bound,
-            classifier,
-            batches,
-            data=self.data,
-            distances=self.distances,
-            outputs=eval_set.outputs,
-            attack_every=self.attack_every,
-        )
-        self.images[eval_set.name] = eval_set, rows, norms
-        return figures
+    def certify(self, eval_set: EvalSet, classifier: Any, batches: SizedBatches) -> dict[str, Any]:
+        """Certify the images of a set, and attack them.
+
+        The images are certified with logits in float64. The attack runs the program itself.
+
+        Args:
+            eval_set: The set.
+            classifier: The program: the model, or the logits of it that count in the set.
+            batches: The images of the set.
+
+        Returns:
+            Figures with certified and attacked accuracy in percent. Label, logits, level and radii
+            of each image are kept for `write`, with the largest norms of the inputs of modules.
+        """
+        exact, outputs = copy.deepcopy(classifier).double(), eval_set.outputs
+        model, watched = (x if outputs is None else x.model for x in (classifier, exact))
+        norms = watch_norms(watched)
+        logits, labels = self._exact_logits(exact, batches)
+        real, executed, levels, largest = self._radii(model, logits, norms, outputs)
+        real, executed = real * pixel_scale(self.data), executed * pixel_scale(self.data)
+        right = logits.argmax(1) == labels
+        held, attacked = self._attack(classifier, batches, executed)
+
+        def share(radii: Tensor, distance: float) -> float:
+            return 100.0 * int((right & (radii > distance)).sum()) / len(labels)
+
+        values = (labels, logits, real, executed, levels)
+        rows = [
+            {"label": label, "logits": z, "real": r, "executed": e, "level": level}
+            for label, z, r, e, level in zip(*(value.tolist() for value in values), strict=True)
+        ]
+        self.images[eval_set.name] = eval_set, rows, largest
+        return {
+            "pixel_bound_log10": self.bound.log10 - math.log10(min(self.data.std)),
+            "logit_rounding": self.bound.output.error,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attacked": attacked,
+            "robustness": [
+                {
+                    "eps": distance,
+                    "certified": share(executed, distance),
+                    "certified_real": share(real, distance),
+                    "pgd": 100.0 * kept / attacked,
+                }
+                for distance, kept in zip(self.distances, held, strict=True)
+            ],
+            "radii": {"real": histogram(real.tolist()), "executed": histogram(executed.tolist())},
+        }
 
     def write(self, description: Mapping[str, Any]) -> None:
         """Write the certificate of all sets so far; `description` is timm's, of the model."""
@@ -141,134 +174,67 @@ class Certification:
         )
         self.file.write_text(json.dumps(content, indent=1) + "\n")
 
+    @torch.no_grad()
+    def _exact_logits(self, exact: nn.Module, batches: SizedBatches) -> tuple[Tensor, Tensor]:
+        """Return the logits of all images in float64, [N, K], and their labels, [N]."""
+        normalize = Normalize(self.data.mean, self.data.std, torch.float64)
+        shown = tqdm(batches, "certify", unit="batch", leave=False, disable=None)
+        computed = [(exact(normalize(x)), y) for x, y in shown]
+        logits, labels = (torch.cat(parts) for parts in zip(*computed, strict=True))
+        return logits, labels
 
-def certify(
-    bound: Bound,
-    classifier: Any,
-    batches: SizedBatches,
-    *,
-    data: DataConfig,
-    distances: Sequence[float],
-    outputs: Sequence[int] | None,
-    attack_every: int = 1,
-) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]:
-    """Certify the images of a set, and attack them.
+    def _radii(
+        self,
+        model: nn.Module,
+        logits: Tensor,
+        norms: Mapping[str, list[Tensor]],
+        outputs: Sequence[int] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
+        """Return the certified radii of all images, in units of normalized images.
 
-    The images are certified with logits in float64. The attack runs the program itself.
+        Returns:
+            Radii of the exact network, [N], and of the program, [N]; the level of the local bound
+            that gives the latter, [N]; the largest norms of the inputs of modules.
+        """
+        bound = self.bound
+        num_logits = logits.shape[1] if bound.last is None else len(bound.last.weight)
+        real = certified_radius(logits, bound, real_errors(bound, num_logits), outputs)
+        largest, levels, bounds = local_bounds(model, bound, norms, real)
+        executed = real.clone()  # which bounds the balls
+        for level, local in bounds.items():
+            here, errors = levels == level, executed_errors(local, num_logits, self.dtype)
+            radii = certified_radius(logits[here], bound, errors, outputs)
+            executed[here] = torch.minimum(real[here], radii)
+        return real, executed, levels, largest
 
-    Args:
-        bound: The proved bound of the logits.
-        classifier: The program: the model, or some of its logits, in float32 or float64.
-        batches: The images.
-        data: The preprocessing.
-        distances: 2-norms of the change of an image, for pixel values in [0, 1].
-        outputs: Which of the model's logits count; None for all.
-        attack_every: N, of every N images the first is attacked.
+    def _attack(
+        self, classifier: nn.Module, batches: SizedBatches, radii: Tensor
+    ) -> tuple[list[int], int]:
+        """Attack the program.
 
-    Returns:
-        Figures with certified and attacked accuracy in percent; label, logits, level and radii of
-        each image; the largest norms of the inputs of modules.
-    """
-    dtype, exact = next(classifier.parameters()).dtype, copy.deepcopy(classifier).double()
-    model, watched = (x if outputs is None else x.model for x in (classifier, exact))
-    norms = watch_norms(watched)
-    logits, labels = _exact_logits(exact, batches, data)
-    real, executed, levels, largest = _radii(model, bound, logits, norms, outputs, dtype)
-    real, executed = real * pixel_scale(data), executed * pixel_scale(data)
-    right = logits.argmax(1) == labels
-    held, attacked = _attack(classifier, batches, data, distances, executed, attack_every)
+        Returns:
+            How many images keep their label, for each distance, and how many were attacked.
 
-    def share(radii: Tensor, distance: float) -> float:
-        return 100.0 * int((right & (radii > distance)).sum()) / len(labels)
+        Raises:
+            RuntimeError: If the attack breaks a certificate.
+        """
+        generator = torch.Generator().manual_seed(0)
+        normalize = Normalize(self.data.mean, self.data.std, self.dtype)
 
-    values = (labels, logits, real, executed, levels)
-    rows = [
-        {"label": label, "logits": z, "real": r, "executed": e, "level": level}
-        for label, z, r, e, level in zip(*(value.tolist() for value in values), strict=True)
-    ]
-    figures = {
-        "pixel_bound_log10": bound.log10 - math.log10(min(data.std)),
-        "logit_rounding": bound.output.error,
-        "dtype": str(dtype).removeprefix("torch."),
-        "attacked": attacked,
-        "robustness": [
-            {
-                "eps": distance,
-                "certified": share(executed, distance),
-                "certified_real": share(real, distance),
-                "pgd": 100.0 * kept / attacked,
-            }
-            for distance, kept in zip(distances, held, strict=True)
-        ],
-        "radii": {"real": histogram(real.tolist()), "executed": histogram(executed.tolist())},
-    }
-    return figures, rows, largest
+        def logits(pixels: Tensor) -> Tensor:
+            return classifier(normalize(pixels * 255.0))
 
-
-@torch.no_grad()
-def _exact_logits(
-    exact: nn.Module, batches: SizedBatches, data: DataConfig
-) -> tuple[Tensor, Tensor]:
-    """Return the logits of all images in float64, [N, K], and their labels, [N]."""
-    normalize = Normalize(data.mean, data.std, torch.float64)
-    shown = tqdm(batches, "certify", unit="batch", leave=False, disable=None)
-    computed = [(exact(normalize(x)), y) for x, y in shown]
-    logits, labels = (torch.cat(parts) for parts in zip(*computed, strict=True))
-    return logits, labels
-
-
-def _radii(
-    model: nn.Module,
-    bound: Bound,
-    logits: Tensor,
-    norms: Mapping[str, list[Tensor]],
-    outputs: Sequence[int] | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
-    """Return the certified radii of all images, in units of normalized images.
-
-    Returns:
-        Radii of the exact network, [N], and of the program, [N]; the level of the local bound that
-        gives the latter, [N]; the largest norms of the inputs of modules.
-    """
-    num_logits = logits.shape[1] if bound.last is None else len(bound.last.weight)
-    real = certified_radius(logits, bound, real_errors(bound, num_logits), outputs)
-    largest, levels, bounds = local_bounds(model, bound, norms, real)
-    executed = real.clone()  # which bounds the balls
-    for level, local in bounds.items():
-        here, errors = levels == level, executed_errors(local, num_logits, dtype)
-        radii = certified_radius(logits[here], bound, errors, outputs)
-        executed[here] = torch.minimum(real[here], radii)
-    return real, executed, levels, largest
-
-
-def _attack(
-    classifier: Any,
-    batches: SizedBatches,
-    data: DataConfig,
-    distances: Sequence[float],
-    radii: Tensor,
-    attack_every: int,
-) -> tuple[list[int], int]:
-    """Attack the program; return how many images keep their label, by distance, and of how many.
-
-    Raises:
-        RuntimeError: If the attack breaks a certificate.
-    """
-    dtype, generator = next(classifier.parameters()).dtype, torch.Generator().manual_seed(0)
-    normalize = Normalize(data.mean, data.std, dtype)
-
-    def logits(pixels: Tensor) -> Tensor:
-        return classifier(normalize(pixels * 255.0))
-
-    held, attacked, start = [0] * len(distances), 0, 0
-    for images, labels in tqdm(batches, "attack", unit="batch", leave=False, disable=None):
-        chosen = slice(-start % attack_every, None, attack_every)
-        pixels, own = images[chosen].to(dtype) / 255.0, radii[start:][: len(images)][chosen]
-        start, attacked = start + len(images), attacked + len(pixels)
-        if len(pixels) == 0:  # no image of this batch is attacked
-            continue
-        for index, distance in enumerate(distances):
-            at = (pixels, labels[chosen], distance, own)
-            held[index] += int(robust_mask(logits, *at, generator=generator)[1].sum())
-    return held, attacked
+        held, attacked, start = [0] * len(self.distances), 0, 0
+        for images, labels in tqdm(batches, "attack", unit="batch", leave=False, disable=None):
+            chosen = slice(-start % self.attack_every, None, self.attack_every)
+            pixels, own = (
+                images[chosen].to(self.dtype) / 255.0,
+                radii[start:][: len(images)][chosen],
+            )
+            start, attacked = start + len(images), attacked + len(pixels)
+            if len(pixels) == 0:  # no image of this batch is attacked
+                continue
+            for index, distance in enumerate(self.distances):
+                at = (pixels, labels[chosen], distance, own)
+                held[index] += int(robust_mask(logits, *at, generator=generator)[1].sum())
+        return held, attacked

@@ -17,7 +17,7 @@ from scripts._certificate import pixel_scale
 
 FAILURE = 1e-12  # probability that the local certificate is wrong
 LARGEST = 64  # pixels: larger images have no local certificate, which would take minutes
-DISTANCES = [2.0 ** (k / 2) for k in range(-16, 9)]  # within which the attack searches
+DISTANCES = [2.0 ** (k / 2) for k in range(-16, 9)]  # increasing; the attack searches within them
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,19 @@ class PictureCertificate:
         constant_log10: log10 of the proved Lipschitz constant from pixels to logits.
         everywhere: Distance that this constant proves.
         around: Distance that a local certificate proves; None where there is none.
-        distances: Distances within which the attack searched, increasing.
-        found: The smallest margin that it found within each of them.
+        found: The smallest margin that the attack found within each of `DISTANCES`.
     """
 
     margin: float
     constant_log10: float
     everywhere: float
     around: float | None
-    distances: list[float]
     found: list[float]
 
     @property
     def attacked(self) -> float:
         """The smallest distance at which the attack changes the class; inf if there is none."""
-        pairs = zip(self.distances, self.found, strict=True)
+        pairs = zip(DISTANCES, self.found, strict=True)
         return next((distance for distance, margin in pairs if margin <= 0.0), math.inf)
 
 
@@ -87,6 +85,5 @@ def certify_picture(model: nn.Module, pixels: Tensor, data: DataConfig) -> Pictu
         constant_log10=bound.log10 - math.log10(min(data.std)),
         everywhere=everywhere * pixel_scale(data),
         around=None if around is None else around * pixel_scale(data),
-        distances=DISTANCES,
         found=found.values.tolist(),
     )

@@ -26,7 +26,7 @@ EXCLUSIVE: Any = {  # only one event at a time uses the model
 
 
 class Page:
-    """The page, whose attributes are the parts that change.
+    """The page, whose attributes are the parts that a new picture changes.
 
     Args:
         answers: What the page shows.
@@ -35,107 +35,78 @@ class Page:
 
     def __init__(self, answers: Answers, title: str):
         self.answers = answers
+        model, image, block = answers.model, answers.image, answers.block
         with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(60, 60)) as self.blocks:
-            self._add_heading(title)
-            self.state = gr.State(answers.image)
+            gr.HTML(
+                f"<h1>{html.escape(title)}</h1><p>{count_parameters(model.model) / 1e6:.2f} M "
+                f"parameters, {len(model.classes)} classes. Pictures are not kept.</p>"
+            )
+            self.state = gr.State(image)
             with gr.Row():
-                self._add_picture()
+                with gr.Column(scale=4, min_width=300):
+                    self.upload = gr.File(label="Your picture", file_types=["image"], height=190)
+                    self.notice = gr.HTML(elem_id="notice")
+                    with gr.Row(elem_id="samples"):
+                        samples = [
+                            gr.Button(sample.name, elem_id=f"sample-{i}", min_width=64)
+                            for i, sample in enumerate(answers.samples)
+                        ]
+                with gr.Column(scale=3, min_width=260):
+                    self.seen = gr.HTML(answers.seen)
+                with gr.Column(scale=5, min_width=300):
+                    gr.HTML("<h2>Prediction</h2>")
+                    self.prediction = gr.HTML(answers.predict(image))
             with gr.Row():
-                self._add_attention()
-                self._add_noise()
-                self._add_sensitivity()
-            self._add_certificate()
+                with gr.Column(min_width=300):
+                    gr.HTML("<h2>Where it looks</h2>")
+                    with gr.Row(visible=block is not None):
+                        block_menu = gr.Dropdown(
+                            list(answers.heads), value=block, label="Block", scale=3, min_width=150
+                        )
+                        head_menu = gr.Dropdown(
+                            answers.choices(block) if block else [ALL_HEADS],
+                            value=ALL_HEADS,
+                            label="Head",
+                            scale=2,
+                            min_width=90,
+                        )
+                    attention = gr.HTML(answers.attend(image, block, ALL_HEADS))
+                with gr.Column(min_width=300):
+                    gr.HTML("<h2>Under noise</h2>")
+                    level = gr.Slider(0, 0.5, value=NOISE, step=0.01, label="Standard deviation")
+                    noisy = gr.HTML(answers.disturb(image, NOISE))
+                with gr.Column(min_width=300):
+                    gr.HTML("<h2>How sensitive it is</h2>")
+                    measure = gr.Button("Estimate the local Lipschitz constant")
+                    self.constant = gr.HTML()
+            gr.HTML("<h2>How far it may change</h2>")
+            certify = gr.Button(
+                "Certify and attack: seconds for small images, minutes for large ones"
+            )
+            self.certificate = gr.HTML()
             credit = ", ".join(dict.fromkeys(sample.credit for sample in answers.samples))
             gr.HTML(f"<footer>Samples: {credit}</footer>")
-            self._connect()
 
-    def _add_heading(self, title: str) -> None:
-        model = self.answers.model
-        gr.HTML(
-            f"<h1>{html.escape(title)}</h1><p>{count_parameters(model.model) / 1e6:.2f} M "
-            f"parameters, {len(model.classes)} classes. Pictures are not kept.</p>"
-        )
-
-    def _add_picture(self) -> None:
-        with gr.Column(scale=4, min_width=300):
-            self.upload = gr.File(label="Your picture", file_types=["image"], height=190)
-            self.notice = gr.HTML(elem_id="notice")
-            with gr.Row(elem_id="samples"):
-                self.samples = [
-                    gr.Button(sample.name, elem_id=f"sample-{i}", min_width=64)
-                    for i, sample in enumerate(self.answers.samples)
-                ]
-        with gr.Column(scale=3, min_width=260):
-            self.seen = gr.HTML(self.answers.seen)
-        with gr.Column(scale=5, min_width=300):
-            gr.HTML("<h2>Prediction</h2>")
-            self.prediction = gr.HTML(self.answers.predict(self.answers.image))
-
-    def _add_attention(self) -> None:
-        block = self.answers.block
-        with gr.Column(min_width=300):
-            gr.HTML("<h2>Where it looks</h2>")
-            with gr.Row(visible=block is not None):
-                self.block = gr.Dropdown(
-                    list(self.answers.heads), value=block, label="Block", scale=3, min_width=150
-                )
-                self.head = gr.Dropdown(
-                    self.answers.choices(block) if block else [ALL_HEADS],
-                    value=ALL_HEADS,
-                    label="Head",
-                    scale=2,
-                    min_width=90,
-                )
-            self.attention = gr.HTML(self.answers.attend(self.answers.image, block, ALL_HEADS))
-
-    def _add_noise(self) -> None:
-        with gr.Column(min_width=300):
-            gr.HTML("<h2>Under noise</h2>")
-            self.level = gr.Slider(0, 0.5, value=NOISE, step=0.01, label="Standard deviation")
-            self.noisy = gr.HTML(self.answers.disturb(self.answers.image, NOISE))
-
-    def _add_sensitivity(self) -> None:
-        with gr.Column(min_width=300):
-            gr.HTML("<h2>How sensitive it is</h2>")
-            self.measure = gr.Button("Estimate the local Lipschitz constant")
-            self.constant = gr.HTML()
-
-    def _add_certificate(self) -> None:
-        gr.HTML("<h2>How far it may change</h2>")
-        self.certify = gr.Button(
-            "Certify and attack: seconds for small images, minutes for large ones"
-        )
-        self.certificate = gr.HTML()
-
-    def _connect(self) -> None:
-        answers = self.answers
-        pictured = [
-            self.state,
-            self.seen,
-            self.prediction,
-            self.constant,
-            self.certificate,
-            self.notice,
-        ]
-        image_of = [self.state, self.block, self.head, self.level]
-        shown = [self.attention, self.noisy]
-        taken = self.upload.upload(
-            self.on_upload, self.upload, [self.upload, *pictured], **EXCLUSIVE
-        )
-        taken.then(self.on_image, image_of, shown, **EXCLUSIVE)
-        for button, sample in zip(self.samples, answers.samples, strict=True):
-            chosen = button.click(partial(self.on_sample, sample), None, pictured, **EXCLUSIVE)
-            chosen.then(self.on_image, image_of, shown, **EXCLUSIVE)
-        self.block.input(
-            self.on_block, [self.state, self.block], [self.head, self.attention], **EXCLUSIVE
-        )
-        self.head.input(
-            answers.attend, [self.state, self.block, self.head], self.attention, **EXCLUSIVE
-        )
-        live = {"trigger_mode": "always_last", "show_progress": "hidden"}
-        self.level.input(answers.disturb, [self.state, self.level], self.noisy, **live, **EXCLUSIVE)
-        self.measure.click(answers.measure, self.state, self.constant, **EXCLUSIVE)
-        self.certify.click(answers.certify, self.state, self.certificate, **EXCLUSIVE)
+            measured = [self.constant, self.certificate]
+            pictured = [self.state, self.seen, self.prediction, *measured, self.notice]
+            of_image, shown = [self.state, block_menu, head_menu, level], [attention, noisy]
+            taken = self.upload.upload(
+                self.on_upload, self.upload, [self.upload, *pictured], **EXCLUSIVE
+            )
+            taken.then(self.on_image, of_image, shown, **EXCLUSIVE)
+            for button, sample in zip(samples, answers.samples, strict=True):
+                chosen = button.click(partial(self.on_sample, sample), None, pictured, **EXCLUSIVE)
+                chosen.then(self.on_image, of_image, shown, **EXCLUSIVE)
+            block_menu.input(
+                self.on_block, [self.state, block_menu], [head_menu, attention], **EXCLUSIVE
+            )
+            head_menu.input(
+                answers.attend, [self.state, block_menu, head_menu], attention, **EXCLUSIVE
+            )
+            live = {"trigger_mode": "always_last", "show_progress": "hidden"}
+            level.input(answers.disturb, [self.state, level], noisy, **live, **EXCLUSIVE)
+            measure.click(answers.measure, self.state, self.constant, **EXCLUSIVE)
+            certify.click(answers.certify, self.state, self.certificate, **EXCLUSIVE)
 
     def on_upload(self, path: str | None) -> dict[Any, Any]:
         """Show an uploaded picture, or say why it cannot be shown."""

@@ -5,13 +5,13 @@ import json
 import statistics
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch_geometric
-from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
 from tqdm import tqdm
@@ -88,11 +88,13 @@ def load_batches(config: GraphConfig) -> GraphRunData:
         )
     elif own.loader != "full":
         hops = config.model.num_layers + 1 if own.halo_hops is None else own.halo_hops
+        edge_index: Any = data.edge_index
+        metis = partial(metis_clusters, edge_index, len(data.y), own.num_parts)
         train = ClusterBatches(
             data,
             own.num_parts,
             parts_per_step=own.parts_per_step,
-            clusters=_metis(data, own.num_parts) if own.loader == "cluster" else None,
+            clusters=on_first_rank(metis) if own.loader == "cluster" else None,
             halo_hops=hops,
             rank=rank,
             num_ranks=num_ranks,
@@ -121,12 +123,6 @@ def _read(config: GraphDataConfig) -> Data:
                 "data.split_seed=null for the public one, because every split needs a node"
             )
     return data
-
-
-def _metis(data: Data, num_parts: int) -> Tensor:
-    edge_index = data.edge_index
-    assert edge_index is not None
-    return on_first_rank(lambda: metis_clusters(edge_index, len(data.y), num_parts))
 
 
 def _only_seed_nodes(batch: Data) -> Data:

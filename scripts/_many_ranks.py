@@ -11,7 +11,6 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,17 +88,7 @@ def predict_run(config: Config, world_size: int, shard: int = 1) -> dict[str, An
     }
 
 
-class _Absent:
-    """A data set of which only the length is known."""
-
-    def __init__(self, count: int):
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-
-def _data(config: Config) -> tuple[Any, Any, list[str], bool]:
+def _data(config: Config) -> tuple[Any, Any, Sequence[Any], bool]:
     """Return training set, validation set, classes, and whether the data are here."""
     data = replace(config.data, download=False)
     try:
@@ -110,8 +99,8 @@ def _data(config: Config) -> tuple[Any, Any, list[str], bool]:
         if data.name not in PUBLISHED or data.skip_list or data.holdout or data.train_share < 1:
             raise
         train, val, classes = PUBLISHED[data.name]
-        return _Absent(train), _Absent(val), [str(number) for number in range(classes)], False
-    return train_set, val_set, list(train_set.classes), True
+        return range(train), range(val), range(classes), False  # only their lengths are known
+    return train_set, val_set, train_set.classes, True
 
 
 class LiveBytes(TorchDispatchMode):
@@ -170,10 +159,11 @@ class _Step:
     peak: int
 
 
-def _fake_step(config: Config, classes: list[str], step_share: StepShare) -> _Step:
+def _fake_step(config: Config, classes: Sequence[Any], step_share: StepShare) -> _Step:
     sizes = sizes_by_epoch(config.augment.img_sizes, config.train.epochs)
     size = max(sizes or [config.data.img_size])
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
+    autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
     arrived: list[nn.Parameter] = []
     with FakeTensorMode() as mode, LiveBytes() as live:
         try:
@@ -192,7 +182,7 @@ def _fake_step(config: Config, classes: list[str], step_share: StepShare) -> _St
         for _ in range(min(step_share.micro_batches, 2)):  # more than two have the same peak as two
             arrived.clear()
             images = torch.zeros(step_share.samples, 3, size, size, dtype=torch.uint8).float()
-            with torch.autocast("cpu", dtype) if dtype else nullcontext():
+            with autocast:
                 logits = model(images).float()
             targets = torch.zeros(step_share.samples, len(classes))
             criterion(logits, targets).backward()

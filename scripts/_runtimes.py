@@ -70,11 +70,6 @@ def trace(model: nn.Module, images: Tensor) -> ExportedProgram:
         return torch.export.export(fold(model), (images[:2],), dynamic_shapes=(batch,))
 
 
-def write_torch(program: ExportedProgram, path: Path) -> None:
-    """Write the program for `torch.export.load`."""
-    torch.export.save(program, path)
-
-
 def write_onnx(program: ExportedProgram, path: Path) -> None:
     """Write ONNX with the input `images` and the output `logits`."""
     torch.onnx.export(program, (), path, dynamo=True, external_data=False, verbose=False, **NAMES)
@@ -123,7 +118,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "torch-export": Format("model.pt2", write_torch),
+    "torch-export": Format("model.pt2", torch.export.save),
     "onnx": Format("model.onnx", write_onnx),
     "onnx-int8": Format("model-int8.onnx", quantize_onnx, "onnx", 0.1),
     "openvino": Format("model.xml", write_openvino),

@@ -13,14 +13,12 @@ dictionary, which the conversion ignores.
 """
 
 import argparse
-import pickle
 import re
 import sys
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import timm
 import torch
 from timm.models import save_for_hf
@@ -28,9 +26,9 @@ from torch import Tensor, nn
 
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser, user_errors
-from lipsformer._errors import first_line
+from lipsformer.engine.run_files import CheckpointError
+from lipsformer.engine.weights import read_weights
 from lipsformer.models import lipsformer_cswin, lipsformer_swin
-from lipsformer.models.official_weights import unwrap
 from scripts._new_folder import new_folder
 
 StateDict = dict[str, Tensor]
@@ -53,31 +51,10 @@ def read_checkpoint(path: Path) -> StateDict:
         The weights by name.
 
     Raises:
-        ReleasedWeightsError: If the file is missing, is refused, or does not contain weights.
+        CheckpointError: If the file is missing, is refused, or does not contain weights.
     """
-    if not path.is_file():
-        raise ReleasedWeightsError(f"{path}: no such file")
-    try:
-        if path.suffix == ".safetensors":
-            content = safetensors.torch.load_file(path)
-        else:
-            with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
-                content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("Please use")[0]
-        reason = reason.strip().partition("\n")[0]  # advice for programmers follows
-        raise ReleasedWeightsError(
-            f"{path}: refused, nothing was executed. A pickle may only contain tensors, plain "
-            f"containers and yacs.config.CfgNode; PyTorch's reader reports: {reason}"
-        ) from None
-    except Exception as error:  # both readers raise whatever damaged files make them raise
-        raise ReleasedWeightsError(
-            f"{path}: not a readable checkpoint ({first_line(error)})"
-        ) from None
-    try:
-        return unwrap(content)
-    except ValueError as error:
-        raise ReleasedWeightsError(f"{path}: {error}") from None
+    with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
+        return read_weights(path)
 
 
 def swin_arguments(weights: StateDict) -> dict[str, Any]:
@@ -272,6 +249,7 @@ def import_weights(
         A message of one line that says what was written.
 
     Raises:
+        CheckpointError: If `source` is missing, is refused, or does not contain weights.
         ReleasedWeightsError: If `out` exists or `source` cannot be converted.
     """
     if out.exists():
@@ -300,7 +278,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@user_errors(ReleasedWeightsError)
+@user_errors(CheckpointError, ReleasedWeightsError)
 def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     args = (parser or make_parser()).parse_intermixed_args(argv)

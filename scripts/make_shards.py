@@ -28,8 +28,8 @@ from data.parquet import ParquetSource
 from data.shards import (
     INDEX,
     checksum,
-    damaged_shards,
     is_complete,
+    is_intact,
     read_index,
     shard_members,
     shard_name,
@@ -127,7 +127,8 @@ def verify(path: Path) -> list[str]:
     """Return the names of the shards that changed since they were written."""
     if not (path / INDEX).exists():
         raise DataError(f"no {INDEX} in {path}: it holds no complete shards")
-    return [name for name, damaged in _progress(list(damaged_shards(path))) if damaged]
+    shards = {shard["file"]: shard["sha256"] for shard in read_index(path)["shards"]}
+    return [name for name in _progress(list(shards)) if not is_intact(path / name, shards[name])]
 
 
 def _progress(items: list) -> tqdm:

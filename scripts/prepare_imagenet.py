@@ -12,14 +12,13 @@ of images. Exit codes: 0 both splits are complete; 2 something is missing or wro
 import argparse
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from timm.data import ImageNetInfo
 from torchvision.datasets import imagenet
 
 from data.errors import DataError
+from data.evalsets import STANDARD
 from data.sources import FolderSource
 from lipsformer._commands import documented_parser, user_errors
 
@@ -32,10 +31,6 @@ def unpack(folder: Path, split: str) -> None:
     Raises:
         DataError: If an archive is missing or damaged.
     """
-    parse: dict[str, Callable] = {
-        "train": imagenet.parse_train_archive,
-        "val": imagenet.parse_val_archive,
-    }
     part = f"{split}.part"
     shutil.rmtree(folder / part, ignore_errors=True)
     try:
@@ -43,7 +38,9 @@ def unpack(folder: Path, split: str) -> None:
             import scipy.io  # noqa: F401  (torchvision reads the devkit with it)
 
             imagenet.parse_devkit_archive(str(folder))
-        parse[split](str(folder), folder=part)
+            imagenet.parse_val_archive(str(folder), folder=part)
+        else:
+            imagenet.parse_train_archive(str(folder), folder=part)
     except ImportError as error:
         raise DataError(
             "reading ImageNet's devkit needs SciPy: pip install 'lipsformer[imagenet]'"
@@ -60,10 +57,8 @@ def check(folder: Path, split: str) -> str:
         DataError: If its classes or their numbers of images are not ImageNet-1K's.
     """
     source = FolderSource(folder / split)
-    info = ImageNetInfo("imagenet-1k")
-    standard = tuple(info.index_to_label_name(index) for index in range(info.num_classes()))
-    if source.classes != standard:
-        odd = sorted(set(source.classes) ^ set(standard))
+    if source.classes != STANDARD:
+        odd = sorted(set(source.classes) ^ set(STANDARD))
         raise DataError(
             f"{folder / split}: {len(odd)} unexpected or missing classes, such as {odd[0]}"
         )

@@ -9,7 +9,6 @@ GMACs and activations are those of one image in evaluation; memory and speed tho
 import argparse
 import difflib
 import multiprocessing
-import platform
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +20,8 @@ from torch import nn
 import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._errors import ConfigError
+from lipsformer._machine import cpu_name
 from lipsformer.analysis.cost import (
-    PartCost,
     PeakMemory,
     count_parameters,
     median_seconds,
@@ -58,10 +57,8 @@ def profile_model(
             size = (size[0], img_size, img_size)
             resize_input(model, name, size[0], img_size)
         images = torch.randn(batch_size, *size, device=target)
-        step = _training_step if train else _inference_step
-        seconds = median_seconds(
-            step(model, images, PRECISIONS[precision]), target, repeats=repeats
-        )
+        step = _step(model, images, PRECISIONS[precision], train)
+        seconds = median_seconds(step, target, repeats=repeats)
     parts = part_costs(model, images[:1])  # after the peak was read, because tracing takes memory
     return {
         "model": name,
@@ -75,54 +72,34 @@ def profile_model(
         "precision": precision,
         "images_per_second": batch_size / seconds,
         "peak_memory_bytes": memory.peak,
-        "device": torch.cuda.get_device_name(target) if target.type == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name(target)
+        if target.type == "cuda"
+        else f"{cpu_name()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
     }
 
 
-def _inference_step(
-    model: nn.Module, images: torch.Tensor, dtype: torch.dtype
+def _step(
+    model: nn.Module, images: torch.Tensor, dtype: torch.dtype, train: bool
 ) -> Callable[[], None]:
-    model.eval()
-
-    def step() -> None:
-        with torch.inference_mode(), _autocast(images, dtype):
-            model(images)
-
-    return step
-
-
-def _training_step(
-    model: nn.Module, images: torch.Tensor, dtype: torch.dtype
-) -> Callable[[], None]:
-    """Return a function that makes a forward pass, a backward pass and a step of AdamW."""
-    model.train()
+    """Return a function that runs the model, in training with a backward pass and AdamW's step."""
+    model.train(train)
+    autocast = torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
 
-    def step() -> None:
+    def inference_step() -> None:
+        with torch.inference_mode(), autocast:
+            model(images)
+
+    def training_step() -> None:
         optimizer.zero_grad()
-        with _autocast(images, dtype):
+        with autocast:
             loss = nn.functional.cross_entropy(model(images).float(), labels)
         loss.backward()
         optimizer.step()
 
-    return step
-
-
-def _autocast(images: torch.Tensor, dtype: torch.dtype) -> torch.autocast:
-    return torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32)
-
-
-def _processor() -> str:
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def _devices() -> list[str]:
-    """Return the names of the devices that PyTorch can use here."""
-    if not torch.cuda.is_available():
-        return ["cpu"]
-    return ["cpu", "cuda", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    return training_step if train else inference_step
 
 
 def table(record: dict[str, Any]) -> str:
@@ -132,18 +109,12 @@ def table(record: dict[str, Any]) -> str:
         f"{record['model']}  {channels}x{height}x{width}",
         f"  {'part':<16} {'parameters':>12} {'GMACs':>9} {'activations':>12}  output",
     ]
-    total = PartCost(
-        name="total",
-        parameters=record["parameters"],
-        macs=round(record["gmacs"] * 1e9),
-        activations=record["activations"],
-        output=None,
-    )
-    for part in [*(PartCost(**part) for part in record["parts"]), total]:
-        output = "x".join(map(str, part.output or ()))
+    total = {**record, "name": "total", "macs": 1e9 * record["gmacs"], "output": None}
+    for part in [*record["parts"], total]:
+        output = "x".join(map(str, part["output"] or ()))
         lines.append(
-            f"  {part.name:<16} {part.parameters:>12,} {part.macs / 1e9:>9.4f} "
-            f"{part.activations:>12,}  {output}".rstrip()
+            f"  {part['name']:<16} {part['parameters']:>12,} {part['macs'] / 1e9:>9.4f} "
+            f"{part['activations']:>12,}  {output}".rstrip()
         )
     memory = record["peak_memory_bytes"]
     lines.append(
@@ -177,7 +148,9 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
             close = difflib.get_close_matches(name, timm.list_models(), 1)
             hint = f", did you mean {close[0]!r}" if close else ""
             parser.error(f"{name!r} is no timm model{hint}; timm.list_models() lists all")
-    present = _devices()
+    present = ["cpu"]
+    if torch.cuda.is_available():
+        present += ["cuda", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     if args.device not in present:
         parser.error(f"--device {args.device}: PyTorch finds no such device; use one of {present}")
     for option in ("batch_size", "repeats"):

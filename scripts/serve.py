@@ -86,7 +86,7 @@ def make_server(model: Classifier, host: str, port: int) -> HTTPServer:
             """Classify the picture in the body."""
             if "Content-Length" not in self.headers:
                 return self.send_error(411, "send the length of the picture")
-            length = self.headers.get("Content-Length") or ""
+            length = self.headers["Content-Length"]
             if not length.isdecimal() or not 0 < int(length) <= MAX_UPLOAD:
                 return self.send_error(413, f"send a picture of at most {MAX_UPLOAD} bytes")
             content = self.rfile.read(int(length))

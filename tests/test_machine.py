@@ -42,7 +42,10 @@ def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
 def test_the_processor_is_the_first_model_name_of_cpuinfo(tmp_path, monkeypatch):
     cpuinfo = tmp_path / "cpuinfo"
     monkeypatch.setattr(_machine, "Path", lambda _: cpuinfo)
-    assert cpu_name() == platform.processor()
+    monkeypatch.setattr(platform, "processor", lambda: "Zuse Z1")
+    assert cpu_name() == "Zuse Z1"
+    monkeypatch.setattr(platform, "processor", lambda: "")  # as where `uname -p` knows none
+    assert cpu_name() == os.uname().machine
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Zuse Z3: relay\nmodel name\t: other\n")
     assert cpu_name() == "Zuse Z3: relay"
 

@@ -149,8 +149,7 @@ def bound_domain(config: Config, model: nn.Module) -> Domain | None:
         ConfigError: If the bound has a limit but the model has no bound.
     """
     options, size = config.lipschitz, config.data.img_size
-    settings = (options.monitor_every, options.update_limit, options.bound_limit, *_caps(options))
-    if all(setting is None for setting in settings) and not options.orthogonal:
+    if options == LipschitzConfig():  # no instrument is on
         return None
     domain = image_domain((size, size), config.data.mean, config.data.std)
     try:
@@ -187,7 +186,8 @@ def make_instruments(
     instruments: list[InstrumentBase] = []
     if options.update_limit is not None:
         instruments.append(UpdateLimit(module, options.update_limit))
-    if any(limit is not None for limit in _caps(options)):
+    caps = (options.sigma_cap, options.residual_scale_cap, options.gain_cap)
+    if any(limit is not None for limit in caps):
         cap = SpectralCap(
             module,
             options.sigma_cap,
@@ -207,10 +207,6 @@ def make_instruments(
     if domain is not None:
         instruments.append(BoundCheck(state.weights(), domain, options.bound_limit))
     return instruments
-
-
-def _caps(options: LipschitzConfig) -> tuple[float | None, ...]:
-    return options.sigma_cap, options.residual_scale_cap, options.gain_cap
 
 
 __getattr__ = renamed(__name__)

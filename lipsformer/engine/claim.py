@@ -77,12 +77,11 @@ class Claim:
         if fault := find_fault(best):
             logger.warning("the best checkpoint so far, %s, is left out: %s", best, fault)
             kept = [
-                entry
+                as_best(entry)
                 for entry in history
                 if find_fault(self.checkpoints.path_of(entry["update"])) is None
             ]
-            evaluations = [as_best(entry) for entry in kept]
-            self.best = max(evaluations, key=lambda found: found["top1"], default=None)
+            self.best = max(kept, key=lambda found: found["top1"], default=None)
 
     def bring(self, start: Path, history: Sequence[dict[str, Any]]) -> None:
         """Copy a checkpoint of another folder, with the best checkpoint and the records there.
@@ -105,7 +104,8 @@ class Claim:
             best = start.resolve().parent / self.checkpoints.path_of(self.best["update"]).name
             if fault := find_fault(best):
                 logger.warning("the best checkpoint so far, %s, is left out: %s", best, fault)
-                self.best = _evaluation_at(history, self.step)
+                here = (as_best(entry) for entry in history if entry["update"] == self.step)
+                self.best = next(here, None)
             else:
                 shutil.copytree(best, self._hidden.path_of(self.best["update"]))
         shutil.copytree(start, self._hidden.path_of(self.step))
@@ -137,8 +137,3 @@ class Claim:
     @property
     def _hidden(self) -> CheckpointFolder:
         return CheckpointFolder(self.checkpoints.path.with_name(f".{self.checkpoints.path.name}"))
-
-
-def _evaluation_at(history: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
-    """Return the evaluation after `step` steps in the form of `best`; None if there was none."""
-    return next((as_best(entry) for entry in history if entry["update"] == step), None)

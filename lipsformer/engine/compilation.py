@@ -68,8 +68,7 @@ def compile_regions(model: nn.Module, *, deterministic: bool, **options: Any) ->
     if deterministic:
         from torch._inductor import config  # the compiler, which few runs on CPUs need
 
-        if hasattr(config, "deterministic"):  # not in older versions of torch
-            config.deterministic = True
+        config.deterministic = True
     for region in (found := regions(model)):
         # Sizes differ between stages. As variables of the kernels they would make them slower.
         region.compile(dynamic=False, **options)

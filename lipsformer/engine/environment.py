@@ -1,6 +1,7 @@
 """What a run is trained with: versions, machine, ranks and memory."""
 
 import platform
+import resource
 import sys
 from datetime import datetime, timezone
 from importlib import metadata
@@ -36,7 +37,5 @@ def memory_gib(device: torch.device) -> float:
     """Return the peak memory so far: allocated on a CUDA device, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource  # not on Windows
-
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -53,11 +53,8 @@ def run(work: Callable[[], int], codes: Mapping[type[Exception], int]) -> int:
         return code
     try:
         return work()
-    except RepeatedError as error:
-        _end(error.code, str(error))
-        return error.code
-    except tuple(codes) as error:
-        code = code_of(error, codes)
+    except (RepeatedError, *codes) as error:
+        code = error.code if isinstance(error, RepeatedError) else code_of(error, codes)
         _end(code, str(error))
         return code
     except Exception as error:

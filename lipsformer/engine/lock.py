@@ -68,7 +68,7 @@ class FolderLock:
         folder.mkdir(parents=True, exist_ok=True)
         # long enough to watch an owner elsewhere once, and then to compete for its lock
         deadline = time.monotonic() + 2 * self.patience
-        while not self._create():
+        while not self._create(self.path):
             owner = self._read()
             if owner is None:
                 continue  # released just now
@@ -106,11 +106,11 @@ class FolderLock:
             for folder in (self.path.parent, *self._created):
                 folder.rmdir()
 
-    def _create(self) -> bool:
-        """Create the lock unless there is one already; return whether it was created."""
+    def _create(self, path: Path) -> bool:
+        """Create a file with this owner unless there is one; return whether it was created."""
         temporary = self._write()
         try:
-            os.link(temporary, self.path)
+            os.link(temporary, path)
         except FileExistsError:
             return False
         finally:
@@ -119,22 +119,16 @@ class FolderLock:
 
     def _follow(self, owner: dict[str, Any]) -> bool:
         """Replace the lock of a dead owner; return whether this process did it, and no other."""
-        temporary = self._write()
         claim = self.path.with_name(f".{LOCK}-after-{owner['token']}")
-        try:
-            os.link(temporary, claim)
-        except FileExistsError:
-            temporary.unlink()
+        if not self._create(claim):
             return False
         now = self._read()
-        mine = now is not None and now["token"] == owner["token"]
-        if mine:
-            logger.warning("taking %s over from %s, dead", self.path.parent, _describe(owner))
-            temporary.replace(self.path)
-        else:
-            temporary.unlink()
-        claim.unlink()
-        return mine
+        if now is None or now["token"] != owner["token"]:  # another process was faster
+            claim.unlink()
+            return False
+        logger.warning("taking %s over from %s, dead", self.path.parent, _describe(owner))
+        claim.replace(self.path)
+        return True
 
     def _write(self) -> Path:
         temporary = self.path.with_name(f".{LOCK}-{self.token}")

@@ -209,14 +209,10 @@ def state_numbers(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
         },
         # some optimizers count their steps in the group
         "groups": [
-            {"step": _number(group["step"])} if "step" in group else {}
+            {"step": torch.as_tensor(group["step"]).item()} if "step" in group else {}
             for group in optimizer.param_groups
         ],
     }
-
-
-def _number(value: Tensor | int | float) -> int | float:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def load_state(

@@ -21,18 +21,11 @@ FORMAT = 2  # of checkpoints; version 1 had other names of parameters
 # and when to give up. batch_size_per_device depends on the number of devices, which may change with
 # run.allow_world_size_change. skip_list and teacher are paths; `_require_same` compares the content
 # of the list, and `TrainState.load_checkpoint` the weights of the teacher.
-_NOT_IDENTITY = {
-    "data": ("root", "download", "num_workers", "exact_eval", "skip_list"),
-    "train": (
-        "eval_batch_size",
-        "batch_size_per_device",
-        "compile",
-        "grad_checkpointing",
-        "deterministic",
-        "max_nonfinite_updates",
-    ),
-    "loss": ("teacher",),
-    "lipschitz": ("monitor_every", "bound_limit"),
+_MAY_CHANGE = {
+    *{"data.root", "data.download", "data.num_workers", "data.exact_eval", "data.skip_list"},
+    *{"train.eval_batch_size", "train.batch_size_per_device", "train.max_nonfinite_updates"},
+    *{"train.compile", "train.grad_checkpointing", "train.deterministic"},
+    *{"loss.teacher", "lipschitz.monitor_every", "lipschitz.bound_limit"},
 }
 
 
@@ -51,16 +44,11 @@ def config_identity(config: Config) -> dict[str, Any]:
         >>> "optim.lr" in identity, "data.num_workers" in identity
         (True, False)
     """
-    return {key: value for key, value in _settings(config).items() if not _may_change(key)}
+    return {key: value for key, value in _settings(config).items() if key not in _MAY_CHANGE}
 
 
 def _settings(config: Config) -> dict[str, Any]:
     return {key: value for key, value in dotted(config).items() if not key.startswith("run.")}
-
-
-def _may_change(key: str) -> bool:
-    section, _, name = key.partition(".")
-    return name in _NOT_IDENTITY.get(section, ())
 
 
 def find_start(config: Config) -> Path | None:
@@ -172,7 +160,7 @@ def _require_same(before: Config, now: Config, where: str, skipped: Path) -> Non
     """
     old, new = _settings(before), _settings(now)
     changed = {key: f"{key} {old[key]!r} -> {new[key]!r}" for key in new if old[key] != new[key]}
-    refused = [text for key, text in changed.items() if not _may_change(key)]
+    refused = [text for key, text in changed.items() if key not in _MAY_CHANGE]
     if old["data.skip_list"] and new["data.skip_list"] and skipped.exists():
         file = Path(new["data.skip_list"])  # building the data reports a missing one
         same_list = not file.exists() or file.read_bytes() == skipped.read_bytes()

@@ -252,14 +252,10 @@ def find_weights(path: str | Path, which: str = "best") -> Weights:
     file = path / MODEL if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{path} is neither a run, nor a checkpoint, nor a file of weights")
-    if not (file.parent / MANIFEST).exists():
-        return Weights(file)
-    if path.is_dir():
-        return _checkpoint_weights(path)
     kinds = {name: kind for kind, name in FILES.items()}
-    if path.name not in kinds:
-        return Weights(path)
-    return _checkpoint_weights(path.parent, kinds[path.name])
+    if file.name not in kinds or not (file.parent / MANIFEST).exists():
+        return Weights(file)
+    return _checkpoint_weights(file.parent, None if path.is_dir() else kinds[file.name])
 
 
 def _checkpoint_weights(folder: Path, kind: str | None = None) -> Weights:

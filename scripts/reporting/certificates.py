@@ -7,13 +7,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from scripts._certify_picture import FAILURE, PictureCertificate
+from scripts._certify_picture import DISTANCES, FAILURE, PictureCertificate
 from scripts.reporting.figures import Drawing, style
 from scripts.reporting.theme import LIGHT, SERIES
 
-DISTANCE = "log10 of the change, 2-norm, pixels in [0, 1]"
+CHANGE = "log10 of the change, 2-norm, pixels in [0, 1]"
 
 
+@style()
 def shares_figure(name: str, radii: Sequence[float], right: np.ndarray) -> Drawing:
     """Draw the share of images that are right and certified within a distance.
 
@@ -25,12 +26,11 @@ def shares_figure(name: str, radii: Sequence[float], right: np.ndarray) -> Drawi
     kept = np.sort(np.array(radii)[right])
     kept = kept[kept > 0.0]
     shares = 100.0 * np.arange(len(kept), 0, -1) / len(radii)
-    with style():
-        figure = Figure(figsize=(3.9, 2.9), layout="constrained")
-        axes = figure.subplots()
-        axes.plot(np.log10(kept), shares, drawstyle="steps-pre")
-        axes.set(xlabel=DISTANCE, ylabel="right and certified, %")
-        axes.set_ylim(0.0, 100.0)
+    figure = Figure(figsize=(3.9, 2.9), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(np.log10(kept), shares, drawstyle="steps-pre")
+    axes.set(xlabel=CHANGE, ylabel="right and certified, %")
+    axes.set_ylim(0.0, 100.0)
     half = np.median(np.where(right, radii, 0.0))
     text = (
         "Line chart of the share of images that are right and certified within a distance. Half of "
@@ -39,34 +39,34 @@ def shares_figure(name: str, radii: Sequence[float], right: np.ndarray) -> Drawi
     return Drawing(f"certified_{name.replace('/', '_')}", "Certified accuracy", text, figure)
 
 
+@style()
 def picture_figure(found: PictureCertificate) -> Drawing:
     """Draw the margin of a picture over the distance: what is proved, and what an attack finds."""
-    ends = [found.everywhere, found.distances[0]]
+    ends = [found.everywhere, DISTANCES[0]]
     if found.around:
         ends.append(found.around)
     low = math.floor(math.log10(max(min(ends), 1e-300))) - 1
-    high = math.log10(found.distances[-1])
+    high = math.log10(DISTANCES[-1])
     powers = np.linspace(low, high, 400)
     proved = found.margin * np.clip(1.0 - 10.0**powers / max(found.everywhere, 1e-300), 0.0, None)
-    with style():
-        figure = Figure(figsize=(3.9, 2.9), layout="constrained")
-        axes = figure.subplots()
-        axes.fill_between(powers, proved, color=SERIES[2], alpha=0.2, linewidth=0)
-        axes.plot(powers, proved, color=SERIES[2], label="proved by the constant")
-        if found.around:
-            axes.axvline(
-                math.log10(found.around),
-                color=SERIES[0],
-                linestyle="--",
-                label="the class is proved up to here",
-            )
-        steps = [low, *np.log10(found.distances)]
-        kept = np.clip([found.margin, *found.found], 0.0, None)
-        axes.plot(steps, kept, color=SERIES[1], label="found by an attack")
-        axes.axhline(0.0, color=LIGHT["line"])
-        axes.set(xlabel=DISTANCE, ylabel="margin to the second class")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.legend(loc="outside upper left", ncols=2)
+    figure = Figure(figsize=(3.9, 2.9), layout="constrained")
+    axes = figure.subplots()
+    axes.fill_between(powers, proved, color=SERIES[2], alpha=0.2, linewidth=0)
+    axes.plot(powers, proved, color=SERIES[2], label="proved by the constant")
+    if found.around:
+        axes.axvline(
+            math.log10(found.around),
+            color=SERIES[0],
+            linestyle="--",
+            label="the class is proved up to here",
+        )
+    steps = [low, *np.log10(DISTANCES)]
+    kept = np.clip([found.margin, *found.found], 0.0, None)
+    axes.plot(steps, kept, color=SERIES[1], label="found by an attack")
+    axes.axhline(0.0, color=LIGHT["line"])
+    axes.set(xlabel=CHANGE, ylabel="margin to the second class")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside upper left", ncols=2)
     return Drawing("picture", "How far a picture may change", sentences(found), figure)
 
 
@@ -85,7 +85,7 @@ def sentences(found: PictureCertificate) -> str:
     parts.append("Rounding is not counted here.")
     at = f"{found.attacked:.2g}"
     if found.attacked == math.inf:
-        parts.append(f"An attack found no other class within {found.distances[-1]:.2g}.")
+        parts.append(f"An attack found no other class within {DISTANCES[-1]:.2g}.")
     else:
         parts.append(f"An attack changes the class with a change of length {at}.")
     return " ".join(parts)

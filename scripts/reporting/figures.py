@@ -51,6 +51,11 @@ STYLES = {  # of a kind of record: name, line
 NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
+def style(more: dict[str, object] | None = None):
+    """Return a context, or a decorator, in which matplotlib draws in the style of the page."""
+    return matplotlib.rc_context({**STYLE, **(more or {})})
+
+
 @dataclass(frozen=True)
 class Drawing:
     """A figure with its title and its text.
@@ -93,10 +98,12 @@ class Drawing:
         return buffer.getvalue()
 
 
+@style()
 def training_curves(runs: Sequence[RunLog]) -> list[Drawing]:
     """Draw loss, accuracy, gradient norm, learning rate, throughput and waiting for data."""
     validation = ["raw", "ema"]
     norm, rate = "2-norm before clipping", "images per second"
+    share = "% of the training time"
     losses = [value for run in runs for _, value in run.points("train", "loss")]
     leapt = max(losses, default=0.0) > 20.0  # guessing among 1,000 classes costs 6.9
     return [
@@ -105,18 +112,11 @@ def training_curves(runs: Sequence[RunLog]) -> list[Drawing]:
         _curves(runs, "Gradient norm", norm, "grad_norm", ["train"], log=True),
         _curves(runs, "Learning rate", "learning rate", "lr", ["train"]),
         _curves(runs, "Throughput", rate, "images_per_s", ["train"], floor=0.0),
-        _curves(
-            runs,
-            "Waiting for data",
-            "% of the training time",
-            "data_wait",
-            ["train"],
-            floor=0.0,
-            scale=100.0,
-        ),
+        _curves(runs, "Waiting for data", share, "data_wait", ["train"], floor=0.0, scale=100.0),
     ]
 
 
+@style()
 def monitor_curves(runs: Sequence[RunLog]) -> list[Drawing]:
     """Draw singular values, residual scales, update sizes and the bound of the model."""
     watched = [run for run in runs if run.monitor]
@@ -135,6 +135,7 @@ def monitor_curves(runs: Sequence[RunLog]) -> list[Drawing]:
     return drawings
 
 
+@style({"axes.grid": False})
 def confusion_figure(run: RunLog, counts: np.ndarray, classes: Sequence[str]) -> Drawing:
     """Draw the confusion matrix; colors show shares of a class, numbers count images.
 
@@ -158,21 +159,20 @@ def confusion_figure(run: RunLog, counts: np.ndarray, classes: Sequence[str]) ->
     cells[..., :3] = np.where(right[..., None], to_rgb(RIGHT), to_rgb(WRONG))
     # The root keeps single mistakes visible; text on the colors stays legible up to 0.75.
     cells[..., 3] = 0.75 * np.where(right, shares, np.sqrt(shares / worst))
-    with style({"axes.grid": False}):
-        figure = Figure(figsize=(4.6, 4.5), layout="constrained")
-        axes = figure.subplots()
-        edges = (-0.5, len(starts) * group - 0.5)
-        axes.imshow(cells, interpolation="none", extent=(*edges, *reversed(edges)))
-        if len(classes) <= 20:
-            names = [name if len(name) <= 14 else f"{name[:13]}…" for name in classes]
-            upright = max(map(len, names)) <= 3
-            axes.set_xticks(range(len(names)), names, rotation=0 if upright else 90)
-            axes.set_yticks(range(len(names)), names)
-            size = min(9.0, 90.0 / len(names))
-            for (row, column), count in np.ndenumerate(counts):
-                if count > 0:
-                    axes.text(column, row, str(count), ha="center", va="center", fontsize=size)
-        axes.set(xlabel="predicted class", ylabel="class")
+    figure = Figure(figsize=(4.6, 4.5), layout="constrained")
+    axes = figure.subplots()
+    edges = (-0.5, len(starts) * group - 0.5)
+    axes.imshow(cells, interpolation="none", extent=(*edges, *reversed(edges)))
+    if len(classes) <= 20:
+        names = [name if len(name) <= 14 else f"{name[:13]}…" for name in classes]
+        upright = max(map(len, names)) <= 3
+        axes.set_xticks(range(len(names)), names, rotation=0 if upright else 90)
+        axes.set_yticks(range(len(names)), names)
+        size = min(9.0, 90.0 / len(names))
+        for (row, column), count in np.ndenumerate(counts):
+            if count > 0:
+                axes.text(column, row, str(count), ha="center", va="center", fontsize=size)
+    axes.set(xlabel="predicted class", ylabel="class")
     share = 100 * np.trace(counts) / max(counts.sum(), 1)
     text = (
         f"Confusion matrix of {len(classes)} classes and {counts.sum()} images; "
@@ -200,13 +200,13 @@ def _curves(
         series = [[(u, scale * value) for u, value in run.points(kind, key)] for run in runs]
         if not any(series):
             continue
-        word, style = STYLES[kind]
+        word, line = STYLES[kind]
         own_color = SERIES[list(STYLES).index(kind)]
         for run, points in zip(runs, series, strict=True):
-            _plot(axes, points, color=own_color if runs[0].alone else _color(run), **style)
+            _plot(axes, points, color=own_color if runs[0].alone else _color(run), **line)
         if len(kinds) > 1:
             color = own_color if runs[0].alone else LIGHT["muted"]
-            handles.append(Line2D([], [], color=color, label=word, **style))
+            handles.append(Line2D([], [], color=color, label=word, **line))
         text += f" {word.capitalize()}: {_ends(runs, series)}"
     if floor is not None:
         axes.set_ylim(bottom=floor)
@@ -243,16 +243,15 @@ def _by_layer(runs: Sequence[RunLog], kind: str, what: str) -> Drawing:
     """Draw the last values by depth; for a single run also the first ones."""
     figure, axes = _axes(what)
     handles = _run_handles(runs)
+    marks = [(run, run.monitor[-1], _color(run)) for run in runs]
     if runs[0].alone:
-        marks = [(LIGHT["muted"], runs[0].monitor[0]), (SERIES[0], runs[0].monitor[-1])]
-        for color, record in marks:
-            label = f"update {record['update']}"
-            values = [record[key] for key in _keys(runs[0], kind)]
-            handles += axes.plot(values, "o", color=color, markersize=2.5, label=label)
-    else:
-        for run in runs:
-            values = [run.monitor[-1][key] for key in _keys(run, kind)]
-            axes.plot(values, "o", color=_color(run), markersize=2.5)
+        marks.insert(0, (runs[0], runs[0].monitor[0], LIGHT["muted"]))
+    for run, record, color in marks:
+        values = [record[key] for key in _keys(run, kind)]
+        (dots,) = axes.plot(values, "o", color=color, markersize=2.5)
+        if run.alone:
+            dots.set_label(f"update {record['update']}")
+            handles.append(dots)
     keys = _keys(runs[0], kind)
     places = _groups([key.partition("/")[2] for key in keys])
     axes.set_xticks(list(places), list(places.values()), rotation=30, ha="right")
@@ -305,19 +304,13 @@ def _keys(run: RunLog, kind: str) -> list[str]:
     return sorted((key for key in record if key.startswith(f"{kind}/")), key=position)
 
 
-def style(more: dict[str, object] | None = None):
-    """Return a context in which matplotlib draws in the style of the page."""
-    return matplotlib.rc_context({**STYLE, **(more or {})})
-
-
 def _axes(label: str, *, log: bool = False) -> tuple[Figure, Axes]:
-    with style():
-        figure = Figure(figsize=(3.9, 2.9), layout="constrained")
-        axes = figure.subplots()
-        axes.set(xlabel="update", ylabel=label)
-        if log:
-            axes.set_yscale("log")
-        return figure, axes
+    figure = Figure(figsize=(3.9, 2.9), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel="update", ylabel=label)
+    if log:
+        axes.set_yscale("log")
+    return figure, axes
 
 
 def _log_ticks(axes: Axes) -> None:
@@ -329,10 +322,10 @@ def _log_ticks(axes: Axes) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _plot(axes: Axes, points: Points, **style) -> None:
+def _plot(axes: Axes, points: Points, **line) -> None:
     if len(points) > 60:
-        style.pop("marker", None)
-    axes.plot([x for x, _ in points], [y for _, y in points], **style)
+        line.pop("marker", None)
+    axes.plot([x for x, _ in points], [y for _, y in points], **line)
 
 
 def _color(run: RunLog) -> str:
@@ -347,8 +340,7 @@ def _run_handles(runs: Sequence[RunLog]) -> list[Line2D]:
 
 def _legend(figure: Figure, handles: list[Line2D]) -> None:
     if handles:
-        with style():
-            figure.legend(handles=handles, loc="outside upper left", ncols=3)
+        figure.legend(handles=handles, loc="outside upper left", ncols=3)
 
 
 def _ends(runs: Sequence[RunLog], series: Sequence[Points]) -> str:

@@ -1,5 +1,6 @@
 """The report as one HTML page, or as Markdown with separate pictures."""
 
+import itertools
 import platform
 import re
 import time
@@ -52,42 +53,40 @@ class Report:
 
     def html(self) -> str:
         """Return a page that loads nothing from elsewhere."""
-        return self._render("page.html.jinja", escaped=True, inline=_inline, colors=COLORS)
+        return self._render("page.html.jinja", escaped=True)
 
     def markdown(self, folder: Path) -> None:
         """Write report.md into the folder, and its pictures into `images/` there."""
         images = folder / "images"
         images.mkdir(parents=True, exist_ok=True)
-        names = iter(range(10**9))
+        numbers = itertools.count()
 
         def saved(item: Drawing | InlineImage) -> str:
             if isinstance(item, Drawing):
                 name, content = f"{item.name}.png", item.png()
             else:
-                name, content = f"{next(names):03}.{item.extension}", item.content
+                name, content = f"{next(numbers):03}.{item.extension}", item.content
             (images / name).write_bytes(content)
             return f"images/{name}"
 
-        text = self._render("page.md.jinja", escaped=False, saved=saved, cell=_cell)
+        text = self._render("page.md.jinja", escaped=False, saved=saved)
         (folder / "report.md").write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")
 
-    def _render(self, template: str, *, escaped: bool, **more: Any) -> str:
+    def _render(self, template: str, *, escaped: bool, **filters: Any) -> str:
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
             autoescape=escaped,
             undefined=StrictUndefined,
         )
-        environment.filters["figure"] = _figure
-        environment.filters["breakable"] = _breakable
-        for name in ("inline", "saved", "cell"):
-            if name in more:
-                environment.filters[name] = more.pop(name)
+        environment.filters.update(
+            figure=_figure, breakable=_breakable, inline=_inline, cell=_cell, **filters
+        )
         names = ", ".join(run.name for run in self.runs)
         models = sorted({f"{r.config.model.name} on {_data(r)}" for r in self.runs})
         return environment.get_template(template).render(
             **vars(self),
             certified=self.certified,
-            **more,
+            colors=COLORS,
             title=f"Run report: {names}" if len(self.runs) == 1 else f"{len(self.runs)} runs",
             subtitle="; ".join(models),
             sections={k: v for k, v in SECTIONS.items() if k != "certificates" or self.certified},
@@ -181,20 +180,18 @@ def _tiles(runs: Sequence[RunLog]) -> list[Tile]:
 
 def _outcome(runs: Sequence[RunLog]) -> Rows:
     last = [run.evaluations[-1] if run.evaluations else {} for run in runs]
-    losses = [run.points("train", "loss") for run in runs]
-    rows: Rows = [
+    return [
         ("state", [_state(run) for run in runs]),
         ("completed updates", [run.records[-1]["update"] for run in runs]),
         ("last top-1 (%)", [record.get("top1") for record in last]),
         ("last top-5 (%)", [record.get("top5") for record in last]),
         ("last validation loss", [record.get("loss") for record in last]),
-        ("last training loss", [points[-1][1] if points else None for points in losses]),
+        ("last training loss", [_last(run.points("train", "loss")) for run in runs]),
         ("training time, evaluation left out", [duration(run.training_seconds) for run in runs]),
         ("images per second, median", [run.median("images_per_s") for run in runs]),
         ("waiting for data, median (%)", [_percent(run.median("data_wait")) for run in runs]),
         ("peak memory (GiB)", [_last(run.points("train", "memory_gib")) for run in runs]),
     ]
-    return rows
 
 
 def _state(run: RunLog) -> str:

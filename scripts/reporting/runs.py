@@ -119,9 +119,7 @@ def _read(path: Path, name: str, *, position: int, alone: bool) -> RunLog:
             records=folder.metrics(),
             summary=folder.summary(),
         )
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read as a run: {error}") from None
 
 

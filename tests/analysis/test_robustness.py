@@ -7,12 +7,16 @@ import torch
 from timm.layers import SelectAdaptivePool2d
 from torch import Tensor, nn
 
+from data.evalsets import EvalSet
 from lipsformer._errors import ConfigError
 from lipsformer.analysis.bounds import Domain, image_domain, lipschitz_bound
 from lipsformer.analysis.certificates import certified_radius, difference_errors, real_errors
 from lipsformer.analysis.robustness import margins, pgd_attack, robust_mask, smallest_margins
 from lipsformer.config import DataConfig
-from scripts._certify import certify, model_bound
+from scripts._certify import Certification, model_bound
+
+# What a certification asks of Accelerate.
+ON_ONE_CPU: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=1)
 
 
 def linear_case(classes: int, seed: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
@@ -129,7 +133,7 @@ def test_a_tie_is_no_right_prediction():
     assert pgd_attack(lambda x: 0.0 * x, image, torch.tensor([0]), 0.1).item()
 
 
-def test_the_logits_of_a_certificate_are_those_of_the_decimal_mean_and_deviation():
+def test_the_logits_of_a_certificate_are_those_of_the_decimal_mean_and_deviation(tmp_path):
     """Rounded to float32, these would move the logits by more than a real radius allows for."""
     torch.manual_seed(0)
     data = DataConfig(
@@ -139,7 +143,9 @@ def test_the_logits_of_a_certificate_are_those_of_the_decimal_mean_and_deviation
     bound = lipschitz_bound(network, image_domain((5, 5), data.mean, data.std))
     images = torch.randint(256, (3, 3, 5, 5)).float()
     batches = [(images, torch.zeros(3, dtype=torch.long))]
-    _, rows, _ = certify(bound, network, batches, data=data, distances=[1e-3], outputs=None)
+    proof = Certification(ON_ONE_CPU, network, data, tmp_path / "model.safetensors", [1e-3])
+    proof.certify(EvalSet("images", cast(Any, None)), network, batches)
+    _, rows, _ = proof.images["images"]
     weight, bias = (p.detach().double() for p in network[0].parameters())
     pixels = images.double() / 255.0
     for row, image in zip(rows, pixels, strict=True):
@@ -154,26 +160,24 @@ def test_the_logits_of_a_certificate_are_those_of_the_decimal_mean_and_deviation
 
 @pytest.mark.parametrize("part", ["matmul", "conv"])
 def test_certificates_need_full_float32_in_every_kernel(part):
-    accelerator = cast(Any, SimpleNamespace(device=torch.device("cpu"), num_processes=1))
     data = DataConfig(source="digits", img_size=5, mean=(0.5,) * 3, std=(0.5,) * 3)
     settings: Any = getattr(torch.backends.mkldnn, part)
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:
         with pytest.raises(ConfigError, match="full float32"):
-            model_bound(accelerator, nn.Conv2d(3, 2, 5), data)
+            model_bound(ON_ONE_CPU, nn.Conv2d(3, 2, 5), data)
     finally:
         settings.fp32_precision = before
-    assert model_bound(accelerator, nn.Conv2d(3, 2, 5), data).value > 0.0
+    assert model_bound(ON_ONE_CPU, nn.Conv2d(3, 2, 5), data).value > 0.0
 
 
 def test_certificates_need_onednn(monkeypatch):
     """Without it, PyTorch's 3x3 convolutions use Winograd's method, which rounds more."""
-    accelerator = cast(Any, SimpleNamespace(device=torch.device("cpu"), num_processes=1))
     data = DataConfig(source="digits", img_size=5, mean=(0.5,) * 3, std=(0.5,) * 3)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     with pytest.raises(ConfigError, match="NNPACK"):
-        model_bound(accelerator, nn.Conv2d(3, 2, 5), data)
+        model_bound(ON_ONE_CPU, nn.Conv2d(3, 2, 5), data)
 
 
 def test_the_smallest_margin_on_the_way_counts_and_not_the_last():

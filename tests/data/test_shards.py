@@ -171,6 +171,16 @@ def test_files_of_the_skip_list_are_left_out(made, tmp_path):
     assert (folder / "train" / "a" / "001.png").read_bytes() not in contents
 
 
+def test_the_bar_moves_whenever_a_shard_was_checked(made, monkeypatch):
+    events = []
+    monkeypatch.setattr(
+        "scripts.make_shards.tqdm", lambda items, **_: (events.append("bar") or i for i in items)
+    )
+    monkeypatch.setattr("data.shards.checksum", lambda shard: events.append("read"))
+    main(["--verify", str(made[1] / "train")])
+    assert events == ["bar", "read"] * 5
+
+
 def test_damage_is_found(made, tmp_path, capsys):
     _, shards = made
     copy = tmp_path / "copy"

@@ -10,7 +10,7 @@ from timm.layers import SelectAdaptivePool2d
 from torch import nn
 
 from lipsformer.config import DataConfig
-from scripts._certify_picture import certify_picture
+from scripts._certify_picture import DISTANCES, certify_picture
 from scripts._histogram import bars, histogram
 from scripts.reporting.certificates import sentences, shares_figure
 
@@ -45,7 +45,7 @@ def test_distances_of_a_linear_classifier_are_those_to_its_nearest_border():
     assert found.around is None  # local proofs are of LipsFormers
     # The attack searches within powers of the root of two, and may head for another class.
     assert borders.min() <= found.attacked <= 1.5 * borders.max()
-    for distance, margin in zip(found.distances, found.found, strict=True):
+    for distance, margin in zip(DISTANCES, found.found, strict=True):
         assert margin >= (gaps - gaps / borders * distance).min().item() - 1e-4
     assert f"no change shorter than {found.everywhere:.2g} changes" in sentences(found)
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from yacs.config import CfgNode
 
+from lipsformer.engine.run_files import CheckpointError
 from scripts.import_weights import (
     ReleasedWeightsError,
     build_model,
@@ -180,7 +181,7 @@ def test_a_malicious_file_is_refused(tmp_path, function, args, where):
     content = {"model": {"head.weight": torch.ones(2, 3)}, "epoch": 1}
     content[where] = {"head.weight": Call(find(function), *args)}
     torch.save(content, tmp_path / "evil.pth")
-    with pytest.raises(ReleasedWeightsError, match="refused, nothing was executed"):
+    with pytest.raises(CheckpointError, match="is not a file of weights: "):
         import_weights(tmp_path / "evil.pth", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["evil.pth"]
 
@@ -209,7 +210,7 @@ def test_a_malicious_plain_pickle_is_refused(tmp_path):
     marker = tmp_path / "executed"
     content = pickle.dumps(Call(find("os.system"), f"touch {marker}"), protocol=2)
     (tmp_path / "evil.pth").write_bytes(content)
-    with pytest.raises(ReleasedWeightsError, match="refused, nothing was executed"):
+    with pytest.raises(CheckpointError, match="is not a file of weights: "):
         read_checkpoint(tmp_path / "evil.pth")
     assert not marker.exists()
 
@@ -334,15 +335,15 @@ def test_command_line_refuses_an_existing_folder(tmp_path, capsys):
     assert main([str(tmp_path / "x.pth"), str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'out'} exists")
     assert main([str(tmp_path / "x.pth"), str(tmp_path / "new")]) == 2
-    assert "no such file" in capsys.readouterr().err
+    assert "there is no such file" in capsys.readouterr().err
     for content, reason in (
-        *((b"no checkpoint", "refused, nothing"), (b"<html></html>", "refused, nothing")),
-        (b"", "checkpoint (EOFError)"),
+        *((b"no checkpoint", "expected .safetensors"), (b"<html></html>", "expected .safetensors")),
+        (b"", "EOFError"),
     ):
         (tmp_path / "x.pth").write_bytes(content)
         assert main([str(tmp_path / "x.pth"), str(tmp_path / "new")]) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"error: {tmp_path / 'x.pth'}: ")
+        assert error.startswith(f"error: {tmp_path / 'x.pth'} is not a file of weights: ")
         assert reason in error
         assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()

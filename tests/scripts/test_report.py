@@ -24,7 +24,7 @@ from lipsformer._configfile import read_config
 from lipsformer.config import Config
 from lipsformer.engine.run_folder import RunFolder
 from scripts.report import main
-from scripts.reporting.figures import confusion_figure, monitor_curves
+from scripts.reporting.figures import STYLE, confusion_figure, monitor_curves
 from scripts.reporting.pages import _cell
 from scripts.reporting.runs import read_runs
 from scripts.reporting.theme import SERIES
@@ -342,6 +342,9 @@ def test_monitor_records_become_curves(run: Path, tmp_path: Path) -> None:
     first, last = drawings["sigma_by_layer"].figure.axes[0].lines
     assert list(first.get_ydata()) == [4, 3, 2, 1]
     assert list(last.get_ydata()) == pytest.approx([6.8, 5.1, 3.4, 1.7])
+    (bound,) = drawings["lipschitz_bound"].figure.axes[0].lines
+    drawn = {"lines.linewidth": bound.get_linewidth(), "lines.markersize": bound.get_markersize()}
+    assert drawn == {key: STYLE[key] for key in drawn}
     # next to a run that was not watched it keeps its color and its name
     both = {drawing.name: drawing for drawing in monitor_curves(read_runs([run, watched]))}
     (axes,) = both["sigma_over_time"].figure.axes
