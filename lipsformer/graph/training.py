@@ -201,6 +201,9 @@ class Training:
         Returns:
             The mean loss over the training nodes, and the norm of the last gradient. After a batch
             that was not finite, both are those of this batch.
+
+        Raises:
+            ValueError: If no batch has a training node.
         """
         self.model.train()
         clip = math.inf if self.settings.clip_grad is None else self.settings.clip_grad
@@ -219,7 +222,9 @@ class Training:
                 return loss, gradient_norm
             self.optimizer.step()
             total, count = total + loss * batch.num_train, count + batch.num_train
-        return total / count if count else math.nan, gradient_norm
+        if count == 0:
+            raise ValueError("no training batch has a node to train on, so nothing can be learned")
+        return total / count, gradient_norm
 
     def _evaluate(self, batches: Batches) -> dict[str, Any]:
         record: dict[str, Any] = evaluate(self.model, batches, self.device)
@@ -344,7 +349,8 @@ def fit(
         include those until the checkpoint.
 
     Raises:
-        ValueError: If the checkpoint is damaged, or if another number of processes wrote it.
+        ValueError: If the checkpoint is damaged, if another number of processes wrote it, or if a
+            split has no node.
 
     Example:
         >>> import torch

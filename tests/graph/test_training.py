@@ -127,6 +127,14 @@ def test_batches_without_training_nodes_change_no_record(graph):
     assert records[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_a_training_without_training_nodes_has_not_diverged_but_ends_in_a_sentence(graph):
+    nothing = graph.clone()
+    nothing.train_mask = torch.zeros_like(graph.train_mask)
+    for batches in ([nothing], []):
+        with pytest.raises(ValueError, match="no training batch has a node to train on"):
+            fit(build, batches, [graph], SETTINGS, 0)
+
+
 def test_evaluate_counts_over_batches_as_over_the_whole(graph):
     model = build().eval()
     nodes = torch.arange(40)
@@ -404,6 +412,11 @@ def test_a_corrected_command_may_use_the_folder_that_the_wrong_one_named(
         ("train.seeds=[4294967296]", "is not possible: must be >= 0 and below 2^32"),
         ("data.missing_seed=9223372036854775808", "must be >= 0 and below 2^63"),
         ("data.num_trees=9", "data.num_trees=9 is not possible: must be >= 10"),
+        (
+            "data={name: trees, tree_depth: 40}",
+            "data.tree_depth=40 is not possible: must be in 1..",
+        ),
+        ("model.kwargs.norm=null", "cannot be built: norm=None is not known; choose none, "),
         ("data={name: trees, split: 1}", "data.split=1 has no effect without a data.name other"),
         ("data={name: cora, split: 1, split_seed: 2}", "data.split=1 has no effect without data.s"),
         ("data={name: trees, split_seed: 2}", "data.split_seed=2 has no effect without a data.na"),
