@@ -191,7 +191,7 @@ def _profile(
     edge_index = sorted_edges.edge_index
     logits, states = model.forward_intermediates(x, sorted_edges)
     states = [state.to_dense() if state.layout is torch.sparse_csr else state for state in states]
-    tracked = [x for x in (*states, *model.parameters()) if x.requires_grad]
+    tracked = [value for value in (*states, *model.parameters()) if value.requires_grad]
     loss = F.cross_entropy(logits[mask], y[mask])
     found = torch.autograd.grad(loss, tracked, allow_unused=True)
     gradients = dict(zip(map(id, tracked), found, strict=True))
@@ -208,21 +208,19 @@ def _profile(
     norm_of_graph = functools.cache(adjacency_sigma_bound)
     with torch.no_grad():
         for layer, state in zip(model.layers, states[:-1], strict=True):
-            conv = getattr(layer, "conv", None)
+            conv, measured = getattr(layer, "conv", None), {}
             if isinstance(layer, ResidualLayer) and isinstance(conv, GCNConv):
                 sigma = torch.linalg.matrix_norm(conv.lin.weight.double(), 2).item()
                 bound = sigma * norm_of_graph(edge_index, x.size(0)) + float(layer.residual)
-                profile.setdefault("layer_bound", []).append(bound)
+                measured = {"layer_bound": bound}
             if isinstance(conv, LipschitzGATConv):
                 _, (edges, attn) = conv(state, sorted_edges, return_attention_weights=True)
                 entropy, spread = attention_statistics(attn, edges[1], x.size(0))
                 bound = gat_attention_bound(conv, sorted_edges, x.size(0)).max().item()
-                for key, value in (
-                    ("attention_entropy", entropy),
-                    ("score_spread", spread),
-                    ("attention_bound", bound),
-                ):
-                    profile.setdefault(key, []).append(value)
+                measured = {"attention_entropy": entropy, "score_spread": spread}
+                measured["attention_bound"] = bound
+            for key, value in measured.items():
+                profile.setdefault(key, []).append(value)
     return profile
 
 

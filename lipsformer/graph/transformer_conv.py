@@ -16,11 +16,7 @@ from torch_geometric.utils import softmax
 
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
 from lipsformer.graph.edge_attention.messages import why_messages
-from lipsformer.graph.edge_attention.operator import (
-    edge_attention,
-    neighbor_max,
-    with_squared_norm,
-)
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, with_squared_norm
 from lipsformer.graph.norm import check_score_norm
 from lipsformer.layers._checks import check_count, check_fraction
 from lipsformer.layers.lipschitz_norm import quadratic_scale, segment_max, squared_norm
@@ -127,14 +123,9 @@ class LipschitzTransformerConv(TransformerConv):
 
     def _attend(self, source: Tensor, target: Tensor, csr: EdgeCSR) -> Tensor:
         """Return the weighted sums over all neighborhoods, [T, H, C], in one fused pass."""
-        query, key, value = (
-            linear(nodes).view(-1, self.heads, self.out_channels)
-            for linear, nodes in (
-                (self.lin_query, target),
-                (self.lin_key, source),
-                (self.lin_value, source),
-            )
-        )
+        shape = (-1, self.heads, self.out_channels)
+        query = self.lin_query(target).view(shape)
+        key, value = self.lin_key(source).view(shape), self.lin_value(source).view(shape)
         scale = 1 / math.sqrt(self.out_channels)
         if self.score_norm is not None:
             (query, query_sq), (key, key_sq), (value, value_sq) = map(

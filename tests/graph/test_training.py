@@ -362,6 +362,17 @@ def test_train_graph_does_not_write_into_the_folder_of_another_run(
     assert not (tmp_path / "out" / "lock.json").exists()
 
 
+def test_a_log_without_its_package_is_refused_before_anything_is_written(
+    graph, tmp_path, monkeypatch, capsys
+):
+    path = write_config(tmp_path, graph, monkeypatch)
+    monkeypatch.setattr(_graph_seed, "find_spec", lambda name: None)
+    assert train_graph.main(["--config", str(path), "run.tensorboard=true"]) == 2
+    expected = "run.tensorboard=True is not possible: it needs pip install tensorboard\n"
+    assert capsys.readouterr().err == f"error: {expected}"
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("device", "count", "known"),
     [
