@@ -26,7 +26,7 @@ from lipsformer._ranks import on_first_rank, rank_and_count
 from lipsformer.engine.lock import FolderLock
 from lipsformer.graph import create_model
 from lipsformer.graph.batches import SPLITS
-from lipsformer.graph.config import GraphConfig, GraphDataConfig
+from lipsformer.graph.config import GraphConfig, GraphDataConfig, GraphRunConfig
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.graph.training import fit
 from lipsformer.jsonl import read_jsonl
@@ -151,13 +151,15 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()  # does nothing in a process that is not the owner
 
 
-def require_device(name: str) -> None:
-    """Raise a `ConfigError` if this machine lacks the device that a config names."""
+def require_machine(run: GraphRunConfig) -> None:
+    """Raise a `ConfigError` if this machine lacks the device or the package that a run needs."""
     known = ["cpu"]
     if count := torch.accelerator.device_count():
         accelerator = str(torch.accelerator.current_accelerator())
         known += [accelerator, *(f"{accelerator}:{index}" for index in range(count))]
-    require(name in known, "run.device", name, f"this machine has {', '.join(known)}")
+    require(run.device in known, "run.device", run.device, f"this machine has {', '.join(known)}")
+    can_log = not run.tensorboard or find_spec("tensorboard") is not None
+    require(can_log, "run.tensorboard", run.tensorboard, "it needs pip install tensorboard")
 
 
 def require_model(config: GraphConfig, data: GraphRunData) -> None:

@@ -43,7 +43,7 @@ from scripts._graph_seed import (
     load_batches,
     locked,
     read_results,
-    require_device,
+    require_machine,
     require_model,
     summarize,
     train_seed,
@@ -216,7 +216,7 @@ def _check(points: Iterable[Point]) -> None:
     for point in points:
         config = point.config
         with _named(point.cell):
-            require_device(config.run.device)
+            require_machine(config.run)
             if config.data not in loaded:
                 loaded[config.data] = load_batches(config)
             require_model(config, loaded[config.data])

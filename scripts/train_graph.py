@@ -31,7 +31,7 @@ from scripts._graph_seed import (
     load_batches,
     locked,
     read_results,
-    require_device,
+    require_machine,
     require_model,
     summarize,
     train_seed,
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
     """Run the command and return its exit code; 2 means that the config or the data are wrong."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
     config = read_config(GraphConfig, args.config, args.overrides)
-    require_device(config.run.device)
+    require_machine(config.run)
     folder = Path(config.run.output_dir)
     with joined_processes(config.run.device) as device, locked(folder):
         first = rank_and_count()[0] == 0

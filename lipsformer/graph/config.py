@@ -66,7 +66,7 @@ class GraphDataConfig:
         parts_per_step: Number of parts that a step joins, with the edges between them.
         halo_hops: With several processes, number of hops of neighbors within the step that each
             one adds to its parts; null for the number of layers and one more.
-        tree_depth: Depth of the trees.
+        tree_depth: Depth of the trees, in 1..15.
         num_trees: Number of trees, at least 10, so that no split is empty.
         tree_seed: Seed that draws the trees.
 
@@ -97,8 +97,10 @@ class GraphDataConfig:
     def __post_init__(self) -> None:
         rate = self.missing_rate
         require(0 <= rate <= 1, "data.missing_rate", rate, "must be in [0, 1]")
-        counts = ("batch_size", "num_parts", "parts_per_step", "tree_depth")
+        counts = ("batch_size", "num_parts", "parts_per_step")
         require_each(self, "data", counts, lambda value: value >= 1, "must be >= 1")
+        depth, allowed = self.tree_depth, "must be in 1..15, as deeper trees need over 64 GB each"
+        require(1 <= depth <= 15, "data.tree_depth", depth, allowed)
         allowed = "must be >= 10, so that no split is empty"
         require(self.num_trees >= 10, "data.num_trees", self.num_trees, allowed)
         hops = self.halo_hops

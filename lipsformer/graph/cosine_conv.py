@@ -12,11 +12,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import OptTensor
 from torch_geometric.utils import softmax
 
-from lipsformer.graph.edge_attention.csr import (
-    SortedEdges,
-    add_one_self_loop,
-    plain_edges,
-)
+from lipsformer.graph.edge_attention.csr import SortedEdges, add_one_self_loop, plain_edges
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention
 from lipsformer.layers._checks import check_count, check_fraction

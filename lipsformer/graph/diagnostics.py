@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -190,42 +191,36 @@ def _profile(
     edge_index = sorted_edges.edge_index
     logits, states = model.forward_intermediates(x, sorted_edges)
     states = [state.to_dense() if state.layout is torch.sparse_csr else state for state in states]
-    parameters = list(model.parameters())
-    tracked = [state for state in states if state.requires_grad]
+    tracked = [value for value in (*states, *model.parameters()) if value.requires_grad]
     loss = F.cross_entropy(logits[mask], y[mask])
-    gradients = torch.autograd.grad(loss, [*tracked, *parameters], allow_unused=True)
-    by_state = dict(zip(map(id, tracked), gradients, strict=False))
-    by_parameter: dict[int, Tensor | None] = dict(
-        zip(map(id, parameters), gradients[len(tracked) :], strict=True)
-    )
+    found = torch.autograd.grad(loss, tracked, allow_unused=True)
+    gradients = dict(zip(map(id, tracked), found, strict=True))
     profile: dict[str, list[float]] = {
         "distance_from_mean": [distance_from_mean(state).item() for state in states],
         "gradient_distance_from_mean": [
-            distance_from_mean(by_state[id(state)]).item() if id(state) in by_state else 0.0
+            distance_from_mean(gradients[id(state)]).item() if id(state) in gradients else 0.0
             for state in states
         ],
         "mean_cosine": [mean_cosine(state).item() for state in states],
         "dirichlet_energy": [dirichlet_energy(state, edge_index).item() for state in states],
-        "gradient_norm": [_norm(layer, by_parameter) for layer in model.layers],
+        "gradient_norm": [_norm(layer, gradients) for layer in model.layers],
     }
     norm_of_graph = functools.cache(adjacency_sigma_bound)
     with torch.no_grad():
         for layer, state in zip(model.layers, states[:-1], strict=True):
-            conv = getattr(layer, "conv", None)
+            conv, measured = getattr(layer, "conv", None), {}
             if isinstance(layer, ResidualLayer) and isinstance(conv, GCNConv):
                 sigma = torch.linalg.matrix_norm(conv.lin.weight.double(), 2).item()
                 bound = sigma * norm_of_graph(edge_index, x.size(0)) + float(layer.residual)
-                profile.setdefault("layer_bound", []).append(bound)
+                measured = {"layer_bound": bound}
             if isinstance(conv, LipschitzGATConv):
                 _, (edges, attn) = conv(state, sorted_edges, return_attention_weights=True)
                 entropy, spread = attention_statistics(attn, edges[1], x.size(0))
                 bound = gat_attention_bound(conv, sorted_edges, x.size(0)).max().item()
-                for key, value in (
-                    ("attention_entropy", entropy),
-                    ("score_spread", spread),
-                    ("attention_bound", bound),
-                ):
-                    profile.setdefault(key, []).append(value)
+                measured = {"attention_entropy": entropy, "score_spread": spread}
+                measured["attention_bound"] = bound
+            for key, value in measured.items():
+                profile.setdefault(key, []).append(value)
     return profile
 
 
@@ -250,8 +245,8 @@ def gradient_norms(model: GraphNet) -> list[float]:
     return [_norm(layer, gradients) for layer in model.layers]
 
 
-def _norm(module: nn.Module, gradients: dict[int, Tensor | None]) -> float:
-    parts = [gradients[id(p)] for p in module.parameters()]
+def _norm(module: nn.Module, gradients: Mapping[int, Tensor | None]) -> float:
+    parts = [gradients.get(id(p)) for p in module.parameters()]
     squares = [part.double().square().sum() for part in parts if part is not None]
     return math.sqrt(sum(square.item() for square in squares))
 

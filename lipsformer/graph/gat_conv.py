@@ -16,12 +16,7 @@ from torch_geometric.utils import is_torch_sparse_tensor, softmax
 from torch_geometric.utils.sparse import set_sparse_value
 
 from lipsformer import kernels
-from lipsformer.graph.edge_attention.csr import (
-    EdgeCSR,
-    SortedEdges,
-    add_one_self_loop,
-    plain_edges,
-)
+from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, add_one_self_loop, plain_edges
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
 from lipsformer.graph.norm import check_score_norm

@@ -92,10 +92,10 @@ class NodeNorm(nn.Module):
         if name not in ("none", *NODE_NORMS):
             raise ValueError(f"name={name!r} is not known; choose none or {', '.join(NODE_NORMS)}")
         self.norm: nn.Module = {
-            "none": lambda: nn.Identity(),
-            "pairnorm": lambda: PairNorm(),
+            "none": nn.Identity,
+            "pairnorm": PairNorm,
             "layernorm": lambda: nn.LayerNorm(channels),
-            "neighbornorm": lambda: NeighborNorm(),
+            "neighbornorm": NeighborNorm,
             "centernorm": lambda: CenterNorm(channels),
         }[name]()
 
@@ -123,17 +123,16 @@ def parse_norm(norm: str) -> tuple[str | None, str]:
         >>> parse_norm("lipschitznorm+pairnorm"), parse_norm("layernorm")
         (('lipschitznorm', 'pairnorm'), (None, 'layernorm'))
     """
-    score, plus, node = norm.partition("+")
-    if score != SCORE_NORM:
-        score, plus, node = "", "", norm
-    elif not plus:
-        node = "none"
-    if node not in ("none", *NODE_NORMS):
+    nodes = ("none", *NODE_NORMS)
+    parts: dict[object, tuple[str | None, str]] = {SCORE_NORM: (SCORE_NORM, "none")}
+    parts |= {node: (None, node) for node in nodes}
+    parts |= {f"{SCORE_NORM}+{node}": (SCORE_NORM, node) for node in nodes}
+    if norm not in parts:
         raise ValueError(
             f"norm={norm!r} is not known; choose none, {SCORE_NORM}, {', '.join(NODE_NORMS)}, "
             f"or a pair such as {SCORE_NORM}+pairnorm"
         )
-    return score or None, node
+    return parts[norm]
 
 
 def check_score_norm(score_norm: str | None, released_code: bool) -> None:

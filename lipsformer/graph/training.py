@@ -14,12 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric import seed_everything
 
 from lipsformer._files import replacing, write_atomically
-from lipsformer._ranks import (
-    gather_from_ranks,
-    on_first_rank,
-    rank_and_count,
-    sum_over_ranks,
-)
+from lipsformer._ranks import gather_from_ranks, on_first_rank, rank_and_count, sum_over_ranks
 from lipsformer._renamed import renamed
 from lipsformer.graph.batches import SPLITS, Batches, on_device, prepare_batches
 from lipsformer.graph.config import GraphTrainConfig
@@ -141,6 +136,7 @@ class Training:
         self.model = model
         self.settings = settings
         self.device = device
+        self.on_cuda = torch.device(device).type == "cuda"  # dropout draws from its generator
         groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
         if settings.layer_weight_decay is not None:
             ends = [*model.encoder.parameters(), *model.head.parameters()]
@@ -164,11 +160,6 @@ class Training:
         self.diverged = False
         self.rank, self.num_ranks = rank_and_count()
         self.parallel = DistributedDataParallel(model) if self.num_ranks > 1 else model
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether the model draws its random numbers from a CUDA generator."""
-        return torch.device(self.device).type == "cuda"
 
     @property
     def finished(self) -> bool:
@@ -201,6 +192,9 @@ class Training:
         Returns:
             The mean loss over the training nodes, and the norm of the last gradient. After a batch
             that was not finite, both are those of this batch.
+
+        Raises:
+            ValueError: If no batch has a training node.
         """
         self.model.train()
         clip = math.inf if self.settings.clip_grad is None else self.settings.clip_grad
@@ -219,7 +213,9 @@ class Training:
                 return loss, gradient_norm
             self.optimizer.step()
             total, count = total + loss * batch.num_train, count + batch.num_train
-        return total / count if count else math.nan, gradient_norm
+        if count == 0:
+            raise ValueError("no training batch has a node to train on, so nothing can be learned")
+        return total / count, gradient_norm
 
     def _evaluate(self, batches: Batches) -> dict[str, Any]:
         record: dict[str, Any] = evaluate(self.model, batches, self.device)
@@ -344,7 +340,8 @@ def fit(
         include those until the checkpoint.
 
     Raises:
-        ValueError: If the checkpoint is damaged, or if another number of processes wrote it.
+        ValueError: If the checkpoint is damaged, if another number of processes wrote it, or if a
+            split has no node.
 
     Example:
         >>> import torch
@@ -373,10 +370,8 @@ def fit(
     first = training.rank == 0
     if log is not None and first:
         _drop_records(log, training.epoch)
-    train_batches, eval_batches = (
-        prepare_batches(batches, training.model, device)
-        for batches in (train_batches, eval_batches)
-    )
+    train_batches = prepare_batches(train_batches, training.model, device)
+    eval_batches = prepare_batches(eval_batches, training.model, device)
 
     while not training.finished:
         training.run_epoch(train_batches, eval_batches)

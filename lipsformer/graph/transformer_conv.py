@@ -8,17 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor
+from torch_geometric.utils import softmax
 
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
 from lipsformer.graph.edge_attention.messages import why_messages
-from lipsformer.graph.edge_attention.operator import (
-    edge_attention,
-    neighbor_max,
-    with_squared_norm,
-)
+from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, with_squared_norm
 from lipsformer.graph.norm import check_score_norm
 from lipsformer.layers._checks import check_count, check_fraction
 from lipsformer.layers.lipschitz_norm import quadratic_scale, segment_max, squared_norm
@@ -95,6 +93,9 @@ class LipschitzTransformerConv(TransformerConv):
         return_attention_weights: bool | None = None,
     ) -> Any:
         """Compute what `TransformerConv.forward` computes, with normalized scores."""
+        if (edge_attr is None) != (self.lin_edge is None):
+            given = "no" if edge_attr is None else "an"
+            raise ValueError(f"edge_dim={self.edge_dim} does not fit a call with {given} edge_attr")
         source, target = (x, x) if isinstance(x, Tensor) else x
         needs_messages = why_messages(
             self,
@@ -102,7 +103,7 @@ class LipschitzTransformerConv(TransformerConv):
             plain_edges(edge_index),
             source,
             target,
-            edge_features=edge_attr is not None or self.lin_edge is not None,
+            edge_features=edge_attr is not None,
             attention_weights=return_attention_weights is not None,
         )
         if needs_messages:
@@ -122,14 +123,9 @@ class LipschitzTransformerConv(TransformerConv):
 
     def _attend(self, source: Tensor, target: Tensor, csr: EdgeCSR) -> Tensor:
         """Return the weighted sums over all neighborhoods, [T, H, C], in one fused pass."""
-        query, key, value = (
-            linear(nodes).view(-1, self.heads, self.out_channels)
-            for linear, nodes in (
-                (self.lin_query, target),
-                (self.lin_key, source),
-                (self.lin_value, source),
-            )
-        )
+        shape = (-1, self.heads, self.out_channels)
+        query = self.lin_query(target).view(shape)
+        key, value = self.lin_key(source).view(shape), self.lin_value(source).view(shape)
         scale = 1 / math.sqrt(self.out_channels)
         if self.score_norm is not None:
             (query, query_sq), (key, key_sq), (value, value_sq) = map(
@@ -154,17 +150,19 @@ class LipschitzTransformerConv(TransformerConv):
         size_i: int,
     ) -> Tensor:
         """Return the message of each edge, [E, H, C]."""
+        if self.lin_edge is not None:
+            edge = self.lin_edge(edge_attr).view_as(key_j)
+            key_j, value_j = key_j + edge, value_j + edge
         if self.score_norm is not None:
-            key, value = key_j, value_j
-            if edge_attr is not None and self.lin_edge is not None:
-                edge = self.lin_edge(edge_attr).view_as(key_j)
-                key, value = key_j + edge, value_j + edge
             reduce = partial(segment_max, index=index, num_segments=size_i)
             query_sq = squared_norm(query_i)
             if not self.released_code:
                 # all edges of a target hold the same query, so the maximum counts it once
                 query_sq = reduce(query_sq)
-            norms = (query_sq.sum(0), squared_norm(key), squared_norm(value))
+            norms = (query_sq.sum(0), squared_norm(key_j), squared_norm(value_j))
             scale = quadratic_scale(*norms, reduce=reduce).unsqueeze(-1)
-            query_i = (query_i * scale.index_select(0, index)).to(query_i.dtype)
-        return super().message(query_i, key_j, value_j, edge_attr, index, ptr, size_i)
+            query_i = query_i * scale.index_select(0, index)  # may overflow in half precision
+        score = (query_i * key_j).sum(-1) / math.sqrt(self.out_channels)
+        self._alpha = softmax(score, index, ptr, size_i).to(value_j.dtype)  # returned by PyG
+        attn = F.dropout(self._alpha, p=self.dropout, training=self.training)
+        return value_j * attn.unsqueeze(-1)

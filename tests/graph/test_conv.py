@@ -336,6 +336,16 @@ def test_wrong_constants_raise(settings, message):
         LipschitzGATConv(3, 2, **settings)
 
 
+@pytest.mark.parametrize(("edge_dim", "given"), [(EDGE_DIM, "no"), (None, "an")])
+def test_a_graph_transformer_takes_the_edge_features_that_it_was_built_for(graph, edge_dim, given):
+    x, edge_index, edge_attr = graph
+    message = f"edge_dim={edge_dim} does not fit a call with {given} edge_attr"
+    with pytest.raises(ValueError, match=message):
+        make(LipschitzTransformerConv, edge_dim=edge_dim)(
+            x, edge_index, None if edge_dim else edge_attr
+        )
+
+
 def test_inputs_of_a_wrong_shape_raise(graph):
     x, edge_index, _ = graph
     with pytest.raises(ValueError, match=r"must be \[rows, channels\], got shape \(2, 11, 5\)"):

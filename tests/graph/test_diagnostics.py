@@ -131,6 +131,18 @@ def test_layer_profile_reads_sparse_features(graph):
         assert sparse[key] == pytest.approx(values), key
 
 
+def test_layer_profile_of_a_model_with_a_frozen_encoder(graph):
+    x, edge_index = graph
+    torch.manual_seed(1)
+    model = create_model("deep_gat", 5, 4, 3, 3).double()
+    arguments = x, edge_index, torch.randint(3, (NODES,)), torch.arange(NODES) < 4
+    expected = layer_profile(model, *arguments)
+    expected["gradient_distance_from_mean"][0] = 0.0  # no gradient reaches the encoder's output
+    model.encoder.requires_grad_(False)
+    profile = layer_profile(model, *arguments)
+    assert profile == {key: pytest.approx(values) for key, values in expected.items()}
+
+
 def test_layer_profile_gradients_equal_autograd(graph):
     x, edge_index = graph
     torch.manual_seed(1)

@@ -23,7 +23,11 @@ from lipsformer.graph import (
 from lipsformer.graph.edge_attention import cpu, operator
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
 from lipsformer.graph.edge_attention.messages import why_messages
-from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
+from lipsformer.graph.edge_attention.operator import (
+    edge_attention,
+    neighbor_max,
+    with_squared_norm,
+)
 from lipsformer.graph.edge_attention.settings import Settings
 from lipsformer.graph.edge_attention.trial import triton_passes
 from lipsformer.kernels import verdict
@@ -253,6 +257,25 @@ def test_other_types_equal_the_messages(layer, dtype, autocast):
     torch.testing.assert_close(out, expected, **tolerance)
     exact = copy.deepcopy(conv).double()(x.double(), edge_index)
     torch.testing.assert_close(out.double(), exact, **tolerance)
+
+
+def test_half_precision_survives_sources_without_features():
+    """LipschitzNorm's factor is 1e6 there, which times the queries has no number in float16."""
+    conv = LipschitzTransformerConv(FEATURES, CHANNELS, HEADS, bias=False).half()
+    nothing, x = torch.zeros(SOURCES, FEATURES).half(), torch.ones(TARGETS, FEATURES).half()
+    nothing.requires_grad_()
+    for options in ({}, {"return_attention_weights": True}):
+        out = conv((nothing, x), random_edges(), **options)
+        out = out[0] if options else out
+        assert torch.equal(out, conv.lin_skip(x))  # equal weights of values that are 0
+        (grad,) = torch.autograd.grad(out.sum(), nothing)
+        assert grad.isfinite().all()
+
+
+def test_the_gradient_of_a_squared_norm_may_leave_half_precision():
+    x = torch.tensor([[0.01, -0.02]], dtype=torch.half, requires_grad=True)
+    (grad,) = torch.autograd.grad(with_squared_norm(x)[1], x, torch.tensor([1e6]))
+    torch.testing.assert_close(grad, (2e6 * x.detach().double()).half())
 
 
 @pytest.mark.parametrize("layer", [LipschitzGATConv, LipschitzTransformerConv])

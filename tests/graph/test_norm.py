@@ -68,9 +68,10 @@ def test_parse_norm(norm, expected):
     assert parse_norm(norm) == expected
 
 
-@pytest.mark.parametrize("norm", ["maxnorm", "pairnorm+lipschitznorm", "lipschitznorm+", ""])
+@pytest.mark.parametrize("norm", ["maxnorm", "pairnorm+lipschitznorm", "lipschitznorm+", "", None])
 def test_unknown_norms_raise(norm):
     with pytest.raises(ValueError, match="is not known; choose none, lipschitznorm, pairnorm"):
         parse_norm(norm)
-    with pytest.raises(ValueError, match=f"name='{re.escape(norm)}' is not known; choose none or"):
+    name = re.escape(repr(norm))
+    with pytest.raises(ValueError, match=f"name={name} is not known; choose none or"):
         NodeNorm(norm, 3)

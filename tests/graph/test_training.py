@@ -127,6 +127,14 @@ def test_batches_without_training_nodes_change_no_record(graph):
     assert records[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_a_training_without_training_nodes_has_not_diverged_but_ends_in_a_sentence(graph):
+    nothing = graph.clone()
+    nothing.train_mask = torch.zeros_like(graph.train_mask)
+    for batches in ([nothing], []):
+        with pytest.raises(ValueError, match="no training batch has a node to train on"):
+            fit(build, batches, [graph], SETTINGS, 0)
+
+
 def test_evaluate_counts_over_batches_as_over_the_whole(graph):
     model = build().eval()
     nodes = torch.arange(40)
@@ -354,6 +362,17 @@ def test_train_graph_does_not_write_into_the_folder_of_another_run(
     assert not (tmp_path / "out" / "lock.json").exists()
 
 
+def test_a_log_without_its_package_is_refused_before_anything_is_written(
+    graph, tmp_path, monkeypatch, capsys
+):
+    path = write_config(tmp_path, graph, monkeypatch)
+    monkeypatch.setattr(_graph_seed, "find_spec", lambda name: None)
+    assert train_graph.main(["--config", str(path), "run.tensorboard=true"]) == 2
+    expected = "run.tensorboard=True is not possible: it needs pip install tensorboard\n"
+    assert capsys.readouterr().err == f"error: {expected}"
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("device", "count", "known"),
     [
@@ -404,6 +423,11 @@ def test_a_corrected_command_may_use_the_folder_that_the_wrong_one_named(
         ("train.seeds=[4294967296]", "is not possible: must be >= 0 and below 2^32"),
         ("data.missing_seed=9223372036854775808", "must be >= 0 and below 2^63"),
         ("data.num_trees=9", "data.num_trees=9 is not possible: must be >= 10"),
+        (
+            "data={name: trees, tree_depth: 40}",
+            "data.tree_depth=40 is not possible: must be in 1..",
+        ),
+        ("model.kwargs.norm=null", "cannot be built: norm=None is not known; choose none, "),
         ("data={name: trees, split: 1}", "data.split=1 has no effect without a data.name other"),
         ("data={name: cora, split: 1, split_seed: 2}", "data.split=1 has no effect without data.s"),
         ("data={name: trees, split_seed: 2}", "data.split_seed=2 has no effect without a data.na"),

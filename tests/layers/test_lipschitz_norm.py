@@ -152,6 +152,20 @@ def test_half_precision_norms_do_not_overflow():
     torch.testing.assert_close(scale, expected)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_half_precision_attends_to_keys_and_values_of_zero(fused):
+    torch.manual_seed(3)
+    attention = LipschitzNormAttention(2)
+    attention.fused_attn = fused
+    q, zero = torch.randn(1, 2, 5, 7).half(), torch.zeros(1, 2, 5, 7).half()
+    inputs = [x.requires_grad_() for x in (q, zero, zero.clone())]
+    out = attention(*inputs)
+    assert torch.equal(out, zero)
+    q_grad, k_grad, v_grad = torch.autograd.grad(out.sum(), inputs)
+    assert not q_grad.any() and not k_grad.any()
+    torch.testing.assert_close(v_grad, torch.ones_like(zero), rtol=2e-3, atol=0.0)
+
+
 def test_gradcheck_of_both_scales():
     torch.manual_seed(4)
     index = torch.tensor([0, 0, 1, 2, 2, 2, 1])

@@ -51,9 +51,13 @@ def why_messages(
         >>> why_messages(conv, LipschitzGATConv, pair, x, x, attention_weights=True)
         'the attention weights are returned'
     """
+    dropped = getattr(conv, "dropout", 0.0) >= 1  # a GCNConv has neither
+    released = getattr(conv, "released_code", False)
     return (
         _unsupported_context(source)
-        or _unsupported_layer(conv, kind)
+        or changed_messages(conv, kind)
+        or ("every attention weight is dropped" if dropped else None)
+        or ("released_code computes the maxima per edge" if released else None)
         or _unsupported_edges(edge_index, source, target, size)
         or ("edge features enter the scores" if edge_features else None)
         or ("the attention weights are returned" if attention_weights else None)
@@ -104,17 +108,6 @@ def changed_messages(conv: Any, kind: type[MessagePassing]) -> str | None:
         return "messages flow from target to source"
     if conv.decomposed_layers != 1:
         return "the layer is decomposed"
-    return None
-
-
-def _unsupported_layer(conv: Any, kind: type[MessagePassing]) -> str | None:
-    reason = changed_messages(conv, kind)
-    if reason is not None:
-        return reason
-    if getattr(conv, "dropout", 0.0) >= 1:
-        return "every attention weight is dropped"
-    if getattr(conv, "released_code", False):
-        return "released_code computes the maxima per edge"
     return None
 
 

@@ -205,7 +205,8 @@ class _WithSquaredNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         grad_x, grad_norm = grads
-        return torch.addcmul(grad_x, x, (2 * grad_norm).unsqueeze(-1).to(x.dtype))
+        # the gradient of the norm may overflow in half precision, but its product with x does not
+        return torch.addcmul(grad_x, x, (2 * grad_norm).unsqueeze(-1)).to(x.dtype)
 
 
 def with_squared_norm(x: Tensor) -> tuple[Tensor, Tensor]:
