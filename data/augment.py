@@ -46,8 +46,8 @@ def finish(samples: Sequence[Sample]) -> list[np.ndarray]:
 
     Example:
         >>> image = np.full((2, 2, 3), 7, np.uint8)
-        >>> finish([Sample(image, [(np.add, (1,), {}), (np.multiply, (2,), {})])])[0].max()
-        np.uint8(16)
+        >>> int(finish([Sample(image, [(np.add, (1,), {}), (np.multiply, (2,), {})])])[0].max())
+        16
     """
     # The loader's processes are the parallelism. Set at every use (0.4 us), before OpenCV starts
     # threads, which a forked process could not stop.
