@@ -1,17 +1,22 @@
-"""Triton: what a block does with its parameters, one launch for all of them.
+"""Triton: what a block does with all of its parameters at once, one launch for all of them.
 
-Tensors that are written together lie in one flat tensor. Each starts at a multiple of `ALIGN`.
+Tensors that are written together lie in one flat tensor, in which each starts at a multiple of
+`ALIGN`, or of `COLUMNS` if they are sums over programs.
 """
 # pyright: reportArgumentType=false, reportAssignmentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
+import math
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import register_fake
+
+from lipsformer.kernels.gpu_operator import operator
 
 ALIGN = 1024  # elements, and what a program of `_cast` writes
 COLUMNS = 64  # that a program of `_add_programs` sums
@@ -19,12 +24,27 @@ MAX_TENSORS = 10  # of `_add_programs`
 _ALIGN, _COLUMNS = tl.constexpr(ALIGN), tl.constexpr(COLUMNS)  # kernels read no other globals
 
 
-def starts(sizes: Sequence[int], align: int) -> list[int]:
+def _starts(sizes: Sequence[int], align: int) -> list[int]:
     """Return where tensors of the given sizes start in a flat tensor, and where it ends."""
     places = [0]
     for size in sizes:
         places.append(places[-1] + triton.cdiv(size, align) * align)
     return places
+
+
+def _flat(tensors: Sequence[Tensor], align: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for tensors of the given sizes."""
+    size = _starts([tensor.numel() for tensor in tensors], align)[-1]
+    return tensors[0].new_empty(size, dtype=dtype)
+
+
+def parts(flat: Tensor, shapes: Sequence[Sequence[int]], align: int) -> list[Tensor]:
+    """Return the tensors of the given shapes that lie in a flat one."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return [
+        flat[start : start + size].view(shape)
+        for start, size, shape in zip(_starts(sizes, align), sizes, shapes, strict=False)
+    ]
 
 
 @triton.jit
@@ -218,12 +238,23 @@ def _places(channels: int, hidden: int, casts: bool) -> dict[str, int]:
         names += ["BIAS", "TAPS_1", "TAPS_2"]
     unit = ALIGN if casts else 1
     return {
-        name: start // unit for name, start in zip(names, starts(sizes, ALIGN)[1:], strict=False)
+        name: start // unit for name, start in zip(names, _starts(sizes, ALIGN)[1:], strict=False)
     }
 
 
-def cast(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Fill the flat tensor with the parameters in its type, scaled or transposed where they are."""
+@operator
+def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return parameters of a block in another type, in one launch; see `parts`.
+
+    Args:
+        tensors: The matrices of the 1x1 convolution, qkv, proj, fc1 and fc2, the bias of qkv, both
+            depthwise kernels, and two scales, which multiply the rows of proj and fc2.
+        dtype: Type of the result.
+
+    Returns:
+        One flat tensor of the first eight. The depthwise kernels [C, 1, 7, 7] become [49, C].
+    """
+    out = _empty_cast(tensors, dtype)
     channels, hidden = tensors[3].shape[1], tensors[3].shape[0]
     with torch.cuda.device_of(out):
         _cast[(out.numel() // ALIGN,)](
@@ -233,10 +264,28 @@ def cast(tensors: Sequence[Tensor], out: Tensor) -> None:
             HIDDEN=hidden,
             **_places(channels, hidden, casts=True),
         )
+    return out
 
 
-def weight_gradients(tensors: Sequence[Tensor], out: Tensor, vectors: Tensor) -> None:
-    """Fill the flat tensors with the gradients of matrices, biases and scales."""
+@register_fake(cast)
+def _empty_cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return _flat(tensors[:8], ALIGN, dtype)
+
+
+@operator
+def weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a block's matrices, and of the biases and scales after two of them.
+
+    Args:
+        tensors: First the gradients of the five matrices as they were multiplied, in the order of
+            `cast`. Then four tensors of proj: the weight, the bias, the scale, and the sum of the
+            gradients of scale * bias. Then the same four of fc2.
+
+    Returns:
+        The gradients of the five matrices in float32 in one flat tensor, and those of the bias and
+        the scale of proj and of fc2, [4, C].
+    """
+    out, vectors = _empty_gradients(tensors)
     channels, hidden = tensors[3].shape[1], tensors[3].shape[0]
     with torch.cuda.device_of(out):
         _weight_gradients[(6 * channels + hidden,)](
@@ -247,16 +296,35 @@ def weight_gradients(tensors: Sequence[Tensor], out: Tensor, vectors: Tensor) ->
             HIDDEN=hidden,
             **_places(channels, hidden, casts=False),
         )
+    return out, vectors
 
 
-def add_programs(sums: Sequence[Tensor], out: Tensor) -> None:
-    """Fill the flat tensor with the sums of the rows of each matrix."""
+@register_fake(weight_gradients)
+def _empty_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    vectors = tensors[0].new_empty(4, tensors[0].shape[0], dtype=torch.float32)
+    return _flat(tensors[:5], ALIGN, torch.float32), vectors
+
+
+@operator
+def add_programs(sums: Sequence[Tensor]) -> Tensor:
+    """Return the sum over the first dimension of each of at most ten tensors, in one launch.
+
+    Returns:
+        One flat tensor in which the sums start at multiples of `COLUMNS`; see `parts`.
+    """
+    out = _empty_totals(sums)
     missing = MAX_TENSORS - len(sums)
-    tensors = [*sums, *[sums[0]] * missing]
+    tensors = [tensor.contiguous() for tensor in (*sums, *[sums[0]] * missing)]
     programs = [len(tensor) for tensor in tensors]
     columns = [tensor[0].numel() for tensor in tensors]
-    ends = [end // COLUMNS for end in starts([t[0].numel() for t in sums], COLUMNS)[1:]]
+    ends = [end // COLUMNS for end in _starts(columns[: len(sums)], COLUMNS)[1:]]
     grid = (ends[-1],)
     ends = [*ends, *[ends[-1]] * missing][: MAX_TENSORS - 1]
     with torch.cuda.device_of(out):
         _add_programs[grid](*tensors, out, *programs, *columns, *ends)
+    return out
+
+
+@register_fake(add_programs)
+def _empty_totals(sums: Sequence[Tensor]) -> Tensor:
+    return _flat([s[0] for s in sums], COLUMNS, torch.float32)
