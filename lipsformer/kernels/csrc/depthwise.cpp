@@ -5,8 +5,8 @@
 // A task takes LANES channels of an image. Rows run along the longer side of the map (kernels are
 // transposed for that) and are copied one after the other into a ring of K rows, which stays in the
 // first cache; up to 14 neighboring outputs, held in registers, share what is loaded.
+#include "export.h"
 #include "parallel.h"
-#include "vec.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -266,32 +266,35 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
     });
 }
 
+template <class Value>
+void depthwise(const Value *x, const float *weight, const float *bias, Value *y, int64_t batch,
+               int64_t height, int64_t width, int64_t channels, int64_t kernel, int64_t flip,
+               int64_t threads) {
+    const Maps maps(batch, height, width, channels);
+    const auto convolution = kernel == 3 ? convolve<3, Value> : convolve<7, Value>;
+    convolution(x, weight, bias, y, maps, flip, Ending(), threads);
+}
+
+template <class Value>
+void depthwise_gelu(const Value *x, const float *weight, const float *bias, const float *scale,
+                    Value *y, int64_t batch, int64_t height, int64_t width, int64_t channels,
+                    int64_t kernel, int64_t threads) {
+    const Maps maps(batch, height, width, channels);
+    const auto convolution = kernel == 3 ? convolve<3, Value> : convolve<7, Value>;
+    convolution(x, weight, bias, y, maps, false, Ending{true, scale}, threads);
+}
+
+template <class Value>
+void depthwise_parameters(const Value *x, const Value *grad, float *grad_weight, float *grad_bias,
+                          int64_t batch, int64_t height, int64_t width, int64_t channels,
+                          int64_t kernel, int64_t threads) {
+    const Maps maps(batch, height, width, channels);
+    const auto sums = kernel == 3 ? parameter_gradients<3, Value> : parameter_gradients<7, Value>;
+    sums(x, grad, grad_weight, grad_bias, maps, threads);
+}
+
 }  // namespace
 
-#define EXPORT(name, Value)                                                                        \
-    extern "C" void depthwise_##name(const Value *x, const float *weight, const float *bias,       \
-                                     Value *y, int64_t batch, int64_t height, int64_t width,       \
-                                     int64_t channels, int64_t kernel, int64_t flip,               \
-                                     int64_t threads) {                                            \
-        const Maps maps(batch, height, width, channels);                                           \
-        (kernel == 3 ? convolve<3, Value> : convolve<7, Value>)(x, weight, bias, y, maps, flip,    \
-                                                                Ending(), threads);                \
-    }                                                                                              \
-    extern "C" void depthwise_gelu_##name(                                                         \
-        const Value *x, const float *weight, const float *bias, const float *scale, Value *y,      \
-        int64_t batch, int64_t height, int64_t width, int64_t channels, int64_t kernel,            \
-        int64_t threads) {                                                                         \
-        const Maps maps(batch, height, width, channels);                                           \
-        (kernel == 3 ? convolve<3, Value> : convolve<7, Value>)(x, weight, bias, y, maps, false,   \
-                                                                Ending{true, scale}, threads);     \
-    }                                                                                              \
-    extern "C" void depthwise_parameters_##name(                                                   \
-        const Value *x, const Value *grad, float *grad_weight, float *grad_bias, int64_t batch,    \
-        int64_t height, int64_t width, int64_t channels, int64_t kernel, int64_t threads) {        \
-        const Maps maps(batch, height, width, channels);                                           \
-        (kernel == 3 ? parameter_gradients<3, Value> : parameter_gradients<7, Value>)(             \
-            x, grad, grad_weight, grad_bias, maps, threads);                                       \
-    }
-
-EXPORT(float32, float)
-EXPORT(bfloat16, bf16)
+EXPORT(depthwise)
+EXPORT(depthwise_gelu)
+EXPORT(depthwise_parameters)

@@ -100,6 +100,18 @@ static inline void transpose_4x4(const float *x, int64_t x_row, float *y, int64_
     for (int64_t i = 0; i < 4; ++i) memcpy(y + i * y_row, column + i, sizeof(vec4));
 }
 
+// y = x^T for rows x columns numbers.
+static inline void transpose(const float *x, int64_t x_row, int64_t rows, int64_t columns,
+                             float *y, int64_t y_row) {
+    const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
+    for (int64_t i = 0; i < whole_rows; i += 4)
+        for (int64_t j = 0; j < whole_columns; j += 4)
+            transpose_4x4(x + i * x_row + j, x_row, y + j * y_row + i, y_row);
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j)
+            y[j * y_row + i] = x[i * x_row + j];
+}
+
 // e^x = 2^n (1 + the result) for -88 <= x <= 0, where n is an integer.
 static inline vec exp_parts(vec x, vec &n) {
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer

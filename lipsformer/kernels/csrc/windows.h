@@ -5,8 +5,8 @@
 #include <initializer_list>
 #include <memory>
 
+#include "export.h"
 #include "parallel.h"
-#include "vec.h"
 
 namespace {
 
@@ -133,13 +133,9 @@ struct Map {
         }
     }
 
+    // The rows of a head become the columns of rows of padded_n.
     void transpose(const float *x, float *y) const {
-        int64_t t = 0;
-        for (; t + 4 <= n; t += 4)
-            for (int64_t c = 0; c < padded_dim; c += 4)
-                transpose_4x4(x + t * padded_dim + c, padded_dim, y + c * padded_n + t, padded_n);
-        for (; t < n; ++t)
-            for (int64_t c = 0; c < padded_dim; ++c) y[c * padded_n + t] = x[t * padded_dim + c];
+        ::transpose(x, padded_dim, n, padded_dim, y, padded_n);
     }
 };
 
