@@ -5,8 +5,6 @@
 // a, a part of the inputs is copied and multiplied by all panels before the next part. So the copy
 // stays in the second cache, and a panel's part in the first. While the first tile of a panel is
 // computed, the next panel's part is fetched into the second cache.
-#include <memory>
-
 #include "rows.h"
 
 namespace {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -29,6 +30,25 @@ static inline vec load_first(const float *p, int64_t n) {
 }
 
 static inline void store_first(float *p, vec x, int64_t n) { memcpy(p, &x, n * sizeof(float)); }
+
+constexpr int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// Memory of zeros in parts of whole vectors. A vector never lies in two lines of the cache: one that is
+// loaded soon after it was stored would be waited for.
+struct Scratch {
+    std::unique_ptr<float[]> memory;
+    float *free;
+
+    explicit Scratch(int64_t floats)
+        : memory(new float[floats + LANES]()),
+          free(memory.get() + -(reinterpret_cast<uintptr_t>(memory.get()) / 4) % LANES) {}
+
+    float *take(int64_t floats) {
+        float *p = free;
+        free += round_up(floats);
+        return p;
+    }
+};
 
 static inline vec splat(float x) { return x - vec{}; }
 
