@@ -20,7 +20,6 @@ from lipsformer.kernels.gpu_operator import operator
 
 ALIGN = 1024  # elements, and what a program of `_cast` writes
 COLUMNS = 64  # that a program of `_add_programs` sums
-MAX_TENSORS = 10  # of `_add_programs`
 _ALIGN, _COLUMNS = tl.constexpr(ALIGN), tl.constexpr(COLUMNS)  # kernels read no other globals
 
 
@@ -172,14 +171,14 @@ def _weight_gradients(
     if pid < C:
         _row(pointwise, out, 0, pid, w, b, s, t, bias_3, grad_3, C, False)
     elif pid < 4 * C:
-        _row(qkv, out, QKV, pid - C, w, b, s, t, bias_3, grad_3, C, False)
+        _row(qkv, out, QKV * _ALIGN, pid - C, w, b, s, t, bias_3, grad_3, C, False)
     elif pid < 5 * C:
-        _row(proj, out, PROJ, pid - 4 * C, w, b, s, t, bias_3, grad_3, C, True)
+        _row(proj, out, PROJ * _ALIGN, pid - 4 * C, w, b, s, t, bias_3, grad_3, C, True)
     elif pid < 5 * C + HIDDEN:
-        _row(fc1, out, FC1, pid - 5 * C, w, b, s, t, bias_3, grad_3, C, False)
+        _row(fc1, out, FC1 * _ALIGN, pid - 5 * C, w, b, s, t, bias_3, grad_3, C, False)
     else:
         row, w, b = pid - 5 * C - HIDDEN, fc2_weight, fc2_bias
-        _row(fc2, out, FC2, row, w, b, scale_4, total_4, bias_4, grad_4, HIDDEN, True)
+        _row(fc2, out, FC2 * _ALIGN, row, w, b, scale_4, total_4, bias_4, grad_4, HIDDEN, True)
 
 
 @triton.jit
@@ -198,13 +197,13 @@ def _sum_part(sums, out, pid, at, programs, columns):
 
 @triton.jit
 def _add_programs(
-    s_0, s_1, s_2, s_3, s_4, s_5, s_6, s_7, s_8, s_9,
+    s_0, s_1, s_2, s_3, s_4, s_5, s_6, s_7, s_8,
     out,
-    p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9,
-    c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7, c_8, c_9,
-    e_0, e_1, e_2, e_3, e_4, e_5, e_6, e_7, e_8,
+    p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8,
+    c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7, c_8,
+    e_0, e_1, e_2, e_3, e_4, e_5, e_6, e_7,
 ):  # fmt: skip
-    """Sum the rows of up to ten matrices of p programs and c columns; e is where blocks end."""
+    """Sum the rows of nine matrices of p programs and c columns; e is where blocks end."""
     pid = tl.program_id(0)
     if pid < e_0:
         _sum_part(s_0, out, pid, 0, p_0, c_0)
@@ -222,24 +221,13 @@ def _add_programs(
         _sum_part(s_6, out, pid - e_5, e_5 * _COLUMNS, p_6, c_6)
     elif pid < e_7:
         _sum_part(s_7, out, pid - e_6, e_6 * _COLUMNS, p_7, c_7)
-    elif pid < e_8:
-        _sum_part(s_8, out, pid - e_7, e_7 * _COLUMNS, p_8, c_8)
     else:
-        _sum_part(s_9, out, pid - e_8, e_8 * _COLUMNS, p_9, c_9)
+        _sum_part(s_8, out, pid - e_7, e_7 * _COLUMNS, p_8, c_8)
 
 
-def _places(channels: int, hidden: int, casts: bool) -> dict[str, int]:
-    """Return where the parts start, in blocks for `_cast` and in elements otherwise."""
-    squares = channels * channels
-    sizes = [squares, 3 * squares, squares, hidden * channels, hidden * channels]
-    names = ["QKV", "PROJ", "FC1", "FC2"]
-    if casts:
-        sizes += [3 * channels, 49 * channels, 49 * channels]
-        names += ["BIAS", "TAPS_1", "TAPS_2"]
-    unit = ALIGN if casts else 1
-    return {
-        name: start // unit for name, start in zip(names, _starts(sizes, ALIGN)[1:], strict=False)
-    }
+def _blocks(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the blocks of `ALIGN` in which the second and the further tensors start."""
+    return [start // ALIGN for start in _starts([t.numel() for t in tensors], ALIGN)[1:-1]]
 
 
 @operator
@@ -259,10 +247,7 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     with torch.cuda.device_of(out):
         _cast[(out.numel() // ALIGN,)](
             *(tensor.contiguous() for tensor in tensors),
-            out,
-            C=channels,
-            HIDDEN=hidden,
-            **_places(channels, hidden, casts=True),
+            *(out, channels, hidden, *_blocks(tensors[:8])),
         )
     return out
 
@@ -290,11 +275,7 @@ def weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(out):
         _weight_gradients[(6 * channels + hidden,)](
             *(tensor.contiguous() for tensor in tensors),
-            out,
-            vectors,
-            C=channels,
-            HIDDEN=hidden,
-            **_places(channels, hidden, casts=False),
+            *(out, vectors, channels, hidden, *_blocks(tensors[:5])),
         )
     return out, vectors
 
@@ -307,21 +288,17 @@ def _empty_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 @operator
 def add_programs(sums: Sequence[Tensor]) -> Tensor:
-    """Return the sum over the first dimension of each of at most ten tensors, in one launch.
+    """Return the sum over the first dimension of each of nine tensors, in one launch.
 
     Returns:
         One flat tensor in which the sums start at multiples of `COLUMNS`; see `parts`.
     """
     out = _empty_totals(sums)
-    missing = MAX_TENSORS - len(sums)
-    tensors = [tensor.contiguous() for tensor in (*sums, *[sums[0]] * missing)]
-    programs = [len(tensor) for tensor in tensors]
+    tensors = [tensor.contiguous() for tensor in sums]
     columns = [tensor[0].numel() for tensor in tensors]
-    ends = [end // COLUMNS for end in _starts(columns[: len(sums)], COLUMNS)[1:]]
-    grid = (ends[-1],)
-    ends = [*ends, *[ends[-1]] * missing][: MAX_TENSORS - 1]
+    *ends, last = (end // COLUMNS for end in _starts(columns, COLUMNS)[1:])
     with torch.cuda.device_of(out):
-        _add_programs[grid](*tensors, out, *programs, *columns, *ends)
+        _add_programs[(last,)](*tensors, out, *map(len, tensors), *columns, *ends)
     return out
 
 
