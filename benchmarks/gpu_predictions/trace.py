@@ -7,7 +7,6 @@ place, and `CudaOperators` makes the choices that depend on the device.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -26,8 +25,7 @@ import lipsformer  # noqa: F401  (registers the models)
 from benchmarks.counting import OperatorCounter
 from benchmarks.gpu_predictions.host import HostReads
 from lipsformer.kernels import dispatch
-
-BLOCK = import_module("lipsformer.kernels.gpu_block")  # the package has a function of this name
+from lipsformer.kernels.triton import block
 
 # What autocast computes in float32, and in the widest type of its inputs, on CUDA only. The list of
 # operators that it computes in bfloat16 is the same on CPUs as far as these models go.
@@ -129,8 +127,8 @@ def cuda_step(model: nn.Module, shape: Sequence[int]) -> Iterator[Traced]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         patch.object(dispatch, "device_type", lambda x: "cuda"),  # the kernels of a GPU
-        patch.object(BLOCK, "_forward", BLOCK.block_forward),  # each kernel is counted
-        patch.object(BLOCK, "_backward", BLOCK.block_backward),
+        patch.object(block, "_forward", block.block_forward),  # each kernel is counted
+        patch.object(block, "_backward", block.block_backward),
         mode,
     ):
         model = model.train().to_empty(device="cpu")

@@ -23,13 +23,12 @@ from lipsformer.kernels.dispatch import (
 )
 from lipsformer.kernels.elu import elu
 from lipsformer.kernels.fold_shift import fold_shift
-from lipsformer.kernels.gpu_arguments import WindowArguments
-from lipsformer.kernels.gpu_block import gpu_block
-from lipsformer.kernels.gpu_depthwise import GPU_DEPTHWISE_SIZE
-from lipsformer.kernels.gpu_windows import (
+from lipsformer.kernels.gpu import gpu_block, gpu_cosine_windows
+from lipsformer.kernels.gpu_arguments import (
+    GPU_DEPTHWISE_SIZE,
     MAX_GPU_TOKENS,
     MAX_GPU_TOKENS_WITH_BIAS,
-    gpu_cosine_windows,
+    WindowArguments,
 )
 from lipsformer.kernels.linear import fused_linear
 from lipsformer.kernels.node_terms import node_terms

@@ -1,6 +1,7 @@
 """The compiled kernels' signatures: a wrong argument, type or order is a `TypeError`."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -91,14 +92,19 @@ def name_of(dtype: torch.dtype) -> str:
 SIGNATURES = _signatures()
 
 
-@cache
-def _function(kernel: str) -> Any:
+def _typed(kernel: str, types: Sequence[Any]) -> Any:
+    """Return the function to which a pointer of the library points, with types of its arguments."""
     library = compiled_library()
     assert library is not None
-    function = getattr(library, kernel)
-    function.argtypes = (*SIGNATURES[kernel], INT)
-    function.restype = None
+    address: Any = ctypes.c_void_p.in_dll(library, kernel).value
+    function = ctypes.CFUNCTYPE(None)(address)
+    function.argtypes = (*types, INT)
     return function
+
+
+@cache
+def _function(kernel: str) -> Any:
+    return _typed(kernel, SIGNATURES[kernel])
 
 
 def run(kernel: str, *args: Tensor | int | float | None) -> None:
@@ -119,4 +125,4 @@ def run(kernel: str, *args: Tensor | int | float | None) -> None:
         raise TypeError(f"{kernel}: {error}") from None
     if (recorder := current_recorder()) is not None:
         types = [ctypes.c_void_p if isinstance(t, _TensorOf) else t for t in SIGNATURES[kernel]]
-        recorder.kernel(kernel, [*types, INT], args)
+        recorder.kernel(_typed(kernel, types), args)

@@ -1,9 +1,19 @@
-"""The arguments of window attention, in the form that Triton operators accept."""
+"""What the Triton kernels take: the sizes, and the arguments of window attention."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+# Tokens of a window. The gradient of a bias is summed in registers, which hold no larger one.
+MAX_GPU_TOKENS, MAX_GPU_TOKENS_WITH_BIAS = 128, 64
+GPU_DEPTHWISE_SIZE = 7  # side of the kernels of depthwise convolutions
+
+# `WindowArguments` in the schema of an operator, which has no named tuples.
+WINDOW_SCHEMA = (
+    "Tensor? bias, Tensor[] tau, Tensor[] nu, Tensor[] lepe, Tensor[] lepe_bias, "
+    "SymInt[] windows, SymInt heads, float scale, float eps"
+)
 
 
 class WindowArguments(NamedTuple):

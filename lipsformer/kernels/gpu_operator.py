@@ -10,15 +10,15 @@ FLEXIBLE = (torch.Tag.flexible_layout,)  # of an operator: the compiler need not
 _LIBRARY = Library("lipsformer", "FRAGMENT")  # the operators exist as long as this object
 
 
-def operator(function: Callable[..., Any]) -> Any:
+def operator(function: Callable[..., Any], schema: str | None = None) -> Any:
     """Return an operator of PyTorch, under the name of a function, that calls this function.
 
     `torch.library.custom_op` does the same and checks each call, which takes 8 to 16 us more. A
     training step makes several hundred such calls.
 
     Args:
-        function: Changes none of its arguments, and returns new tensors that share no memory. Its
-            annotations give the schema.
+        function: Changes none of its arguments, and returns new tensors that share no memory.
+        schema: Types of the arguments and the results; None if its annotations give them.
 
     Example:
         >>> import torch
@@ -30,6 +30,6 @@ def operator(function: Callable[..., Any]) -> Any:
         (tensor([2., 2.]), tensor([2., 2.]))
     """
     name = function.__name__
-    _LIBRARY.define(name + infer_schema(function, mutates_args=()), tags=FLEXIBLE)
+    _LIBRARY.define(name + (schema or infer_schema(function, mutates_args=())), tags=FLEXIBLE)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     return getattr(torch.ops.lipsformer, name).default

@@ -14,8 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lipsformer.kernels.build import compiled_library
-
 
 class CannotRecordError(Exception):
     """The function did something that a list of calls cannot repeat."""
@@ -132,19 +130,15 @@ class Recorder(TorchDispatchMode):
                 self._note_owner(output, f"{name}[{i}]")
         return result
 
-    def kernel(self, name: str, types: Sequence[Any], args: Sequence[Any]) -> None:
+    def kernel(self, function: Any, args: Sequence[Any]) -> None:
         """Note a call of a compiled kernel.
 
         Args:
-            name: Its name in the library.
-            types: The types of its parameters for ctypes; the last one is the number of threads.
-            args: All other arguments: tensors, numbers and None.
+            function: The kernel, with addresses in place of tensors.
+            args: All arguments but the number of threads, which comes last: tensors, numbers, None.
         """
         uses: set[str] = set()
         given = [self._pointer(value, uses) for value in args]
-        library: Any = compiled_library()
-        function = library[name]  # another object than the library's attribute of this name
-        function.argtypes, function.restype = types, None
         call = f"{self._constant(function)}({', '.join(given)}, threads())"
         self._lines.append(_Line(None, call, uses))
 

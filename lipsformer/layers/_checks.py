@@ -1,6 +1,7 @@
 """Checks of the numbers that layers are built with. NaN is out of every range."""
 
 import math
+from collections.abc import Sequence
 
 
 def check_positive(name: str, value: float) -> None:
@@ -25,3 +26,10 @@ def check_count(name: str, count: int) -> None:
     """Raise a `ValueError` that names the setting unless its value is at least 1."""
     if count < 1:
         raise ValueError(f"{name}={count} must be at least 1")
+
+
+def check_depths(depths: Sequence[int]) -> None:
+    """Raise a `ValueError` unless stages have at least 0 blocks each and 1 in all."""
+    if any(depth < 0 for depth in depths):
+        raise ValueError(f"depths={depths} must be at least 0 in every stage")
+    check_count("sum(depths)", sum(depths))

@@ -1,6 +1,7 @@
 """Which window attention the kernels compute, and its tensors and numbers.
 
-The kernels do not check the classes, settings or sizes of modules.
+The kernels do not check the classes, settings or sizes of modules. `channels` is the number of
+channels of each partition of an arrangement.
 """
 
 import math
@@ -18,12 +19,7 @@ from lipsformer.layers.windows import Arrangement
 
 
 def cpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
-    """Return why the CPU's kernel would not compute what these modules compute.
-
-    Args:
-        channels: Number of channels of each partition.
-        arrangement: The windows and modules.
-    """
+    """Return why the CPU's kernel would not compute what these modules compute."""
     obstacle = _common_obstacle(channels, arrangement, kernels.MAX_WINDOW_TOKENS)
     if obstacle is not None:
         return obstacle
@@ -34,12 +30,7 @@ def cpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
 
 
 def gpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
-    """Return why the GPU's kernel would not compute what these modules compute.
-
-    Args:
-        channels: Number of channels of each partition.
-        arrangement: The windows and modules.
-    """
+    """Return why the GPU's kernel would not compute what these modules compute."""
     has_bias = arrangement.bias is not None
     most = kernels.MAX_GPU_TOKENS_WITH_BIAS if has_bias else kernels.MAX_GPU_TOKENS
     obstacle = _common_obstacle(channels, arrangement, most)
@@ -55,13 +46,7 @@ def gpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
 
 
 def _common_obstacle(channels: int, arrangement: Arrangement, most: int) -> str | None:
-    """Return why neither kernel would compute what these modules compute.
-
-    Args:
-        channels: Number of channels of each partition.
-        arrangement: The windows and modules.
-        most: Largest number of tokens of a window.
-    """
+    """Return why neither kernel would compute it, with at most so many tokens in a window."""
     if any(h * w > most for h, w in arrangement.windows):
         return f"a window has more than {most} tokens"
     return _module_obstacle(arrangement) or _size_obstacle(channels, arrangement)

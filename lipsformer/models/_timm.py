@@ -84,7 +84,7 @@ class TimmInterface(nn.Module):
             patch_size = self.patch_embed.patch_size
             sides = cast(tuple[int, int], to_2tuple(img_size))
             if any(side < 1 or side % patch_size != 0 for side in sides):
-                raise ValueError(f"img_size={img_size} is not a multiple of {patch_size=}")
+                raise ValueError(f"img_size={img_size} is not a positive multiple of {patch_size=}")
             update_model_input_size(self, img_size)
 
     def get_classifier(self) -> nn.Module:

@@ -6,7 +6,7 @@ downsampling of their backbones. Tokens are channels last throughout.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from lipsformer.layers import (
     apply_linear,
     spectral_init_modules_,
 )
-from lipsformer.layers._checks import check_count, check_drop_path
+from lipsformer.layers._checks import check_count, check_depths, check_drop_path
 from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._fused import computed_at, in_one_call
@@ -270,8 +270,8 @@ class LipsFormer(TimmInterface):
 
         Args:
             embed_dim: Channels of the first stage, doubled at each further one.
-            depths: Number of blocks of each stage.
-            img_size: Nominal image size in pixels, a multiple of the patch size.
+            depths: Number of blocks of each stage, at least 0 each and 1 in all.
+            img_size: Nominal image size in pixels, a positive multiple of the patch size.
             patch_size: Side of a patch in pixels.
             stem: "patch" for the paper's patches, "conv" for a 3x3 convolution with GELU before
                 them.
@@ -303,6 +303,7 @@ class LipsFormer(TimmInterface):
                 multiple of the patch size, or a setting has no effect.
         """
         super().__init__()
+        check_depths(depths)
         _check_settings(img_size, patch_size, in_chans, stem, drop_path_rate, weight_init)
         _check_attention(attn, logit_scale, learn_logit_scale, value_scale, official_compat)
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -328,7 +329,6 @@ class LipsFormer(TimmInterface):
         embed = ConvStem if stem == "conv" else PatchEmbed
         self.patch_embed = embed(patch_size, in_chans, embed_dim, **dd)
         num_blocks = sum(depths)
-        check_count("sum(depths)", num_blocks)
         if residual_scale is None:
             residual_scale = 1.0 / num_blocks
         drop_paths = [drop_path_rate * i / max(num_blocks - 1, 1) for i in range(num_blocks)]
@@ -414,8 +414,9 @@ def _check_settings(
         raise ValueError(f"patch_size={patch_size} must be one integer, because patches are square")
     check_count("patch_size", patch_size)
     check_count("in_chans", in_chans)
-    if any(side % patch_size != 0 for side in to_2tuple(img_size)):
-        raise ValueError(f"img_size={img_size} is not a multiple of patch_size={patch_size}")
+    sides = cast(tuple[int, int], to_2tuple(img_size))
+    if any(side < 1 or side % patch_size != 0 for side in sides):
+        raise ValueError(f"img_size={img_size} is not a positive multiple of {patch_size=}")
     check_drop_path("drop_path_rate", drop_path_rate)
 
 

@@ -16,7 +16,12 @@ from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
 from lipsformer.layers import FoldShift, JoinTokens, Linear, ScaledCosineAttention
-from lipsformer.layers._checks import check_count, check_fraction, check_positive
+from lipsformer.layers._checks import (
+    check_count,
+    check_depths,
+    check_fraction,
+    check_positive,
+)
 from lipsformer.layers.contractive import orthogonal_parts
 from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._timm import TimmInterface, model_cfg
@@ -222,17 +227,19 @@ class LipsFormerContractive(TimmInterface):
                 argument is in its range, and the heads divide the channels of attention.
         """
         super().__init__()
-        height, width = cast(tuple[int, int], to_2tuple(img_size))
-        reduction = patch_size * 2 ** (len(dims) - 1)
-        if height % reduction != 0 or width % reduction != 0:
-            raise ValueError(
-                f"img_size={img_size} is not a multiple of {reduction}, which is patch_size * "
-                "2 ** (number of stages - 1)"
-            )
-        if any(dim % 8 != 0 for dim in dims):
-            raise ValueError(f"dims={dims} must be multiples of 8")
         if not len(dims) == len(depths) == len(window_size):
             raise ValueError(f"{dims=}, {depths=} and {window_size=} must be of one length")
+        check_depths(depths)
+        check_count("patch_size", patch_size)
+        height, width = cast(tuple[int, int], to_2tuple(img_size))
+        reduction = patch_size * 2 ** (len(dims) - 1)
+        if any(side < 1 or side % reduction != 0 for side in (height, width)):
+            raise ValueError(
+                f"img_size={img_size} is not a positive multiple of {reduction}, which is "
+                "patch_size * 2 ** (number of stages - 1)"
+            )
+        if any(dim < 8 or dim % 8 != 0 for dim in dims):
+            raise ValueError(f"dims={dims} must be positive multiples of 8")
         check_fraction("attn_share", attn_share)
         check_fraction("attn_least", attn_least)
         check_count("head_dim", head_dim)

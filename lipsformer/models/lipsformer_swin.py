@@ -99,9 +99,7 @@ class WindowAttention(nn.Module):
             raise ValueError(f"num_heads={num_heads} must be a positive divisor of dim={dim}")
         self.dim = dim
         self.num_heads = num_heads
-        self.window_size = cast(tuple[int, int], to_2tuple(window_size))
-        if min(self.window_size) < 1:
-            raise ValueError(f"window_size={window_size} must be at least 1 in each direction")
+        self.window_size = window_of(window_size)
         self.qkv = Linear(dim, 3 * dim, device=device, dtype=dtype)
         self.attention = attention
         self.proj = Linear(dim, dim, device=device, dtype=dtype)
@@ -172,6 +170,14 @@ class WindowAttention(nn.Module):
 
 # FX cannot trace windows that depend on the size of the map
 register_notrace_module(WindowAttention)
+
+
+def window_of(window_size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the (height, width) of a window, or raise a `ValueError` if a side is below 1."""
+    window = cast(tuple[int, int], to_2tuple(window_size))
+    if min(window) < 1:
+        raise ValueError(f"window_size={window_size} must be at least 1 in each direction")
+    return window
 
 
 class PatchMerging(nn.Module):
@@ -273,10 +279,14 @@ class LipsFormerSwin(LipsFormer):
             img_size: Side, or (height, width), in pixels; None keeps it.
             window_size: Side, or (height, width), in tokens; None keeps it. The tables of biases
                 are interpolated.
+
+        Raises:
+            ValueError: If a side of the image is not a positive multiple of the patch size, or one
+                of the window is below 1.
         """
+        window = None if window_size is None else window_of(window_size)
         super().set_input_size(img_size)
-        if window_size is not None:
-            window = cast(tuple[int, int], to_2tuple(window_size))
+        if window is not None:
             for module in self.modules():
                 if isinstance(module, WindowAttention):
                     module.set_window_size(window)

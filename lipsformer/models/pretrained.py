@@ -1,6 +1,7 @@
 """Where `pretrained=True` finds weights: in folders that are named `<model>.<tag>`."""
 
 import functools
+import glob
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -81,16 +82,12 @@ def find_folder(name: str, tag: str | None) -> Path:
         RuntimeError: If there is no such folder, or more than one.
     """
     root = Path(os.environ.get("LIPSFORMER_WEIGHTS") or CHECKOUT)
-    wanted = f"{name}.{tag}" if tag else f"{name}."
-    found = [
-        path
-        for path in (sorted(root.iterdir()) if root.is_dir() else [])
-        if path.is_dir() and (path.name == wanted if tag else path.name.startswith(wanted))
-    ]
+    folders = root.glob(f"{name}.{glob.escape(tag) if tag else '*'}")
+    found = sorted(path for path in folders if path.is_dir())
     if not found:
         raise RuntimeError(
             f"there are no pretrained weights of {name}, because {root} has no folder "
-            f"{wanted if tag else f'{name}.<tag>'}: name a folder that has one in the environment "
+            f"{name}.{tag or '<tag>'}: name a folder that has one in the environment "
             "variable LIPSFORMER_WEIGHTS, such as weights/ of a clone of LipsFormer's repository, "
             "or use pretrained=False"
         )

@@ -4,6 +4,7 @@ import inspect
 import math
 from typing import Any, Literal, cast
 
+import torch
 from timm.layers import (
     Attention,
     LayerNorm,
@@ -11,7 +12,6 @@ from timm.layers import (
     LayerScale,
     Mlp,
     register_notrace_module,
-    resolve_self_attn_mask,
 )
 from timm.models._input import update_model_args
 from timm.models.swin_transformer import (
@@ -48,6 +48,13 @@ def _attend_in_one_row(qkv: Tensor, attention: nn.Module, bias: Tensor | None = 
     """Attend with every sequence of `qkv` ([B, N, 3 * C]) as a window of one row."""
     rows = qkv.unflatten(-1, (3, 1, -1)).unsqueeze(1)
     return attend_in_windows(rows, [(1, qkv.shape[1])], [attention], bias).squeeze(1)
+
+
+def _attend_with_mask(qkv: Tensor, attention: Any, mask: Tensor | None) -> Tensor:
+    """Attend over every sequence of `qkv` ([B, N, 3 * C]) with a mask that may differ for each."""
+    qkv = qkv.unflatten(-1, (3, attention.num_heads, -1))
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
 class CosineAttention(nn.Module):
@@ -93,18 +100,17 @@ class CosineAttention(nn.Module):
         Args:
             x: Tokens.
             attn_mask: Added to the scores, or True where to attend; broadcastable to
-                [B, heads, N, N].
+                [B, heads, N, N]. A query that may attend to no token gets 0.
             is_causal: Let token i attend to tokens 0 to i only.
         """
-        batch, num_tokens = x.shape[0], x.shape[1]
         qkv = self.qkv(x)
         if attn_mask is None and not is_causal:
-            return self.proj_drop(self.proj(_attend_in_one_row(qkv, self.attention)))
-        qkv = qkv.reshape(batch, num_tokens, 3, self.num_heads, self.head_dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mask = resolve_self_attn_mask(num_tokens, q, attn_mask, is_causal)
-        x = self.attention(q, k, v, mask)
-        x = x.transpose(1, 2).reshape(batch, num_tokens, self.num_heads * self.head_dim)
+            x = _attend_in_one_row(qkv, self.attention)
+        else:
+            if is_causal:  # takes the place of a mask, as in timm
+                tokens = x.shape[1]
+                attn_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
+            x = _attend_with_mask(qkv, self.attention, attn_mask)
         return self.proj_drop(self.proj(x))
 
 
@@ -154,17 +160,15 @@ class CosineWindowAttention(WindowAttention):
             x: Tokens of the windows.
             mask: [num_windows, N, N], added to the scores of the shifted windows.
         """
-        windows, num_tokens, _ = x.shape
         qkv = self.qkv(x)
         bias = self._get_rel_pos_bias().to(qkv.dtype)
         if mask is None:
-            return self.proj_drop(self.proj(_attend_in_one_row(qkv, self.attention, bias)))
-        qkv = qkv.reshape(windows, num_tokens, 3, self.num_heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        bias = bias + mask.unsqueeze(1).to(q.dtype)
-        bias = bias.repeat(windows // mask.shape[0], 1, 1, 1)
-        x = self.attention(q, k, v, bias).transpose(1, 2)
-        return self.proj_drop(self.proj(x.reshape(windows, num_tokens, -1)))
+            x = _attend_in_one_row(qkv, self.attention, bias)
+        else:
+            bias = bias + mask.unsqueeze(1).to(qkv.dtype)
+            bias = bias.repeat(len(qkv) // len(mask), 1, 1, 1)
+            x = _attend_with_mask(qkv, self.attention, bias)
+        return self.proj_drop(self.proj(x))
 
 
 register_notrace_module(CosineWindowAttention)  # FX cannot trace the choice of a kernel

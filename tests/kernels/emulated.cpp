@@ -1,6 +1,6 @@
 // driver LIBRARY KERNEL MEMORY ARGUMENT...
 //
-// Call a function of a shared library. An argument is an integer, "f" and a float, or "@" and an
+// Call the function to which a pointer in a shared library points. An argument is an integer, "f" and a float, or "@" and an
 // offset into the bytes of the file MEMORY, which the call may change and which are written back.
 //
 // Integers and pointers on the one hand and floats on the other have registers of their own, in
@@ -26,7 +26,7 @@ void call(void *function, const float *x, const int64_t *n, std::index_sequence<
 
 int main(int count, char **words) {
     void *library = dlopen(words[1], RTLD_NOW);
-    void *function = library ? dlsym(library, words[2]) : nullptr;
+    void **function = library ? static_cast<void **>(dlsym(library, words[2])) : nullptr;
     if (function == nullptr) {
         fprintf(stderr, "%s\n", dlerror());
         return 1;
@@ -50,6 +50,6 @@ int main(int count, char **words) {
     }
     integers.resize(INTEGERS);
     floats.resize(FLOATS);
-    call(function, floats.data(), integers.data(), std::make_index_sequence<INTEGERS>());
+    call(*function, floats.data(), integers.data(), std::make_index_sequence<INTEGERS>());
     std::ofstream(words[3], std::ios::binary).write(memory.data(), memory.size());
 }

@@ -20,12 +20,13 @@ from tests.oracles import depthwise_conv
 SOURCES = build._SOURCES
 KERNEL = """
 #include <cstdint>
-extern "C" void fill(float *y, const float *x, int64_t size, float factor, const float *none,
-                     int64_t flag, int64_t threads) {
+static void filled(float *y, const float *x, int64_t size, float factor, const float *none,
+                   int64_t flag, int64_t threads) {
     #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < size; ++i)
         y[i] = factor * x[i] + (none ? 100 : 0) + 10 * flag + threads;
 }
+extern "C" { auto *fill = filled; }
 """
 
 
@@ -83,36 +84,41 @@ def test_wrong_arguments_are_type_errors(args):
 
 def test_signatures_are_those_of_the_sources():
     """Every exported function, with the types of its parameters in order."""
-    types = {"const float *": "F32", "float *": "F32", "const int64_t *": "INDEX"}
-    types |= {"int64_t ": "INT", "float ": "NUMBER"}
-    found = {}
+    found, exported = {}, {}
     for path in SOURCES.glob("*.cpp"):
-        text = path.read_text().replace("\\\n", " ")
-        body = text[text.index('extern "C"') :]
-        for written, parameters in re.findall(r"void ([\w#]+)\(([^)]*)\)\s*\{", body):
-            found[written] = [
-                re.sub(r"\w+$", "", " ".join(parameter.split()))
-                for parameter in parameters.split(",")
+        text = path.read_text()
+        heads = r"(?:template <(?:class|typename) (\w+)(?:, class (\w+) = (\w+))?>\s+)?"
+        for value, other, default, name, parameters in re.findall(
+            heads + r"void (\w+)\(([^)]*)\)\s*\{", text
+        ):
+            written = [
+                re.sub(r"^const |\w+$", "", " ".join(p.split())) for p in parameters.split(",")
             ]
-    both = ("float32", "bfloat16")  # what the macros are given
-    exported = {
-        name.replace("##name", dtype): (dtype, parameters)
-        for name, parameters in found.items()
-        for dtype in (both if name.endswith("##name") else both[1:])
-    }
+            found[name] = written, {value: "the export's", other: default}
+        for name, function, argument in re.findall(
+            r"constexpr auto (\w+) = (\w+)<\w+, (\w+)>", text
+        ):
+            written, types = found[function]
+            value, other = types
+            found[name] = written, {value: types[value], other: argument}
+        for which, name in re.findall(r"^(EXPORT\w*)\((\w+)\)", text, re.MULTILINE):
+            for dtype in ("float32",) if which == "EXPORT_FLOAT32" else ("float32", "bfloat16"):
+                exported[f"{name}_{dtype}"] = dtype, *found[name]
     assert set(exported) == set(bindings.SIGNATURES)
-    for name, (dtype, parameters) in exported.items():
-        *signature, threads = parameters
+    kinds = {"int64_t ": bindings.INT, "float ": bindings.NUMBER}
+    for name, (dtype, written, types) in exported.items():
+        *signature, threads = written
         assert threads == "int64_t "
-        value = bindings.SIGNATURES[name]
-        assert len(value) == len(signature), name
-        for kind, written in zip(value, signature, strict=True):
-            if written in types:
-                expected = getattr(bindings, types[written])
-                same = kind is expected or kind.dtype == expected.dtype
-            else:  # the type that the macro is given, or bf16
-                same = str(kind.dtype) == f"torch.{dtype}"
-            assert same, (name, written)
+        assert len(bindings.SIGNATURES[name]) == len(signature), name
+        for kind, parameter in zip(bindings.SIGNATURES[name], signature, strict=True):
+            if parameter in kinds:
+                assert kind is kinds[parameter], (name, parameter)
+                continue
+            pointed = parameter.removesuffix(" *")
+            while pointed in types:  # of the template, whose first type is that of the export
+                pointed = dtype if types[pointed] == "the export's" else types[pointed]
+            tensor = {"float": "float32", "int64_t": "int64"}.get(pointed, pointed)
+            assert str(kind.dtype) == f"torch.{tensor}", (name, parameter)
 
 
 def test_compiled_once_and_again_when_the_sources_change(compiled, monkeypatch):
@@ -343,7 +349,7 @@ def test_a_damaged_library_is_noticed_before_it_is_loaded(compiled):
 def test_what_cannot_be_loaded_is_built_once(folder, tmp_path, monkeypatch, caplog):
     """A library that needs a symbol that nobody has, or a compiler that writes no library."""
     (tmp_path / "csrc" / "fill.cpp").write_text(
-        'extern "C" void nowhere(); extern "C" void fill() { nowhere(); }'
+        'extern "C" { void nowhere(); auto *fill = nowhere; }'
     )
     monkeypatch.setenv("CXX", "g++ -Wl,-z,now")
     for _ in range(2):

@@ -77,6 +77,14 @@ def test_checkpointing_recomputes_in_training_only(name, training, passes):
     assert len(calls) == passes
 
 
+def test_set_input_size_refuses_a_window_without_tokens_before_it_changes_anything():
+    model = create("lipsformer_swin_nano", depths=(1,), num_heads=(2,))
+    before = dict(model.pretrained_cfg)
+    with pytest.raises(ValueError, match="window_size=0 must be at least 1 in each direction"):
+        model.set_input_size(img_size=64, window_size=0)
+    assert model.pretrained_cfg == before
+
+
 def test_set_input_size_resizes_the_tables_as_timm_does():
     model = create("lipsformer_swin_nano")
     before = {n: p.clone() for n, p in model.named_parameters() if n.endswith("bias_table")}
@@ -169,12 +177,15 @@ def test_features_only_returns_the_stages_outputs(name):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"img_size": 30}, "img_size=30 is not a multiple of patch_size=4"),
+        ({"img_size": 30}, "img_size=30 is not a positive multiple of patch_size=4"),
+        ({"img_size": 0}, "img_size=0 is not a positive multiple of patch_size=4"),
+        ({"img_size": (224, -4)}, r"img_size=\(224, -4\) is not a positive multiple"),
         ({"patch_size": (4, 4)}, r"patch_size=\(4, 4\) must be one integer"),
         ({"patch_size": 0}, "patch_size=0 must be at least 1"),
         ({"in_chans": 0}, "in_chans=0 must be at least 1"),
         ({"mlp_ratio": 0.001}, "hidden_dim=0 must be at least 1"),
         ({"depths": (0,)}, r"sum\(depths\)=0 must be at least 1"),
+        ({"depths": (-1, 2)}, r"depths=\(-1, 2\) must be at least 0 in every stage"),
         ({"weight_init": "jax"}, "weight_init must be '', 'unit_norm' or 'skip', got 'jax'"),
         ({"value_scale": 2.0, "official_compat": True}, "value_scale=2.0 has no effect"),
         ({"logit_scale": 0.0}, r"logit_scale=0.0 must be in \(0, 100\]"),
@@ -249,8 +260,13 @@ def test_numbers_of_heads_that_do_not_fit_are_named(name, kwargs, message):
     [
         (
             {"img_size": 30},
-            r"img_size=30 is not a multiple of 8, which is patch_size \* 2 \*\* \(number of stages",
+            r"img_size=30 is not a positive multiple of 8, which is patch_size \* 2 \*\*",
         ),
+        ({"img_size": 0}, "img_size=0 is not a positive multiple of 8"),
+        ({"patch_size": 0}, "patch_size=0 must be at least 1"),
+        ({"dims": (0, 8, 8)}, r"dims=\(0, 8, 8\) must be positive multiples of 8"),
+        ({"depths": (0, 0, 0)}, r"sum\(depths\)=0 must be at least 1"),
+        ({"depths": (-1, 1, 1)}, r"depths=\(-1, 1, 1\) must be at least 0 in every stage"),
         ({"weight_init": "unit_norm"}, "weight_init must be '' or 'skip', got 'unit_norm'"),
         ({"eps": 0.0}, "eps=0.0 must be > 0 and finite"),
         ({"eps": -1.0, "attn_share": 0.0}, "eps=-1.0 must be > 0 and finite"),

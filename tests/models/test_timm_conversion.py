@@ -54,6 +54,21 @@ def test_vit_attention_equals_the_loop_one_head_at_a_time(mask):
         torch.testing.assert_close(out[image].double(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_query_without_a_key_gets_0_from_vit_attention():
+    model = timm.create_model("vit_tiny_patch16_224", embed_dim=21, num_heads=3, depth=1)
+    attn = randomized(lipsformer.convert(model)).blocks[0].attn
+    x = torch.randn(2, 5, 21, requires_grad=True)
+    allowed = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    allowed[0, :, 3] = False
+    out = attn(x, allowed)
+    torch.testing.assert_close(out[0, 3], attn.proj.bias)
+    keep = torch.ones(2, 5, 1)
+    keep[0, 3] = 0.0
+    torch.testing.assert_close(out * keep, attn(x) * keep)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    assert gradient.isfinite().all()
+
+
 @torch.no_grad()
 def test_swin_attention_keeps_bias_and_shift_mask():
     torch.manual_seed(0)

@@ -29,7 +29,6 @@ from lipsformer.analysis.bounds.core import (
     bound_rule,
     chain,
     checked_domain,
-    lipschitz_bound,
     require_unchanged,
 )
 from lipsformer.analysis.bounds.rounding import (
@@ -448,11 +447,7 @@ def _mlp(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
 
 @bound_rule(ClassifierHead)
 def _classifier_head(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
-    pooled = compose(
-        Bound(log10=0.0, paper_log10=0.0, output=domain, input=domain),
-        lipschitz_bound(module.global_pool, domain),
-        "global_pool",
-    )
+    pooled = chain([("global_pool", module.global_pool)], domain, moves_channels=False)
     misplaced = nn.Linear if module.input_fmt == "NCHW" else nn.Conv2d
     if len(pooled.output.size) == 2 and isinstance(module.fc, misplaced):
         raise UnknownModuleError(

@@ -92,17 +92,6 @@ void length_factors(const pair *x, int64_t n, int64_t row, float length, float e
     std::fill(factors + n, factors + round_up(n), 0.0f);
 }
 
-void transpose_pairs(const pair *x, int64_t n, int64_t row, pair *y, int64_t y_row) {
-    const float *from = reinterpret_cast<const float *>(x);
-    float *to = reinterpret_cast<float *>(y);
-    int64_t t = 0;
-    for (; t + 4 <= n; t += 4)
-        for (int64_t c = 0; c < row; c += 4)
-            transpose_4x4(from + t * row + c, row, to + c * y_row + t, y_row);
-    for (; t < n; ++t)
-        for (int64_t c = 0; c < row; ++c) y[c * y_row + t] = x[t * row + c];
-}
-
 // Row t of y has the pairs of the numbers in rows 2 t and 2 t + 1 of x.
 void pair_up_rows(const pair *x, int64_t n, int64_t row, pair *y) {
     uint16_t first[PAIRED], last[PAIRED];  // where the first and the last 16 pairs come from
@@ -124,10 +113,11 @@ void pair_up_rows(const pair *x, int64_t n, int64_t row, pair *y) {
 }
 
 template <>
-void forward(const bf16 *qkv, bf16 *out, const float *bias, const float *tau, const float *lepe,
-             const float *shift, float nu, float eps, int64_t part, int64_t parts, int64_t batch,
-             int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,
-             int64_t threads) {
+void cosine_windows_forward(const bf16 *qkv, bf16 *out, const float *bias, const float *tau,
+                            const float *lepe, const float *shift, float nu, float eps,
+                            int64_t part, int64_t parts, int64_t batch, int64_t height,
+                            int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,
+                            int64_t threads) {
     const Map map{part, parts, batch, height, width, heads, dim, h, w};
     const bf16 *q = map.of_part(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
     const float *part_tau = tau + part * heads;
@@ -163,7 +153,8 @@ void forward(const bf16 *qkv, bf16 *out, const float *bias, const float *tau, co
             length_factors(queries, n, row, part_tau[head], eps, of_queries);
             length_factors(keys, n, row, 1.0f, eps, of_keys);
             if (nu > 0.0f) length_factors(values, n, row, nu, eps, of_values);
-            transpose_pairs(keys, n, row, keys_t, pn);
+            transpose(reinterpret_cast<const float *>(keys), row, n, row,
+                      reinterpret_cast<float *>(keys_t), pn);
             pair_up_rows(values, n, row, value_pairs);
             if (lepe)
                 convolve_positions(map, all_kernels + head * 10 * pd,

@@ -4,7 +4,7 @@
 namespace {
 
 // y = gain * (x - mean(x)) + shift, where shift is one row (stride 0) or a map.
-template <class Value, class Shift>
+template <class Value, class Shift = float>
 void center(const Value *x, const float *gain, const Shift *shift, int64_t shift_stride, Value *y,
             int64_t rows, int64_t channels, int64_t threads) {
     if (rows * channels < ALONE) threads = 1;
@@ -21,6 +21,9 @@ void center(const Value *x, const float *gain, const Shift *shift, int64_t shift
         });
     });
 }
+
+template <class Value>
+constexpr auto center_map = center<Value, Value>;
 
 // grad_x = c - mean(c) of c = gain * grad; the sums of grad * (y - bias) and of grad over the rows.
 template <class Value>
@@ -59,23 +62,6 @@ void center_gradients(const Value *grad, const Value *y, const float *gain, cons
 
 }  // namespace
 
-#define EXPORT(name, Value)                                                                        \
-    extern "C" void center_##name(const Value *x, const float *gain, const float *shift,           \
-                                  int64_t shift_stride, Value *y, int64_t rows, int64_t channels,  \
-                                  int64_t threads) {                                               \
-        center(x, gain, shift, shift_stride, y, rows, channels, threads);                          \
-    }                                                                                              \
-    extern "C" void center_map_##name(const Value *x, const float *gain, const Value *shift,       \
-                                      int64_t shift_stride, Value *y, int64_t rows,                \
-                                      int64_t channels, int64_t threads) {                         \
-        center(x, gain, shift, shift_stride, y, rows, channels, threads);                          \
-    }                                                                                              \
-    extern "C" void center_gradients_##name(                                                       \
-        const Value *grad, const Value *y, const float *gain, const float *bias, Value *grad_x,    \
-        float *grad_offset, float *grad_bias, int64_t rows, int64_t channels, int64_t threads) {   \
-        center_gradients(grad, y, gain, bias, grad_x, grad_offset, grad_bias, rows, channels,      \
-                         threads);                                                                 \
-    }
-
-EXPORT(float32, float)
-EXPORT(bfloat16, bf16)
+EXPORT(center)
+EXPORT(center_map)
+EXPORT(center_gradients)

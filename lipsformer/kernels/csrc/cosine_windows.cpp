@@ -67,10 +67,11 @@ void weigh(const Map &map, int64_t head, const float *queries, const float *keys
 // [heads][n][n] or null, lepe [heads * dim][9] and shift [heads * dim] or null. nu <= 0 leaves the
 // values as they are.
 template <typename T>
-void forward(const T *qkv, T *out, const float *bias, const float *tau, const float *lepe,
-             const float *shift, float nu, float eps, int64_t part, int64_t parts, int64_t batch,
-             int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,
-             int64_t threads) {
+void cosine_windows_forward(const T *qkv, T *out, const float *bias, const float *tau,
+                            const float *lepe, const float *shift, float nu, float eps,
+                            int64_t part, int64_t parts, int64_t batch, int64_t height,
+                            int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,
+                            int64_t threads) {
     const Map map{part, parts, batch, height, width, heads, dim, h, w};
     const T *q = map.of_part(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
     const float *part_tau = tau + part * heads;
@@ -116,11 +117,12 @@ void forward(const T *qkv, T *out, const float *bias, const float *tau, const fl
 
 // Gradients of the above; those of bias, tau, lepe and shift (null where there is none) are added to.
 template <typename T>
-void backward(const T *qkv, const T *grad_out, const float *bias, const float *tau,
-              const float *lepe, const float *shift, T *grad_qkv, float *grad_bias,
-              float *grad_tau, float *grad_lepe, float *grad_shift, float nu, float eps,
-              int64_t part, int64_t parts, int64_t batch, int64_t height, int64_t width,
-              int64_t heads, int64_t dim, int64_t h, int64_t w, int64_t threads) {
+void cosine_windows_backward(const T *qkv, const T *grad_out, const float *bias, const float *tau,
+                             const float *lepe, const float *shift, T *grad_qkv, float *grad_bias,
+                             float *grad_tau, float *grad_lepe, float *grad_shift, float nu,
+                             float eps, int64_t part, int64_t parts, int64_t batch, int64_t height,
+                             int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,
+                             int64_t threads) {
     const Map map{part, parts, batch, height, width, heads, dim, h, w};
     const T *q = map.of_part(qkv), *k = q + map.out_stride, *v = k + map.out_stride;
     T *grad_q = map.of_part(grad_qkv), *grad_k = grad_q + map.out_stride;
@@ -245,28 +247,8 @@ void backward(const T *qkv, const T *grad_out, const float *bias, const float *t
 }  // namespace
 
 #ifdef __AVX512BF16__
-#include "bf16_windows.h"  // another forward() for bf16
+#include "bf16_windows.h"  // another cosine_windows_forward() for bf16
 #endif
 
-#define EXPORT(name, T)                                                                            \
-    extern "C" void cosine_windows_forward_##name(                                                 \
-        const T *qkv, T *out, const float *bias, const float *tau, const float *lepe,              \
-        const float *shift, float nu, float eps, int64_t part, int64_t parts, int64_t batch,       \
-        int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,           \
-        int64_t threads) {                                                                         \
-        forward(qkv, out, bias, tau, lepe, shift, nu, eps, part, parts, batch, height, width,      \
-                heads, dim, h, w, threads);                                                        \
-    }                                                                                              \
-    extern "C" void cosine_windows_backward_##name(                                                \
-        const T *qkv, const T *grad_out, const float *bias, const float *tau, const float *lepe,   \
-        const float *shift, T *grad_qkv, float *grad_bias, float *grad_tau, float *grad_lepe,      \
-        float *grad_shift, float nu, float eps, int64_t part, int64_t parts, int64_t batch,        \
-        int64_t height, int64_t width, int64_t heads, int64_t dim, int64_t h, int64_t w,           \
-        int64_t threads) {                                                                         \
-        backward(qkv, grad_out, bias, tau, lepe, shift, grad_qkv, grad_bias, grad_tau, grad_lepe,  \
-                 grad_shift, nu, eps, part, parts, batch, height, width, heads, dim, h, w,         \
-                 threads);                                                                         \
-    }
-
-EXPORT(float32, float)
-EXPORT(bfloat16, bf16)
+EXPORT(cosine_windows_forward)
+EXPORT(cosine_windows_backward)

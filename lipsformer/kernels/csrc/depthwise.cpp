@@ -5,25 +5,15 @@
 // A task takes LANES channels of an image. Rows run along the longer side of the map (kernels are
 // transposed for that) and are copied one after the other into a ring of K rows, which stays in the
 // first cache; up to 14 neighboring outputs, held in registers, share what is loaded.
+#include "export.h"
 #include "parallel.h"
-#include "vec.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <type_traits>
 
 namespace {
 
 constexpr int WIDE = 14, NARROW = 7;  // neighbors at a time: maps of 56, 28, 14 and 7 divide
-
-struct Buffer {
-    explicit Buffer(int64_t vecs) : data(static_cast<float *>(std::aligned_alloc(64, 64 * vecs))) {
-        memset(data, 0, 64 * vecs);
-    }
-    ~Buffer() { std::free(data); }
-    Buffer(const Buffer &) = delete;
-    float *data;
-};
 
 // Maps with their rows along the longer side; strides in floats.
 struct Maps {
@@ -71,13 +61,15 @@ template <class F> void runs(int64_t columns, F f) {
 
 // The last K rows of a map, LANES channels, one after the other without gaps.
 template <int K> struct Ring {
-    Ring(const Maps &maps) : maps(maps), buffer(K * maps.padded) {}
+    Ring(const Maps &maps)
+        : maps(maps), scratch(K * maps.padded * LANES),
+          ring(scratch.take(K * maps.padded * LANES)) {}
 
     // Rows up to the given one, from 0 on.
     template <class Value> void fill(const Value *map, int64_t row, int64_t lanes) {
         for (; next <= std::min(row, maps.rows - 1); ++next) {
             const Value *from = map + next * maps.row_stride;
-            float *to = buffer.data + next % K * maps.padded * LANES;
+            float *to = ring + next % K * maps.padded * LANES;
             if (lanes == LANES)
                 for (int64_t x = 0; x < maps.columns; ++x)
                     store(to + x * LANES, load(from + x * maps.column_stride));
@@ -93,10 +85,11 @@ template <int K> struct Ring {
         return row < maps.rows ? map + row * maps.row_stride
                                : following + (row - maps.rows) * maps.row_stride;
     }
-    const float *row(int64_t row) const { return buffer.data + row % K * maps.padded * LANES; }
+    const float *row(int64_t row) const { return ring + row % K * maps.padded * LANES; }
 
     const Maps &maps;
-    Buffer buffer;
+    Scratch scratch;
+    float *ring;
     int64_t next = 0;
 };
 
@@ -110,8 +103,8 @@ template <int K, class Value>
 void convolve(const Value *x, const float *weight, const float *bias, Value *y, const Maps &maps,
               bool flip, Ending ending, int64_t threads) {
     constexpr int P = K / 2;
-    const Buffer buffer(maps.blocks * K * K);
-    float *taps = buffer.data;
+    Scratch scratch(maps.blocks * K * K * LANES);
+    float *taps = scratch.take(maps.blocks * K * K * LANES);
     parallel(threads, [=, &maps](const Team &team) {
         Ring<K> ring(maps);
         team.share(maps.channels, [&](int64_t c) {
@@ -191,11 +184,12 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
     // make 32 tasks, at most 8, whatever the number of threads.
     int64_t groups = 1;
     while (groups * maps.blocks < 32 && groups < 8 && 2 * groups <= maps.batch) groups *= 2;
-    const Buffer buffer(groups * maps.blocks * (K * K + 1));
-    float *parts = buffer.data;
+    Scratch scratch(groups * maps.blocks * SIZE);
+    float *parts = scratch.take(groups * maps.blocks * SIZE);
     parallel(threads, [=, &maps](const Team &team) {
         Ring<K> ring(maps);
-        Buffer upstream(maps.padded);
+        Scratch own(maps.padded * LANES);
+        float *upstream = own.take(maps.padded * LANES);
         team.share(groups * maps.blocks, [&](int64_t task) {
             const int64_t group = task / maps.blocks, block = task % maps.blocks;
             const int64_t lanes = maps.lanes(block);
@@ -215,7 +209,7 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
                     vec total = load(sums + K * K * LANES);
                     for (int64_t i = 0; i < maps.columns; ++i, from += maps.column_stride) {
                         vec value = lanes == LANES ? load(from) : load_first(from, lanes);
-                        store(upstream.data + i * LANES, value);
+                        store(upstream + i * LANES, value);
                         total += value;
                     }
                     store(sums + K * K * LANES, total);
@@ -227,7 +221,7 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
                         prefetch<0>(grad_ahead + begin * stride, stride, T);
 #pragma GCC unroll 16
                         for (int t = 0; t < T; ++t)
-                            g[t] = load(upstream.data + (begin + t) * LANES);
+                            g[t] = load(upstream + (begin + t) * LANES);
                         for (int64_t k = first; k < last; ++k) {
                             const float *in = ring.row(row + k - P) + begin * LANES;
                             float *tap_sums = sums + k * K * LANES;
@@ -266,32 +260,35 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
     });
 }
 
+template <class Value>
+void depthwise(const Value *x, const float *weight, const float *bias, Value *y, int64_t batch,
+               int64_t height, int64_t width, int64_t channels, int64_t kernel, int64_t flip,
+               int64_t threads) {
+    const Maps maps(batch, height, width, channels);
+    const auto convolution = kernel == 3 ? convolve<3, Value> : convolve<7, Value>;
+    convolution(x, weight, bias, y, maps, flip, Ending(), threads);
+}
+
+template <class Value>
+void depthwise_gelu(const Value *x, const float *weight, const float *bias, const float *scale,
+                    Value *y, int64_t batch, int64_t height, int64_t width, int64_t channels,
+                    int64_t kernel, int64_t threads) {
+    const Maps maps(batch, height, width, channels);
+    const auto convolution = kernel == 3 ? convolve<3, Value> : convolve<7, Value>;
+    convolution(x, weight, bias, y, maps, false, Ending{true, scale}, threads);
+}
+
+template <class Value>
+void depthwise_parameters(const Value *x, const Value *grad, float *grad_weight, float *grad_bias,
+                          int64_t batch, int64_t height, int64_t width, int64_t channels,
+                          int64_t kernel, int64_t threads) {
+    const Maps maps(batch, height, width, channels);
+    const auto sums = kernel == 3 ? parameter_gradients<3, Value> : parameter_gradients<7, Value>;
+    sums(x, grad, grad_weight, grad_bias, maps, threads);
+}
+
 }  // namespace
 
-#define EXPORT(name, Value)                                                                        \
-    extern "C" void depthwise_##name(const Value *x, const float *weight, const float *bias,       \
-                                     Value *y, int64_t batch, int64_t height, int64_t width,       \
-                                     int64_t channels, int64_t kernel, int64_t flip,               \
-                                     int64_t threads) {                                            \
-        const Maps maps(batch, height, width, channels);                                           \
-        (kernel == 3 ? convolve<3, Value> : convolve<7, Value>)(x, weight, bias, y, maps, flip,    \
-                                                                Ending(), threads);                \
-    }                                                                                              \
-    extern "C" void depthwise_gelu_##name(                                                         \
-        const Value *x, const float *weight, const float *bias, const float *scale, Value *y,      \
-        int64_t batch, int64_t height, int64_t width, int64_t channels, int64_t kernel,            \
-        int64_t threads) {                                                                         \
-        const Maps maps(batch, height, width, channels);                                           \
-        (kernel == 3 ? convolve<3, Value> : convolve<7, Value>)(x, weight, bias, y, maps, false,   \
-                                                                Ending{true, scale}, threads);     \
-    }                                                                                              \
-    extern "C" void depthwise_parameters_##name(                                                   \
-        const Value *x, const Value *grad, float *grad_weight, float *grad_bias, int64_t batch,    \
-        int64_t height, int64_t width, int64_t channels, int64_t kernel, int64_t threads) {        \
-        const Maps maps(batch, height, width, channels);                                           \
-        (kernel == 3 ? parameter_gradients<3, Value> : parameter_gradients<7, Value>)(             \
-            x, grad, grad_weight, grad_bias, maps, threads);                                       \
-    }
-
-EXPORT(float32, float)
-EXPORT(bfloat16, bf16)
+EXPORT(depthwise)
+EXPORT(depthwise_gelu)
+EXPORT(depthwise_parameters)

@@ -17,10 +17,4 @@ void elu(const Value *x, Value *y, int64_t n, int64_t threads) {
 
 }  // namespace
 
-extern "C" void elu_float32(const float *x, float *y, int64_t n, int64_t threads) {
-    elu(x, y, n, threads);
-}
-
-extern "C" void elu_bfloat16(const bf16 *x, bf16 *y, int64_t n, int64_t threads) {
-    elu(x, y, n, threads);
-}
+EXPORT(elu)

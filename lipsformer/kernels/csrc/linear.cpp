@@ -77,25 +77,7 @@ void scale_weight_gradients(const Value *grad, const float *weight, const float 
 
 }  // namespace
 
-#define EXPORT(name, Value)                                                                        \
-    extern "C" void gelu_gradient_##name(const Value *z, Value *grad, Value *activated, int64_t n, \
-                                         int64_t threads) {                                        \
-        gelu_gradient(z, grad, activated, n, threads);                                             \
-    }                                                                                              \
-    extern "C" void row_sum_##name(const Value *x, float *total, int64_t rows, int64_t channels,   \
-                                   int64_t threads) {                                              \
-        row_sum(x, total, rows, channels, threads);                                                \
-    }                                                                                              \
-    extern "C" void scale_weight_##name(const float *weight, const float *scale, Value *scaled,    \
-                                        int64_t rows, int64_t columns, int64_t threads) {          \
-        scale_weight(weight, scale, scaled, rows, columns, threads);                               \
-    }                                                                                              \
-    extern "C" void scale_weight_gradients_##name(                                                 \
-        const Value *grad, const float *weight, const float *scale, float *grad_weight,            \
-        float *grad_scale, int64_t rows, int64_t columns, int64_t threads) {                       \
-        scale_weight_gradients(grad, weight, scale, grad_weight, grad_scale, rows, columns,        \
-                               threads);                                                           \
-    }
-
-EXPORT(float32, float)
-EXPORT(bfloat16, bf16)
+EXPORT(gelu_gradient)
+EXPORT(row_sum)
+EXPORT(scale_weight)
+EXPORT(scale_weight_gradients)

@@ -2,10 +2,11 @@
 // weights per head, [heads, channels], and the squared norms, each [nodes, heads].
 #include "rows.h"
 
-extern "C" void node_terms_float32(const float *x, const float *source_weight,
-                                   const float *target_weight, float *source_term,
-                                   float *target_term, float *squared_norm, int64_t nodes,
-                                   int64_t heads, int64_t channels, int64_t threads) {
+namespace {
+
+void node_terms(const float *x, const float *source_weight, const float *target_weight,
+                float *source_term, float *target_term, float *squared_norm, int64_t nodes,
+                int64_t heads, int64_t channels, int64_t threads) {
     if (nodes * heads * channels < ALONE) threads = 1;
     parallel_for(threads, nodes * heads, [=](int64_t row) {
         const float *from = x + row * channels;
@@ -26,11 +27,11 @@ extern "C" void node_terms_float32(const float *x, const float *source_weight,
 
 // grad_x = grad + grad_source * source_weight + grad_target * target_weight + 2 grad_square * x, and
 // the gradients of the weights: the sums over the nodes of grad_source * x and of grad_target * x.
-extern "C" void node_terms_gradients_float32(
-    const float *x, const float *source_weight, const float *target_weight, const float *grad,
-    const float *grad_source, const float *grad_target, const float *grad_square, float *grad_x,
-    float *grad_source_weight, float *grad_target_weight, int64_t nodes, int64_t heads,
-    int64_t channels, int64_t threads) {
+void node_terms_gradients(const float *x, const float *source_weight, const float *target_weight,
+                          const float *grad, const float *grad_source, const float *grad_target,
+                          const float *grad_square, float *grad_x, float *grad_source_weight,
+                          float *grad_target_weight, int64_t nodes, int64_t heads,
+                          int64_t channels, int64_t threads) {
     const Parts parts(nodes);
     const int64_t width = heads * channels;
     std::vector<float> source_sums(parts.count * width), target_sums(parts.count * width);
@@ -60,3 +61,8 @@ extern "C" void node_terms_gradients_float32(
     add_parts(source_sums.data(), parts.count, width, grad_source_weight);
     add_parts(target_sums.data(), parts.count, width, grad_target_weight);
 }
+
+}  // namespace
+
+EXPORT_FLOAT32(node_terms)
+EXPORT_FLOAT32(node_terms_gradients)

@@ -5,8 +5,6 @@
 // a, a part of the inputs is copied and multiplied by all panels before the next part. So the copy
 // stays in the second cache, and a panel's part in the first. While the first tile of a panel is
 // computed, the next panel's part is fetched into the second cache.
-#include <memory>
-
 #include "rows.h"
 
 namespace {
@@ -31,18 +29,6 @@ inline void each_vector(F f) {
 #pragma GCC unroll 14
     for (int64_t r = 0; r < R; ++r)
         for (int64_t v = 0; v < VECS; ++v) f(r, v);
-}
-
-// y = x^T for rows x columns numbers.
-void transpose(const float *x, int64_t x_row, int64_t rows, int64_t columns, float *y,
-               int64_t y_row) {
-    const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
-    for (int64_t i = 0; i < whole_rows; i += 4)
-        for (int64_t j = 0; j < whole_columns; j += 4)
-            transpose_4x4(x + i * x_row + j, x_row, y + j * y_row + i, y_row);
-    for (int64_t i = 0; i < rows; ++i)
-        for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j)
-            y[j * y_row + i] = x[i * x_row + j];
 }
 
 struct Product {
@@ -188,27 +174,28 @@ struct Product {
     }
 };
 
-}  // namespace
-
-extern "C" void product_float32(const float *a, const float *b, const float *bias, float *y,
-                                int64_t rows, int64_t inputs, int64_t outputs, int64_t a_transposed,
-                                int64_t layout, int64_t act, int64_t threads) {
-    Product product{a, b, bias, y, rows, inputs, outputs, a_transposed != 0, Layout(layout),
-                    Act(act)};
+void product(const float *a, const float *b, const float *bias, float *y, int64_t rows,
+             int64_t inputs, int64_t outputs, int64_t a_transposed, int64_t layout, int64_t act,
+             int64_t threads) {
+    Product p{a, b, bias, y, rows, inputs, outputs, a_transposed != 0, Layout(layout), Act(act)};
     if (rows * inputs * outputs < COLUMNS * ALONE) threads = 1;
     std::unique_ptr<float[]> packed;
     // Of a transposed b each panel is packed where it is needed if that is once or twice.
     if (layout == PLAIN || (layout == TRANSPOSED && rows > 2 * BLOCK_ROWS)) {
-        packed.reset(new float[product.panels() * inputs * COLUMNS]);
+        packed.reset(new float[p.panels() * inputs * COLUMNS]);
         float *const to = packed.get();
         if (layout == PLAIN)
-            parallel_for(threads, inputs, [=](int64_t k) { product.pack_row(k, to); });
+            parallel_for(threads, inputs, [=](int64_t k) { p.pack_row(k, to); });
         else
-            parallel_for(threads, product.panels(), [=](int64_t panel) {
-                product.pack(panel, 0, inputs, to + panel * inputs * COLUMNS);
+            parallel_for(threads, p.panels(), [=](int64_t panel) {
+                p.pack(panel, 0, inputs, to + panel * inputs * COLUMNS);
             });
-        product.b = to;
-        product.layout = PANELS;
+        p.b = to;
+        p.layout = PANELS;
     }
-    product.run(threads);
+    p.run(threads);
 }
+
+}  // namespace
+
+EXPORT_FLOAT32(product)

@@ -13,7 +13,7 @@ struct Gelu {
 
 // y = x + scale * act(z), where z has only the samples `kept` if they are given. The scale is one
 // row (stride 0) or one per sample of z.
-template <class Act, class Value>
+template <class Value, class Act = Identity>
 void residual(const Value *x, const Value *z, const float *scale, int64_t scale_stride,
               const int64_t *kept, Value *y, int64_t samples, int64_t num_kept, int64_t tokens,
               int64_t channels, int64_t threads) {
@@ -37,6 +37,9 @@ void residual(const Value *x, const Value *z, const float *scale, int64_t scale_
         });
     });
 }
+
+template <class Value>
+constexpr auto gelu_residual = residual<Value, Gelu>;
 
 // grad_z = grad * scale, for the samples `kept` alone if they are given.
 template <class Value>
@@ -91,34 +94,7 @@ void gelu_residual_gradients(const Value *grad, const Value *z, const float *sca
 
 }  // namespace
 
-#define EXPORT(name, Value)                                                                        \
-    extern "C" void residual_##name(const Value *x, const Value *z, const float *scale,            \
-                                    int64_t scale_stride, const int64_t *kept, Value *y,           \
-                                    int64_t samples, int64_t num_kept, int64_t tokens,             \
-                                    int64_t channels, int64_t threads) {                           \
-        residual<Identity>(x, z, scale, scale_stride, kept, y, samples, num_kept, tokens,          \
-                           channels, threads);                                                     \
-    }                                                                                              \
-    extern "C" void residual_gradient_##name(                                                      \
-        const Value *grad, const float *scale, int64_t scale_stride, const int64_t *kept,          \
-        Value *grad_z, int64_t num_kept, int64_t tokens, int64_t channels, int64_t threads) {      \
-        residual_gradient(grad, scale, scale_stride, kept, grad_z, num_kept, tokens, channels,     \
-                          threads);                                                                \
-    }                                                                                              \
-    extern "C" void gelu_residual_##name(const Value *x, const Value *z, const float *scale,       \
-                                         int64_t scale_stride, const int64_t *kept, Value *y,      \
-                                         int64_t samples, int64_t num_kept, int64_t tokens,        \
-                                         int64_t channels, int64_t threads) {                      \
-        residual<Gelu>(x, z, scale, scale_stride, kept, y, samples, num_kept, tokens, channels,    \
-                       threads);                                                                   \
-    }                                                                                              \
-    extern "C" void gelu_residual_gradients_##name(                                                \
-        const Value *grad, const Value *z, const float *scale, int64_t scale_stride,               \
-        const int64_t *kept, Value *grad_z, float *grad_scale, int64_t num_kept, int64_t tokens,   \
-        int64_t channels, int64_t threads) {                                                       \
-        gelu_residual_gradients(grad, z, scale, scale_stride, kept, grad_z, grad_scale, num_kept,  \
-                                tokens, channels, threads);                                        \
-    }
-
-EXPORT(float32, float)
-EXPORT(bfloat16, bf16)
+EXPORT(residual)
+EXPORT(residual_gradient)
+EXPORT(gelu_residual)
+EXPORT(gelu_residual_gradients)

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "export.h"
 #include "parallel.h"
-#include "vec.h"
 
 constexpr int64_t ALONE = 1 << 15;  // floats up to which one thread is faster
 constexpr int64_t BLOCK = 1 << 12;  // numbers of a map that is taken as one long row

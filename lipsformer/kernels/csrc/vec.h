@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -29,6 +30,25 @@ static inline vec load_first(const float *p, int64_t n) {
 }
 
 static inline void store_first(float *p, vec x, int64_t n) { memcpy(p, &x, n * sizeof(float)); }
+
+constexpr int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// Memory of zeros in parts of whole vectors. A vector never lies in two lines of the cache: one that is
+// loaded soon after it was stored would be waited for.
+struct Scratch {
+    std::unique_ptr<float[]> memory;
+    float *free;
+
+    explicit Scratch(int64_t floats)
+        : memory(new float[floats + LANES]()),
+          free(memory.get() + -(reinterpret_cast<uintptr_t>(memory.get()) / 4) % LANES) {}
+
+    float *take(int64_t floats) {
+        float *p = free;
+        free += round_up(floats);
+        return p;
+    }
+};
 
 static inline vec splat(float x) { return x - vec{}; }
 
@@ -98,6 +118,18 @@ static inline void transpose_4x4(const float *x, int64_t x_row, float *y, int64_
         SHUFFLE(left_01, left_23, 0, 1, 4, 5), SHUFFLE(left_01, left_23, 2, 3, 6, 7),
         SHUFFLE(right_01, right_23, 0, 1, 4, 5), SHUFFLE(right_01, right_23, 2, 3, 6, 7)};
     for (int64_t i = 0; i < 4; ++i) memcpy(y + i * y_row, column + i, sizeof(vec4));
+}
+
+// y = x^T for rows x columns numbers.
+static inline void transpose(const float *x, int64_t x_row, int64_t rows, int64_t columns,
+                             float *y, int64_t y_row) {
+    const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
+    for (int64_t i = 0; i < whole_rows; i += 4)
+        for (int64_t j = 0; j < whole_columns; j += 4)
+            transpose_4x4(x + i * x_row + j, x_row, y + j * y_row + i, y_row);
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j)
+            y[j * y_row + i] = x[i * x_row + j];
 }
 
 // e^x = 2^n (1 + the result) for -88 <= x <= 0, where n is an integer.

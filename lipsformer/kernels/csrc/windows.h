@@ -3,14 +3,11 @@
 
 #include <cmath>
 #include <initializer_list>
-#include <memory>
 
+#include "export.h"
 #include "parallel.h"
-#include "vec.h"
 
 namespace {
-
-constexpr int64_t round_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 // products[i] = the sum over a row of a * b.
 void row_products(const float *a, const float *b, int64_t rows, int64_t columns, float *products) {
@@ -133,13 +130,9 @@ struct Map {
         }
     }
 
+    // The rows of a head become the columns of rows of padded_n.
     void transpose(const float *x, float *y) const {
-        int64_t t = 0;
-        for (; t + 4 <= n; t += 4)
-            for (int64_t c = 0; c < padded_dim; c += 4)
-                transpose_4x4(x + t * padded_dim + c, padded_dim, y + c * padded_n + t, padded_n);
-        for (; t < n; ++t)
-            for (int64_t c = 0; c < padded_dim; ++c) y[c * padded_n + t] = x[t * padded_dim + c];
+        ::transpose(x, padded_dim, n, padded_dim, y, padded_n);
     }
 };
 
@@ -201,23 +194,6 @@ inline void joined(const Map &map, int64_t tap, F f) {
         for (int64_t x = std::max<int64_t>(0, -dx); x < map.w - std::max<int64_t>(0, dx); ++x)
             f(y * map.w + x, (y + dy) * map.w + x + dx);
 }
-
-// A thread's own memory, from zeros, in parts of whole vectors. A vector never lies in two lines of the
-// cache: one that is loaded soon after it was stored would be waited for.
-struct Scratch {
-    std::unique_ptr<float[]> memory;
-    float *free;
-
-    explicit Scratch(int64_t floats)
-        : memory(new float[floats + LANES]()),
-          free(memory.get() + -(reinterpret_cast<uintptr_t>(memory.get()) / 4) % LANES) {}
-
-    float *take(int64_t floats) {
-        float *p = free;
-        free += round_up(floats);
-        return p;
-    }
-};
 
 // LePE's parameters by head and then by tap, in rows of padded_dim; the tenth row is its bias.
 void arrange(const Map &map, const float *lepe, const float *shift, float *kernels) {

@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import register_fake
+
+from lipsformer.kernels.gpu_operator import operator
 
 COLUMNS = 8  # of a tile
 CHANNELS, GRADIENT_CHANNELS = 16, 32  # of a tile; the fastest of 16, 32 and 64 on an H100
@@ -135,8 +138,16 @@ def _tiles(x: Tensor) -> int:
     return batch * triton.cdiv(height, 7) * triton.cdiv(width, COLUMNS)
 
 
-def convolve(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:
-    """Return the convolution of `x` with kernels as [49, C], flipped if asked, plus `add`."""
+@operator
+def depthwise(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:
+    """Return w * x + add; with `flip` the kernels are turned by 180 degrees.
+
+    Args:
+        x: [B, H, W, C].
+        taps: The kernels as [49, C], in any type.
+        add: [B, H, W, C] or None.
+        flip: Compute the gradient of the input from that of the output.
+    """
     x, add = x.contiguous(), None if add is None else add.contiguous()
     taps, out = taps.contiguous(), torch.empty_like(x)
     grid = (triton.cdiv(x.shape[-1], CHANNELS) * _tiles(x),)
@@ -146,16 +157,25 @@ def convolve(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:
     return out
 
 
-def weight_programs(x: Tensor) -> int:
-    """Return how many programs share the tiles in `weight_sums`."""
-    blocks = PAIRS * triton.cdiv(x.shape[-1], GRADIENT_CHANNELS)
-    return min(_tiles(x), max(1, NUM_PROGRAMS // blocks))
+@register_fake(depthwise)
+def _(x: Tensor, taps: Tensor, add: Tensor | None, flip: bool) -> Tensor:
+    return x.new_empty(x.shape)
 
 
-def weight_sums(x: Tensor, grad: Tensor, sums: Tensor) -> None:
-    """Fill `sums` [programs, C, 1, 7, 7] with the gradient of the kernels."""
+@operator
+def depthwise_sums(x: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the kernels, one summand per program: [programs, C, 1, 7, 7]."""
     x, grad = x.contiguous(), grad.contiguous()
+    sums = _empty_sums(x, grad)
     grid = (PAIRS * triton.cdiv(x.shape[-1], GRADIENT_CHANNELS), sums.shape[0])
     blocks = {"BLOCK_W": COLUMNS, "BLOCK_C": GRADIENT_CHANNELS}
     with torch.cuda.device_of(x):
         _weight_sums[grid](x, grad, sums, *x.shape, **blocks, num_warps=1)
+    return sums
+
+
+@register_fake(depthwise_sums)
+def _empty_sums(x: Tensor, grad: Tensor) -> Tensor:
+    blocks = PAIRS * triton.cdiv(x.shape[-1], GRADIENT_CHANNELS)
+    programs = min(_tiles(x), max(1, NUM_PROGRAMS // blocks))  # that share the tiles
+    return x.new_empty(programs, x.shape[-1], 1, 7, 7, dtype=torch.float32)

@@ -1,30 +1,49 @@
-"""Triton: what a block does with its parameters, one launch for all of them.
+"""Triton: what a block does with all of its parameters at once, one launch for all of them.
 
-Tensors that are written together lie in one flat tensor. Each starts at a multiple of `ALIGN`.
+Tensors that are written together lie in one flat tensor, in which each starts at a multiple of
+`ALIGN`, or of `COLUMNS` if they are sums over programs.
 """
 # pyright: reportArgumentType=false, reportAssignmentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
+import math
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import register_fake
+
+from lipsformer.kernels.gpu_operator import operator
 
 ALIGN = 1024  # elements, and what a program of `_cast` writes
 COLUMNS = 64  # that a program of `_add_programs` sums
-MAX_TENSORS = 10  # of `_add_programs`
 _ALIGN, _COLUMNS = tl.constexpr(ALIGN), tl.constexpr(COLUMNS)  # kernels read no other globals
 
 
-def starts(sizes: Sequence[int], align: int) -> list[int]:
+def _starts(sizes: Sequence[int], align: int) -> list[int]:
     """Return where tensors of the given sizes start in a flat tensor, and where it ends."""
     places = [0]
     for size in sizes:
         places.append(places[-1] + triton.cdiv(size, align) * align)
     return places
+
+
+def _flat(tensors: Sequence[Tensor], align: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for tensors of the given sizes."""
+    size = _starts([tensor.numel() for tensor in tensors], align)[-1]
+    return tensors[0].new_empty(size, dtype=dtype)
+
+
+def parts(flat: Tensor, shapes: Sequence[Sequence[int]], align: int) -> list[Tensor]:
+    """Return the tensors of the given shapes that lie in a flat one."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return [
+        flat[start : start + size].view(shape)
+        for start, size, shape in zip(_starts(sizes, align), sizes, shapes, strict=False)
+    ]
 
 
 @triton.jit
@@ -152,14 +171,14 @@ def _weight_gradients(
     if pid < C:
         _row(pointwise, out, 0, pid, w, b, s, t, bias_3, grad_3, C, False)
     elif pid < 4 * C:
-        _row(qkv, out, QKV, pid - C, w, b, s, t, bias_3, grad_3, C, False)
+        _row(qkv, out, QKV * _ALIGN, pid - C, w, b, s, t, bias_3, grad_3, C, False)
     elif pid < 5 * C:
-        _row(proj, out, PROJ, pid - 4 * C, w, b, s, t, bias_3, grad_3, C, True)
+        _row(proj, out, PROJ * _ALIGN, pid - 4 * C, w, b, s, t, bias_3, grad_3, C, True)
     elif pid < 5 * C + HIDDEN:
-        _row(fc1, out, FC1, pid - 5 * C, w, b, s, t, bias_3, grad_3, C, False)
+        _row(fc1, out, FC1 * _ALIGN, pid - 5 * C, w, b, s, t, bias_3, grad_3, C, False)
     else:
         row, w, b = pid - 5 * C - HIDDEN, fc2_weight, fc2_bias
-        _row(fc2, out, FC2, row, w, b, scale_4, total_4, bias_4, grad_4, HIDDEN, True)
+        _row(fc2, out, FC2 * _ALIGN, row, w, b, scale_4, total_4, bias_4, grad_4, HIDDEN, True)
 
 
 @triton.jit
@@ -178,13 +197,13 @@ def _sum_part(sums, out, pid, at, programs, columns):
 
 @triton.jit
 def _add_programs(
-    s_0, s_1, s_2, s_3, s_4, s_5, s_6, s_7, s_8, s_9,
+    s_0, s_1, s_2, s_3, s_4, s_5, s_6, s_7, s_8,
     out,
-    p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8, p_9,
-    c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7, c_8, c_9,
-    e_0, e_1, e_2, e_3, e_4, e_5, e_6, e_7, e_8,
+    p_0, p_1, p_2, p_3, p_4, p_5, p_6, p_7, p_8,
+    c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7, c_8,
+    e_0, e_1, e_2, e_3, e_4, e_5, e_6, e_7,
 ):  # fmt: skip
-    """Sum the rows of up to ten matrices of p programs and c columns; e is where blocks end."""
+    """Sum the rows of nine matrices of p programs and c columns; e is where blocks end."""
     pid = tl.program_id(0)
     if pid < e_0:
         _sum_part(s_0, out, pid, 0, p_0, c_0)
@@ -202,61 +221,87 @@ def _add_programs(
         _sum_part(s_6, out, pid - e_5, e_5 * _COLUMNS, p_6, c_6)
     elif pid < e_7:
         _sum_part(s_7, out, pid - e_6, e_6 * _COLUMNS, p_7, c_7)
-    elif pid < e_8:
-        _sum_part(s_8, out, pid - e_7, e_7 * _COLUMNS, p_8, c_8)
     else:
-        _sum_part(s_9, out, pid - e_8, e_8 * _COLUMNS, p_9, c_9)
+        _sum_part(s_8, out, pid - e_7, e_7 * _COLUMNS, p_8, c_8)
 
 
-def _places(channels: int, hidden: int, casts: bool) -> dict[str, int]:
-    """Return where the parts start, in blocks for `_cast` and in elements otherwise."""
-    squares = channels * channels
-    sizes = [squares, 3 * squares, squares, hidden * channels, hidden * channels]
-    names = ["QKV", "PROJ", "FC1", "FC2"]
-    if casts:
-        sizes += [3 * channels, 49 * channels, 49 * channels]
-        names += ["BIAS", "TAPS_1", "TAPS_2"]
-    unit = ALIGN if casts else 1
-    return {
-        name: start // unit for name, start in zip(names, starts(sizes, ALIGN)[1:], strict=False)
-    }
+def _blocks(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the blocks of `ALIGN` in which the second and the further tensors start."""
+    return [start // ALIGN for start in _starts([t.numel() for t in tensors], ALIGN)[1:-1]]
 
 
-def cast(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Fill the flat tensor with the parameters in its type, scaled or transposed where they are."""
+@operator
+def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return parameters of a block in another type, in one launch; see `parts`.
+
+    Args:
+        tensors: The matrices of the 1x1 convolution, qkv, proj, fc1 and fc2, the bias of qkv, both
+            depthwise kernels, and two scales, which multiply the rows of proj and fc2.
+        dtype: Type of the result.
+
+    Returns:
+        One flat tensor of the first eight. The depthwise kernels [C, 1, 7, 7] become [49, C].
+    """
+    out = _empty_cast(tensors, dtype)
     channels, hidden = tensors[3].shape[1], tensors[3].shape[0]
     with torch.cuda.device_of(out):
         _cast[(out.numel() // ALIGN,)](
             *(tensor.contiguous() for tensor in tensors),
-            out,
-            C=channels,
-            HIDDEN=hidden,
-            **_places(channels, hidden, casts=True),
+            *(out, channels, hidden, *_blocks(tensors[:8])),
         )
+    return out
 
 
-def weight_gradients(tensors: Sequence[Tensor], out: Tensor, vectors: Tensor) -> None:
-    """Fill the flat tensors with the gradients of matrices, biases and scales."""
+@register_fake(cast)
+def _empty_cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return _flat(tensors[:8], ALIGN, dtype)
+
+
+@operator
+def weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a block's matrices, and of the biases and scales after two of them.
+
+    Args:
+        tensors: First the gradients of the five matrices as they were multiplied, in the order of
+            `cast`. Then four tensors of proj: the weight, the bias, the scale, and the sum of the
+            gradients of scale * bias. Then the same four of fc2.
+
+    Returns:
+        The gradients of the five matrices in float32 in one flat tensor, and those of the bias and
+        the scale of proj and of fc2, [4, C].
+    """
+    out, vectors = _empty_gradients(tensors)
     channels, hidden = tensors[3].shape[1], tensors[3].shape[0]
     with torch.cuda.device_of(out):
         _weight_gradients[(6 * channels + hidden,)](
             *(tensor.contiguous() for tensor in tensors),
-            out,
-            vectors,
-            C=channels,
-            HIDDEN=hidden,
-            **_places(channels, hidden, casts=False),
+            *(out, vectors, channels, hidden, *_blocks(tensors[:5])),
         )
+    return out, vectors
 
 
-def add_programs(sums: Sequence[Tensor], out: Tensor) -> None:
-    """Fill the flat tensor with the sums of the rows of each matrix."""
-    missing = MAX_TENSORS - len(sums)
-    tensors = [*sums, *[sums[0]] * missing]
-    programs = [len(tensor) for tensor in tensors]
+@register_fake(weight_gradients)
+def _empty_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    vectors = tensors[0].new_empty(4, tensors[0].shape[0], dtype=torch.float32)
+    return _flat(tensors[:5], ALIGN, torch.float32), vectors
+
+
+@operator
+def add_programs(sums: Sequence[Tensor]) -> Tensor:
+    """Return the sum over the first dimension of each of nine tensors, in one launch.
+
+    Returns:
+        One flat tensor in which the sums start at multiples of `COLUMNS`; see `parts`.
+    """
+    out = _empty_totals(sums)
+    tensors = [tensor.contiguous() for tensor in sums]
     columns = [tensor[0].numel() for tensor in tensors]
-    ends = [end // COLUMNS for end in starts([t[0].numel() for t in sums], COLUMNS)[1:]]
-    grid = (ends[-1],)
-    ends = [*ends, *[ends[-1]] * missing][: MAX_TENSORS - 1]
+    *ends, last = (end // COLUMNS for end in _starts(columns, COLUMNS)[1:])
     with torch.cuda.device_of(out):
-        _add_programs[grid](*tensors, out, *programs, *columns, *ends)
+        _add_programs[(last,)](*tensors, out, *map(len, tensors), *columns, *ends)
+    return out
+
+
+@register_fake(add_programs)
+def _empty_totals(sums: Sequence[Tensor]) -> Tensor:
+    return _flat([s[0] for s in sums], COLUMNS, torch.float32)

@@ -1,10 +1,11 @@
 """Triton: biases, GELU, weighted residuals and CenterNorm, each with what surrounds it in a block.
 
-Sums over the rows (gradients of biases, scales, gains and shifts) are kept in registers and written
-once per program. The caller adds the programs.
+The operators have no autograd formula, because the block calls both directions itself. Sums over
+the rows (gradients of biases, scales, gains and shifts) are kept in registers and written once per
+program, as a row of `sums`. The caller adds the programs.
 
-Shapes: maps are [rows, C], contiguous; parameters are [C]. A mask has one number per sample, which
-is `tokens` rows.
+Shapes: maps are [B, ..., C], for the kernels [rows, C]; parameters are [C]. A mask, [B], has one
+number per sample, which is `tokens` rows.
 """
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
@@ -15,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import register_fake
+
+from lipsformer.kernels.gpu_operator import operator
 
 NUM_PROGRAMS = 512  # that share the rows, where there are sums
 TILE = 2048  # elements that a program holds of each map
@@ -208,21 +212,16 @@ def _center_backward(
     tl.store(sums + tl.program_id(0) * columns + c, tl.sum(bias_sum, 0), mask=c < C)
 
 
-def gelu_blocks(channels: int) -> dict[str, int]:
+def _gelu_blocks(channels: int) -> dict[str, int]:
     """Return the shape of a tile of a kernel that treats every element by itself."""
     block_c = min(128, triton.next_power_of_2(channels))
     return {"C": channels, "BLOCK_R": TILE // block_c, "BLOCK_C": block_c}
 
 
-def row_blocks(channels: int) -> dict[str, int]:
+def _row_blocks(channels: int) -> dict[str, int]:
     """Return the shape of a tile of whole rows."""
     block_c = triton.next_power_of_2(channels)
     return {"C": channels, "BLOCK_R": max(1, TILE // block_c), "BLOCK_C": block_c}
-
-
-def num_programs(rows: int, blocks: dict[str, int]) -> int:
-    """Return how many programs share the rows of a kernel with sums."""
-    return min(NUM_PROGRAMS, triton.cdiv(rows, blocks["BLOCK_R"]))
 
 
 def _rows(z: Tensor) -> tuple[int, int]:
@@ -231,13 +230,26 @@ def _rows(z: Tensor) -> tuple[int, int]:
     return rows, rows // z.shape[0]
 
 
-def gelu_forward(
+def _empty_sums(z: Tensor, blocks: dict[str, int], parameters: int) -> Tensor:
+    """Return memory for the sums over the rows of `z`, one row for each program that shares them.
+
+    Args:
+        z: The map.
+        blocks: The shape of a tile.
+        parameters: Number of parameters per channel whose gradients are summed.
+    """
+    programs = min(NUM_PROGRAMS, triton.cdiv(_rows(z)[0], blocks["BLOCK_R"]))
+    return z.new_empty(programs, parameters * z.shape[-1], dtype=torch.float32)
+
+
+@operator
+def gelu(
     x: Tensor | None, z: Tensor, bias: Tensor, scale: Tensor | None, mask: Tensor | None
 ) -> Tensor:
     """Return GELU(z + bias), or x + mask * scale * GELU(z + bias)."""
     x, z = x if x is None else x.contiguous(), z.contiguous()
     y = torch.empty_like(z)
-    blocks, (rows, tokens) = gelu_blocks(z.shape[-1]), _rows(z)
+    blocks, (rows, tokens) = _gelu_blocks(z.shape[-1]), _rows(z)
     grid = (triton.cdiv(rows, blocks["BLOCK_R"]), triton.cdiv(blocks["C"], blocks["BLOCK_C"]))
     flags = {"RESIDUAL": x is not None, "HAS_MASK": mask is not None}
     with torch.cuda.device_of(z):
@@ -245,6 +257,12 @@ def gelu_forward(
     return y
 
 
+@register_fake(gelu)
+def _(x: Tensor | None, z: Tensor, *_: Any) -> Tensor:
+    return z.new_empty(z.shape)
+
+
+@operator
 def gelu_backward(
     grad: Tensor,
     grad_2: Tensor | None,
@@ -252,59 +270,115 @@ def gelu_backward(
     bias: Tensor,
     scale: Tensor | None,
     mask: Tensor | None,
-    sums: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of the two gradients, or GELU(z + bias) without a scale, and that of z."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the backward pass of `gelu` needs.
+
+    Returns:
+        The sum of both gradients (empty if there is only one), or GELU(z + bias) if there is no
+        scale; the gradient of z; the sums for the gradients of the bias and the scale, side by
+        side.
+    """
     grad, z = grad.contiguous(), z.contiguous()
     grad_2 = grad_2 if grad_2 is None else grad_2.contiguous()
-    grad_z = torch.empty_like(z)
-    other = z.new_empty(0) if scale is not None and grad_2 is None else torch.empty_like(z)
-    blocks, (rows, tokens) = gelu_blocks(z.shape[-1]), _rows(z)
-    grid = (len(sums), triton.cdiv(blocks["C"], blocks["BLOCK_C"]))
+    results = _gelu_results(grad, grad_2, z, bias, scale)
+    blocks, (rows, tokens) = _gelu_blocks(z.shape[-1]), _rows(z)
+    grid = (len(results[2]), triton.cdiv(blocks["C"], blocks["BLOCK_C"]))
     flags = {"RESIDUAL": scale is not None, "HAS_MASK": mask is not None, "TWO": grad_2 is not None}
-    tensors = (grad, grad_2, z, bias, scale, mask, other, grad_z, sums)
+    tensors = (grad, grad_2, z, bias, scale, mask, *results)
     with torch.cuda.device_of(z):
         _gelu_backward[grid](*tensors, rows, tokens, **blocks, **flags)
-    return other, grad_z
+    return results
 
 
-def center_forward(
+@register_fake(gelu_backward)
+def _gelu_results(
+    grad: Tensor, grad_2: Tensor | None, z: Tensor, bias: Tensor, scale: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    other = z.new_empty(0) if scale is not None and grad_2 is None else z.new_empty(z.shape)
+    sums = _empty_sums(z, _gelu_blocks(z.shape[-1]), 1 if scale is None else 2)
+    return other, z.new_empty(z.shape), sums
+
+
+@operator
+def residual_center(
     x: Tensor,
     branch: Tensor,
     bias: Tensor,
     scale: Tensor,
     mask: Tensor | None,
-    gain: Tensor | None,
-    shift: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return CenterNorm(x + mask * (branch + scale * bias)), and the centered sum; or the sum."""
-    x, branch = x.contiguous(), branch.contiguous()
-    y, centered = torch.empty_like(x), None if gain is None else torch.empty_like(x)
-    blocks, (rows, tokens) = row_blocks(x.shape[-1]), _rows(x)
-    tensors = (x, branch, bias, scale, mask, gain, shift, y, centered)
-    flags: dict[str, Any] = {"HAS_MASK": mask is not None, "NORM": gain is not None}
-    factor = x.shape[-1] / (x.shape[-1] - 1)
-    grid = (triton.cdiv(rows, blocks["BLOCK_R"]),)
-    with torch.cuda.device_of(x):
-        _center_forward[grid](*tensors, rows, tokens, factor, **blocks, **flags)
+    gain: Tensor,
+    shift: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return CenterNorm(x + mask * (branch + scale * bias)) and the centered sum."""
+    y, centered = x.new_empty(x.shape), x.new_empty(x.shape)
+    _launch_center(x, branch, bias, scale, mask, gain, shift, y, centered)
     return y, centered
 
 
-def center_backward(
+@register_fake(residual_center)
+def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@operator
+def residual(x: Tensor, branch: Tensor, bias: Tensor, scale: Tensor, mask: Tensor | None) -> Tensor:
+    """Return x + mask * (branch + scale * bias)."""
+    y = x.new_empty(x.shape)
+    _launch_center(x, branch, bias, scale, mask, None, None, y, None)
+    return y
+
+
+@register_fake(residual)
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _launch_center(x: Tensor, branch: Tensor, *others: Tensor | None) -> None:
+    """Call `_center_forward` with its tensors in order."""
+    mask, gain = others[2:4]
+    blocks, (rows, tokens) = _row_blocks(x.shape[-1]), _rows(x)
+    flags: dict[str, Any] = {"HAS_MASK": mask is not None, "NORM": gain is not None}
+    factor = x.shape[-1] / (x.shape[-1] - 1)
+    grid = (triton.cdiv(rows, blocks["BLOCK_R"]),)
+    tensors = (x.contiguous(), branch.contiguous(), *others)
+    with torch.cuda.device_of(x):
+        _center_forward[grid](*tensors, rows, tokens, factor, **blocks, **flags)
+
+
+@operator
+def residual_center_backward(
     grad: Tensor,
     grad_2: Tensor | None,
     centered: Tensor | None,
     gain: Tensor | None,
     mask: Tensor | None,
-    sums: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and, if there is a mask, of the branch."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the backward pass of `residual_center` needs; without a gain, of `residual`.
+
+    Returns:
+        The gradient of x; that of the branch, which is empty if there is no mask, because it then
+        is the same; the sums for the gradients of scale * bias, the gain and the shift, side by
+        side.
+    """
     grad, grad_2 = grad.contiguous(), grad_2 if grad_2 is None else grad_2.contiguous()
-    grad_x, grad_branch = torch.empty_like(grad), None if mask is None else torch.empty_like(grad)
-    blocks, (rows, tokens) = row_blocks(grad.shape[-1]), _rows(grad)
-    tensors = (grad, grad_2, centered, gain, mask, grad_x, grad_branch, sums)
+    results = _center_results(grad, grad_2, centered, gain, mask)
+    blocks, (rows, tokens) = _row_blocks(grad.shape[-1]), _rows(grad)
     flags = {"HAS_MASK": mask is not None, "NORM": gain is not None, "TWO": grad_2 is not None}
     factor = grad.shape[-1] / (grad.shape[-1] - 1)
+    tensors = (grad, grad_2, centered, gain, mask, *results)
     with torch.cuda.device_of(grad):
-        _center_backward[(len(sums),)](*tensors, rows, tokens, factor, **blocks, **flags)
-    return grad_x, grad_branch
+        _center_backward[(len(results[2]),)](*tensors, rows, tokens, factor, **blocks, **flags)
+    return results
+
+
+@register_fake(residual_center_backward)
+def _center_results(
+    grad: Tensor,
+    grad_2: Tensor | None,
+    centered: Tensor | None,
+    gain: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_branch = grad.new_empty(0) if mask is None else grad.new_empty(grad.shape)
+    sums = _empty_sums(grad, _row_blocks(grad.shape[-1]), 1 if gain is None else 3)
+    return grad.new_empty(grad.shape), grad_branch, sums

@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lipsformer.kernels.gpu_arguments import WindowArguments
+from lipsformer.kernels.dispatch import refuse_second_derivatives
+from lipsformer.kernels.gpu_arguments import WINDOW_SCHEMA, WindowArguments
+from lipsformer.kernels.gpu_operator import FLEXIBLE
 
 NUM_PROGRAMS = 1024  # about as many as run at the same time
 
@@ -298,7 +300,7 @@ def _backward(
         tl.store(at, tap_sums, mask=(tap_rows < 10)[:, None] & (d < D)[None, :])
 
 
-def grid(qkv: Tensor, windows: Sequence[int], heads: int) -> tuple[int, int]:
+def _grid(qkv: Tensor, windows: Sequence[int], heads: int) -> tuple[int, int]:
     """Return the number of heads in all and of the programs that share the windows."""
     batch, height, width, _, parts, _ = qkv.shape
     sizes = zip(windows[::2], windows[1::2], strict=True)
@@ -306,7 +308,7 @@ def grid(qkv: Tensor, windows: Sequence[int], heads: int) -> tuple[int, int]:
     return parts * heads, min(most, max(1, NUM_PROGRAMS // (parts * heads)))
 
 
-def settings(qkv: Tensor, windows: Sequence[int], heads: int) -> dict[str, Any]:
+def _settings(qkv: Tensor, windows: Sequence[int], heads: int) -> dict[str, Any]:
     """Return the constants that depend on the sizes.
 
     Queries come in one block up to 64 tokens, as the sum of the gradients of a bias needs. The
@@ -337,7 +339,7 @@ def _launch(
     pairs = [side for group in groups for side in ([*group, *group] or [None, None])[:2]]
     tensors = [tensor if tensor is None else tensor.contiguous() for tensor in pairs]
     bias = arguments.bias if arguments.bias is None else arguments.bias.contiguous()
-    constants = settings(qkv, arguments.windows, arguments.heads)
+    constants = _settings(qkv, arguments.windows, arguments.heads)
     for name, group in zip(("HAS_TAU", "HAS_NU", "HAS_LEPE"), groups, strict=False):
         constants[name] = len(group) > 0
     constants["HAS_BIAS"] = bias is not None
@@ -345,24 +347,92 @@ def _launch(
     return [qkv, bias, *tensors], sizes, constants
 
 
-def forward(qkv: Tensor, arguments: WindowArguments) -> Tensor:
-    """Return the map; see `lipsformer.kernels.gpu_windows` for the arguments."""
-    qkv = qkv.contiguous()
+@torch.library.custom_op(
+    "lipsformer::cosine_windows",
+    mutates_args=(),
+    schema=f"(Tensor qkv, {WINDOW_SCHEMA}) -> Tensor",
+    tags=FLEXIBLE,
+)
+def cosine_windows(qkv: Tensor, *attention: Any) -> Tensor:
+    """Attend as `lipsformer.kernels.gpu_cosine_windows` says; `attention` is `WindowArguments`."""
+    qkv, arguments = qkv.contiguous(), WindowArguments(*attention)
     out = qkv.new_empty(*qkv.shape[:3], qkv.shape[-2] * qkv.shape[-1])
     tensors, sizes, constants = _launch(qkv, arguments)
-    where = grid(qkv, arguments.windows, arguments.heads)
+    where = _grid(qkv, arguments.windows, arguments.heads)
     with torch.cuda.device_of(qkv):
         _forward[where](*tensors, out, arguments.scale, arguments.eps, *sizes, **constants)
     return out
 
 
-def backward(grad: Tensor, sums: Tensor, qkv: Tensor, arguments: WindowArguments) -> Tensor:
-    """Return the gradient of `qkv` and fill `sums`, one row per program."""
-    grad, qkv = grad.contiguous(), qkv.contiguous()
-    grad_qkv = torch.empty_like(qkv)
+@cosine_windows.register_fake
+def _(qkv: Tensor, *attention: Any) -> Tensor:
+    return qkv.new_empty(*qkv.shape[:3], qkv.shape[-2] * qkv.shape[-1])
+
+
+@torch.library.custom_op(
+    "lipsformer::cosine_windows_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor qkv, {WINDOW_SCHEMA}) -> (Tensor, Tensor)",
+    tags=FLEXIBLE,
+)
+def window_gradients(grad: Tensor, qkv: Tensor, *attention: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradient of `qkv`, and a row per program for `parameter_gradients`."""
+    grad, qkv, arguments = (
+        grad.to(qkv.dtype).contiguous(),
+        qkv.contiguous(),
+        WindowArguments(*attention),
+    )
+    grad_qkv, sums = _empty_gradients(grad, qkv, *attention)
     tensors, sizes, constants = _launch(qkv, arguments)
     numbers = (arguments.scale, arguments.eps, *sizes, sums.shape[1])
-    where = (*grid(qkv, arguments.windows, arguments.heads),)
+    where = _grid(qkv, arguments.windows, arguments.heads)
     with torch.cuda.device_of(qkv):
         _backward[where](*tensors[:-2], grad, grad_qkv, sums, *numbers, **constants)
-    return grad_qkv
+    return grad_qkv, sums
+
+
+@window_gradients.register_fake
+def _empty_gradients(grad: Tensor, qkv: Tensor, *attention: Any) -> tuple[Tensor, Tensor]:
+    arguments = WindowArguments(*attention)
+    columns = sum(tensor.numel() for tensor in learned(arguments))
+    rows = _grid(qkv, arguments.windows, arguments.heads)[1]
+    return qkv.new_empty(qkv.shape), qkv.new_empty(rows, columns, dtype=torch.float32)
+
+
+def learned(arguments: WindowArguments) -> list[Tensor]:
+    """Return the tensors that learn, in the order of the columns of the sums."""
+    bias = [] if arguments.bias is None else [arguments.bias]
+    return [*bias, *arguments.tau, *arguments.lepe, *arguments.lepe_bias]
+
+
+def parameter_gradients(total: Tensor, arguments: WindowArguments) -> list[Tensor | None]:
+    """Return the gradients of the tensors of the arguments from the sum over the programs."""
+    parameters = learned(arguments)
+    columns = total.split([tensor.numel() for tensor in parameters])
+    grads: list[Tensor | None] = [
+        column.reshape(tensor.shape).to(tensor.dtype)
+        for column, tensor in zip(columns, parameters, strict=True)
+    ]
+    if arguments.bias is None:
+        grads.insert(0, None)
+    taus = 1 + len(arguments.tau)
+    return [*grads[:taus], *[None] * len(arguments.nu), *grads[taus:]]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv, *rest = inputs
+    arguments = WindowArguments(*rest)
+    ctx.save_for_backward(qkv, *arguments.tensors())
+    ctx.arguments = arguments.without_tensors()
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    refuse_second_derivatives(grad)
+    qkv, *tensors = ctx.saved_tensors
+    arguments = ctx.arguments.with_tensors(tensors)
+    grad_qkv, sums = window_gradients(grad, qkv, *arguments)
+    grads = parameter_gradients(sums.sum(0), arguments)
+    return grad_qkv, *arguments.with_tensors(grads)[:5], *[None] * 4
+
+
+cosine_windows.register_autograd(_gradients, setup_context=_keep)

@@ -1,4 +1,4 @@
-"""The whole block on a GPU in training: one operator in each direction.
+"""Triton: the whole block in training, one operator in each direction.
 
 Between two products or convolutions there is one kernel in each direction. It adds the bias of the
 one before, so that the bias needs no pass of its own in either direction, and where the block
@@ -20,32 +20,32 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import register_fake
 
-from lipsformer.kernels import gpu_pointwise as ops
 from lipsformer.kernels.block import BlockTensors
 from lipsformer.kernels.dispatch import product_dtype, refuse_second_derivatives
-from lipsformer.kernels.gpu_arguments import WindowArguments
-from lipsformer.kernels.gpu_depthwise import depthwise, depthwise_sums
+from lipsformer.kernels.gpu_arguments import WINDOW_SCHEMA, WindowArguments
 from lipsformer.kernels.gpu_operator import operator
-from lipsformer.kernels.gpu_parameters import (
+from lipsformer.kernels.triton import pointwise as ops
+from lipsformer.kernels.triton.depthwise import depthwise, depthwise_sums
+from lipsformer.kernels.triton.parameters import (
+    ALIGN,
+    COLUMNS,
     add_programs,
     cast,
-    matrices_in,
-    sums_in,
+    parts,
     weight_gradients,
 )
-from lipsformer.kernels.gpu_windows import learned, parameter_gradients, window_gradients
+from lipsformer.kernels.triton.windows import (
+    cosine_windows,
+    learned,
+    parameter_gradients,
+    window_gradients,
+)
 
 KEPT = 13  # tensors for the backward pass, beside the parameters
 
 
-def gpu_block(x: Tensor, tensors: BlockTensors, attention: WindowArguments) -> Tensor:
-    """Apply a block of two convolution branches, attention and MLP.
-
-    Args:
-        x: [B, H, W, C].
-        tensors: The parameters.
-        attention: The attention between its projections.
-    """
+def apply_block(x: Tensor, tensors: BlockTensors, attention: WindowArguments) -> Tensor:
+    """Apply a block as `lipsformer.kernels.gpu_block` says."""
     x = x.to(product_dtype(x)).contiguous()
     return _Block.apply(x, attention.without_tensors(), *tensors, *attention.tensors())
 
@@ -71,10 +71,10 @@ class _Block(torch.autograd.Function):
             grad_outputs[0], kept, list(t), *attention
         )
         columns = sum(tensor.numel() for tensor in learned(attention))
-        norm_2, gelu_4, norm_1, gelu_3, kernel_2, gelu_2, gelu_1, kernel_1, windows = sums_in(
-            summed, _shapes_of_sums(t, columns)
+        norm_2, gelu_4, norm_1, gelu_3, kernel_2, gelu_2, gelu_1, kernel_1, windows = parts(
+            summed, _shapes_of_sums(t, columns), COLUMNS
         )
-        pointwise, qkv, proj, fc1, fc2 = matrices_in(flat, [m.shape for m in _matrices(t)])
+        pointwise, qkv, proj, fc1, fc2 = parts(flat, [m.shape for m in _matrices(t)], ALIGN)
         _, gain_2, shift_2 = norm_2.chunk(3)
         _, gain_1, shift_1 = (None, None, None) if t.gain_1 is None else norm_1.chunk(3)
         proj_bias, scale_3, fc2_bias, scale_4 = vectors.unbind(0)
@@ -118,36 +118,23 @@ def _shapes_of_sums(t: BlockTensors, columns: int) -> list[Sequence[int]]:
     ]
 
 
-def block_forward(
-    x: Tensor,
-    tensors: Sequence[Tensor | None],
-    bias: Tensor | None,
-    tau: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    lepe: Sequence[Tensor],
-    lepe_bias: Sequence[Tensor],
-    windows: Sequence[int],
-    heads: int,
-    scale: float,
-    eps: float,
-) -> list[Tensor]:
+def block_forward(x: Tensor, tensors: Sequence[Tensor | None], *attention: Any) -> list[Tensor]:
     """Return the output and what is kept; z stands before a GELU, x1 to x3 on the stream."""
     t: Any = BlockTensors(*tensors)  # pyright: ignore[reportArgumentType]
     kernels = (t.depthwise_1, t.depthwise_2)
     flat = cast([*_matrices(t), t.qkv_bias, *kernels, t.scale_3, t.scale_4], x.dtype)
-    pointwise, qkv_weight, proj, fc1, fc2, qkv_bias, taps_1, taps_2 = matrices_in(
-        flat, _shapes_of_cast(t)
+    pointwise, qkv_weight, proj, fc1, fc2, qkv_bias, taps_1, taps_2 = parts(
+        flat, _shapes_of_cast(t), ALIGN
     )
+    partitions = len(WindowArguments(*attention).windows) // 2
 
     z1 = depthwise(x, taps_1, None, False)
     z2 = F.linear(ops.gelu(None, z1, t.depthwise_1_bias, None, None), pointwise)
     x1 = ops.gelu(x, z2, t.pointwise_bias, t.scale_1, t.mask_1)
     z3 = depthwise(x1, taps_2, None, False)
     x2 = ops.gelu(x1, z3, t.depthwise_2_bias, t.scale_2, t.mask_2)
-    qkv = F.linear(x2, qkv_weight, qkv_bias).unflatten(-1, (3, len(windows) // 2, -1))
-    heads_out = torch.ops.lipsformer.cosine_windows(
-        qkv, bias, tau, nu, lepe, lepe_bias, windows, heads, scale, eps
-    )
+    qkv = F.linear(x2, qkv_weight, qkv_bias).unflatten(-1, (3, partitions, -1))
+    heads_out = cosine_windows(qkv, *attention)
     branch = F.linear(heads_out, proj)
     if t.gain_1 is None:
         x3 = ops.residual(x2, branch, t.proj_bias, t.scale_3, t.mask_3)
@@ -165,18 +152,7 @@ def block_forward(
 
 
 def block_backward(
-    grad: Tensor,
-    kept: Sequence[Tensor],
-    tensors: Sequence[Tensor | None],
-    bias: Tensor | None,
-    tau: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    lepe: Sequence[Tensor],
-    lepe_bias: Sequence[Tensor],
-    windows: Sequence[int],
-    heads: int,
-    scale: float,
-    eps: float,
+    grad: Tensor, kept: Sequence[Tensor], tensors: Sequence[Tensor | None], *attention: Any
 ) -> list[Tensor]:
     """Return the gradient of the input, and in flat tensors those of the parameters.
 
@@ -184,9 +160,10 @@ def block_backward(
     own parameters.
     """
     t: Any = BlockTensors(*tensors)  # pyright: ignore[reportArgumentType]
-    attention = WindowArguments(bias, tau, nu, lepe, lepe_bias, windows, heads, scale, eps)
     x, z1, z2, x1, z3, x2, qkv, heads_out, centered_1, x3, z4, centered_2, flat = kept
-    pointwise, qkv_weight, proj, fc1, fc2, _, taps_1, taps_2 = matrices_in(flat, _shapes_of_cast(t))
+    pointwise, qkv_weight, proj, fc1, fc2, _, taps_1, taps_2 = parts(
+        flat, _shapes_of_cast(t), ALIGN
+    )
     grad = grad.to(x.dtype).contiguous()
 
     grad_x, grad_branch, norm_2 = ops.residual_center_backward(
@@ -201,7 +178,7 @@ def block_backward(
     )
     grad_branch = grad_x if t.mask_3 is None else grad_branch
     grad_proj = _product(grad_branch, heads_out)
-    grad_qkv, window_sums = window_gradients(grad_branch @ proj, qkv, attention)
+    grad_qkv, window_sums = window_gradients(grad_branch @ proj, qkv, *attention)
     grad_qkv = grad_qkv.flatten(3)
     grad_qkv_weight, grad_qkv_bias = _product(grad_qkv, x2), grad_qkv.flatten(0, 2).sum(0)
 
@@ -220,7 +197,7 @@ def block_backward(
 
     sums = [norm_2, gelu_4, norm_1, gelu_3, kernel_2, gelu_2, gelu_1, kernel_1, window_sums]
     summed = add_programs(sums)
-    norm_2, _, norm_1, *_ = sums_in(summed, [s.shape[1:] for s in sums])
+    norm_2, _, norm_1, *_ = parts(summed, [s.shape[1:] for s in sums], COLUMNS)
     bias_3, bias_4 = norm_1[: x.shape[-1]], norm_2[: x.shape[-1]]
     gradients = [grad_pointwise, grad_qkv_weight, grad_proj, grad_fc1, grad_fc2]
     flat_gradients, vectors = weight_gradients(
@@ -229,7 +206,11 @@ def block_backward(
     return [grad_x, summed, flat_gradients, vectors, grad_qkv_bias]
 
 
-_forward, _backward = operator(block_forward), operator(block_backward)
+_forward = operator(block_forward, f"(Tensor x, Tensor?[] tensors, {WINDOW_SCHEMA}) -> Tensor[]")
+_backward = operator(
+    block_backward,
+    f"(Tensor grad, Tensor[] kept, Tensor?[] tensors, {WINDOW_SCHEMA}) -> Tensor[]",
+)
 register_fake(_forward)(block_forward)  # what they consist of can do without values too
 register_fake(_backward)(block_backward)
 
