@@ -17,7 +17,12 @@ inline __m512bh load_pairs(const pair *p) {
     return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p));
 }
 
-inline __m512bh splat_pair(pair x) { return reinterpret_cast<__m512bh>(_mm512_set1_epi32(x)); }
+inline __m512bh splat_pair(pair x) {
+    __m512i splat = _mm512_set1_epi32(x);
+    // Clang 16 crashes if it may turn this into a shuffle of bfloat16.
+    asm("" : "+v"(splat));
+    return reinterpret_cast<__m512bh>(splat);
+}
 
 inline vec add_products(vec sum, __m512bh a, __m512bh b) {
     return reinterpret_cast<vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), a, b));
