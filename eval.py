@@ -12,7 +12,8 @@ weights without a config.json in its folder needs `--config`.
 (docs/data.md). `--certify` adds the share of images that keep their class within a 2-norm distance,
 proved and under attack, and writes certificate.json beside the weights (docs/lipschitz.md). The
 share that it calls certified is the executed statement: the program in float32 (`--precision fp32`,
-its default) or float64 (`fp64`), with all of its rounding. Exit code 2 for a mistake.
+its default) or float64 (`fp64`), with all of its rounding. Exit codes: 2 a mistake; 3 the loss is
+not finite.
 """
 
 import argparse

@@ -63,7 +63,8 @@ def overview() -> str:
     summaries[COMPLETION] = (
         'print completion for bash, zsh or tcsh: eval "$(lipsformer completion bash)"'
     )
-    lines = "\n".join(f"  {name:14} {summary}" for name, summary in summaries.items())
+    width = max(map(len, summaries))
+    lines = "\n".join(f"  {name:{width}} {summary}" for name, summary in summaries.items())
     return f"""usage: lipsformer COMMAND ...
 
 Lipschitz-continuous transformers for vision and graphs that train without warmup.

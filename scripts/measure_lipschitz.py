@@ -114,7 +114,9 @@ def measure(
 def table(record: dict[str, Any], depth: int) -> str:
     """Return the record as text, with modules down to a depth of the tree."""
     header = f"{'module':44} {'type':18} {'bound':>9} {'paper':>9} {'estimate':>9} {'slack':>9}"
-    lines = [f"{record['model']}, {record['norm']}; estimates on {record['data']}", header]
+    data = record["data"]
+    images = data if isinstance(data, str) else f"images of {' '.join(data)}"
+    lines = [f"{record['model']}, {record['norm']}; estimates on {images}", header]
     for row in record["rows"]:
         if row["name"].count(".") >= depth:
             continue

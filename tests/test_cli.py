@@ -3,6 +3,7 @@
 import importlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,13 @@ def said(capsys: pytest.CaptureFixture, *arguments: str, code: int = 0) -> str:
     assert found == code
     captured = capsys.readouterr()
     return captured.err if code else captured.out
+
+
+def test_the_summaries_of_the_overview_stand_in_one_column() -> None:
+    (table,) = re.findall(r"(?:^  [a-z-]+ +\S.*\n)+(?=\nBegin)", cli.overview(), re.M)
+    columns = [re.match(r"  \S+ +", line) for line in table.splitlines()]
+    assert len(columns) == len(COMMANDS) + 1
+    assert len({match and match.end() for match in columns}) == 1
 
 
 def test_overview_names_every_command_and_works_from_anywhere(

@@ -9,7 +9,7 @@ from data import Normalize, build_eval_dataset, collate
 from lipsformer.analysis.bounds import image_domain, lipschitz_bound
 from lipsformer.config import DataConfig
 from lipsformer.engine.weights import load_model
-from scripts.measure_lipschitz import load_images, main, measure
+from scripts.measure_lipschitz import load_images, main, measure, table
 
 
 @pytest.mark.slow
@@ -33,6 +33,18 @@ def test_record_table_and_plot_of_a_model(tmp_path, capsys):
     assert math.isclose(total["bound"], product, rel_tol=1e-9)
     assert f"{total['bound']:9.3f}" in capsys.readouterr().out
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("data", "images"),
+    [
+        ("random images", "random images"),
+        (["source=digits", "img_size=32"], "images of source=digits img_size=32"),
+    ],
+)
+def test_the_table_names_the_images_of_the_estimates(data, images):
+    record = {"model": "a model", "norm": "a norm", "data": data, "rows": []}
+    assert table(record, 1).startswith(f"a model, a norm; estimates on {images}\n")
 
 
 def test_weights_of_a_checkpoint_are_the_ones_measured(tmp_path):
