@@ -29,9 +29,10 @@ def test_every_kernel_passes_its_tests_on_an_emulated_aarch64(tmp_path):
     build._compile([COMPILER], command, tmp_path / "csrc.so")
     driver = [COMPILER, "-std=c++17", str(FOLDER / "emulated.cpp"), "-o", str(tmp_path / "driver")]
     subprocess.run([*driver, "-Wl,--no-as-needed", "-lgomp"], check=True)
-    files = [str(FOLDER.parent / file) for file in FILES]
+    files = [str(FOLDER.parent / file) for file in FILES]  # a test of them may take minutes
+    tests = ["pytest", "-q", "--timeout=0", "-p", "tests.kernels.emulated", *files]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.kernels.emulated", *files],
+        [sys.executable, "-m", *tests],
         cwd=FOLDER.parents[1],
         env={**os.environ, "EMULATED": str(tmp_path), "OMP_NUM_THREADS": "2"},
         capture_output=True,
