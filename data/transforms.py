@@ -14,10 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.data.transforms import (
-    RandomResizedCropAndInterpolation,
-    str_to_pil_interp,
-)
+from timm.data.transforms import RandomResizedCropAndInterpolation, str_to_pil_interp
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 from torchvision.transforms.v2 import functional

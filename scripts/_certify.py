@@ -227,14 +227,12 @@ class Certification:
         held, attacked, start = [0] * len(self.distances), 0, 0
         for images, labels in tqdm(batches, "attack", unit="batch", leave=False, disable=None):
             chosen = slice(-start % self.attack_every, None, self.attack_every)
-            pixels, own = (
-                images[chosen].to(self.dtype) / 255.0,
-                radii[start:][: len(images)][chosen],
-            )
+            pixels = images[chosen].to(self.dtype) / 255.0
+            proved = radii[start:][: len(images)][chosen]
             start, attacked = start + len(images), attacked + len(pixels)
             if len(pixels) == 0:  # no image of this batch is attacked
                 continue
             for index, distance in enumerate(self.distances):
-                at = (pixels, labels[chosen], distance, own)
+                at = (pixels, labels[chosen], distance, proved)
                 held[index] += int(robust_mask(logits, *at, generator=generator)[1].sum())
         return held, attacked

@@ -22,10 +22,20 @@ FORMAT = 2  # of checkpoints; version 1 had other names of parameters
 # run.allow_world_size_change. skip_list and teacher are paths; `_require_same` compares the content
 # of the list, and `TrainState.load_checkpoint` the weights of the teacher.
 _MAY_CHANGE = {
-    *{"data.root", "data.download", "data.num_workers", "data.exact_eval", "data.skip_list"},
-    *{"train.eval_batch_size", "train.batch_size_per_device", "train.max_nonfinite_updates"},
-    *{"train.compile", "train.grad_checkpointing", "train.deterministic"},
-    *{"loss.teacher", "lipschitz.monitor_every", "lipschitz.bound_limit"},
+    "data.root",
+    "data.download",
+    "data.num_workers",
+    "data.exact_eval",
+    "data.skip_list",
+    "train.eval_batch_size",
+    "train.batch_size_per_device",
+    "train.compile",
+    "train.grad_checkpointing",
+    "train.deterministic",
+    "train.max_nonfinite_updates",
+    "loss.teacher",
+    "lipschitz.monitor_every",
+    "lipschitz.bound_limit",
 }
 
 

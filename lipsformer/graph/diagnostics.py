@@ -217,8 +217,11 @@ def _profile(
                 _, (edges, attn) = conv(state, sorted_edges, return_attention_weights=True)
                 entropy, spread = attention_statistics(attn, edges[1], x.size(0))
                 bound = gat_attention_bound(conv, sorted_edges, x.size(0)).max().item()
-                measured = {"attention_entropy": entropy, "score_spread": spread}
-                measured["attention_bound"] = bound
+                measured = {
+                    "attention_entropy": entropy,
+                    "score_spread": spread,
+                    "attention_bound": bound,
+                }
             for key, value in measured.items():
                 profile.setdefault(key, []).append(value)
     return profile

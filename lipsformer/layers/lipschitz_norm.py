@@ -290,7 +290,8 @@ class LipschitzNormAttention(nn.Module):
         A boolean bias says which keys take part in the softmax, as in PyTorch's attention. The
         factor of the scores is that of all keys. Queries without a key get 0.
         """
-        eps = 1e-9 if q.dtype is torch.float16 else 1e-12  # the product is at most eps^(-1/2)
+        # The scaled queries have at most eps^(-1/2), which must be a number of float16.
+        eps = 1e-9 if q.dtype is torch.float16 else 1e-12
         q = (q * dense_quadratic_scale(q, k, v, eps)).to(q.dtype)
         return attend(
             q, k, v, bias, dropout=self.attn_drop, fused=self.fused_attn, training=self.training

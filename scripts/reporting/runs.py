@@ -109,6 +109,9 @@ def _read(path: Path, name: str, *, position: int, alone: bool) -> RunLog:
         if not (path / file).is_file():
             raise ConfigError(f"{path} has no {file}: name the folder of a run of train.py")
     try:
+        records = folder.metrics()
+        if not records:
+            raise ConfigError(f"{path / METRICS} has no record yet: train for a few updates first")
         return RunLog(
             name=name,
             position=position,
@@ -116,7 +119,7 @@ def _read(path: Path, name: str, *, position: int, alone: bool) -> RunLog:
             folder=path,
             config=folder.config(),
             starts=folder.environment(),
-            records=folder.metrics(),
+            records=records,
             summary=folder.summary(),
         )
     except OSError as error:

@@ -1,7 +1,8 @@
 // driver LIBRARY KERNEL MEMORY ARGUMENT...
 //
-// Call the function to which a pointer in a shared library points. An argument is an integer, "f" and a float, or "@" and an
-// offset into the bytes of the file MEMORY, which the call may change and which are written back.
+// Call the function to which a pointer in a shared library points. An argument is an integer, "f" and
+// a float, or "@" and an offset into the bytes of the file MEMORY, which the call may change and which
+// are written back.
 //
 // Integers and pointers on the one hand and floats on the other have registers of their own, in
 // order, and further integers follow on the stack. So the floats may come first here, and integers

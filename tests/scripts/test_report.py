@@ -423,6 +423,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_reason(
         (["RUN"] * 7, "7 runs; a report shows at most 6"),
         (["RUN", "--images", "-1"], "--images -1 must be at least 0"),
         (["broken"], "broken/metrics.jsonl is no JSON: repair it"),
+        (["killed"], "killed/metrics.jsonl has no record yet: train for a few updates first"),
         (["RUN", "--markdown", "FILE"], "report.md' cannot be written: Not a directory"),
         (["RUN", "--out", "FILE/out.html"], "FILE/out.html' cannot be written: Not a directory"),
     ],
@@ -435,13 +436,15 @@ def test_mistakes_end_in_one_line_and_write_nothing(
     arguments: list[str],
     message: str,
 ) -> None:
-    (tmp_path / "broken").mkdir()
-    shutil.copy(run / "config.yaml", tmp_path / "broken")
-    (tmp_path / "broken" / "metrics.jsonl").write_text('{"kind": "train", \n')
+    for name, text in (("broken", '{"kind": "train", \n'), ("killed", '{"kind": ')):
+        (tmp_path / name).mkdir()
+        shutil.copy(run / "config.yaml", tmp_path / name)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
     places = {
         "RUN": str(run),
         "nowhere": str(tmp_path / "nowhere"),
         "broken": str(tmp_path / "broken"),
+        "killed": str(tmp_path / "killed"),
         "FILE": str(tmp_path / "FILE"),
         "FILE/out.html": str(tmp_path / "FILE" / "out.html"),
     }

@@ -188,8 +188,8 @@ void parameter_gradients(const Value *x, const Value *grad, float *grad_weight, 
     float *parts = scratch.take(groups * maps.blocks * SIZE);
     parallel(threads, [=, &maps](const Team &team) {
         Ring<K> ring(maps);
-        Scratch own(maps.padded * LANES);
-        float *upstream = own.take(maps.padded * LANES);
+        Scratch of_thread(maps.padded * LANES);
+        float *upstream = of_thread.take(maps.padded * LANES);
         team.share(groups * maps.blocks, [&](int64_t task) {
             const int64_t group = task / maps.blocks, block = task % maps.blocks;
             const int64_t lanes = maps.lanes(block);

@@ -130,7 +130,7 @@ struct Map {
         }
     }
 
-    // The rows of a head become the columns of rows of padded_n.
+    // y = x^T for the tokens of a head; a row of y has padded_n numbers.
     void transpose(const float *x, float *y) const {
         ::transpose(x, padded_dim, n, padded_dim, y, padded_n);
     }

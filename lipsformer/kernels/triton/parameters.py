@@ -247,7 +247,10 @@ def cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     with torch.cuda.device_of(out):
         _cast[(out.numel() // ALIGN,)](
             *(tensor.contiguous() for tensor in tensors),
-            *(out, channels, hidden, *_blocks(tensors[:8])),
+            out,
+            channels,
+            hidden,
+            *_blocks(tensors[:8]),
         )
     return out
 
@@ -275,7 +278,11 @@ def weight_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(out):
         _weight_gradients[(6 * channels + hidden,)](
             *(tensor.contiguous() for tensor in tensors),
-            *(out, vectors, channels, hidden, *_blocks(tensors[:5])),
+            out,
+            vectors,
+            channels,
+            hidden,
+            *_blocks(tensors[:5]),
         )
     return out, vectors
 

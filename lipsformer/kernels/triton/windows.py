@@ -377,11 +377,8 @@ def _(qkv: Tensor, *attention: Any) -> Tensor:
 )
 def window_gradients(grad: Tensor, qkv: Tensor, *attention: Any) -> tuple[Tensor, Tensor]:
     """Return the gradient of `qkv`, and a row per program for `parameter_gradients`."""
-    grad, qkv, arguments = (
-        grad.to(qkv.dtype).contiguous(),
-        qkv.contiguous(),
-        WindowArguments(*attention),
-    )
+    grad, qkv = grad.to(qkv.dtype).contiguous(), qkv.contiguous()
+    arguments = WindowArguments(*attention)
     grad_qkv, sums = _empty_gradients(grad, qkv, *attention)
     tensors, sizes, constants = _launch(qkv, arguments)
     numbers = (arguments.scale, arguments.eps, *sizes, sums.shape[1])
