@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from benchmarks.gpu import COMMANDS
-from benchmarks.study import ROOT, Study
+from benchmarks.study.plan import ROOT, Study
 from lipsformer._configfile import read_config
 from tests.documents import check_command, check_training
 

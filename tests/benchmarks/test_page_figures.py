@@ -9,7 +9,8 @@ from decimal import Decimal
 import pytest
 
 from benchmarks import bars, graph_published
-from benchmarks.study import Study, last_evaluation
+from benchmarks.study.plan import Study
+from benchmarks.study.table import last_evaluation
 from lipsformer._configfile import read_config
 from tests.conftest import ROOT
 

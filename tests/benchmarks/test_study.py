@@ -14,8 +14,11 @@ import torch
 import yaml
 
 import train
-from benchmarks import study as module
-from benchmarks.study import Study, costs, main, stale, table
+from benchmarks.study import plan, pool
+from benchmarks.study.__main__ import main
+from benchmarks.study.plan import Study, stale
+from benchmarks.study.record import costs
+from benchmarks.study.table import table
 from lipsformer import convert
 from lipsformer._configfile import dump_config, read_config
 from lipsformer._errors import ConfigError
@@ -146,7 +149,8 @@ class Queue:
     """A study of the given rows whose train.py is `FAKE` with a body of the test."""
 
     def __init__(self, folder: Path, monkeypatch, rows: dict[str, str], body: str):
-        monkeypatch.setattr(module, "ROOT", folder)
+        monkeypatch.setattr(plan, "ROOT", folder)
+        monkeypatch.setattr(pool, "ROOT", folder)
         (folder / "train.py").write_text(FAKE + body)
         self.config = write_config(folder, DIGITS, folder / "unused")
         self.folder, self.results = folder, folder / "results.jsonl"
