@@ -378,8 +378,9 @@ class LipschitzConfig:
         allowed = "must be > 0, or null for off"
         require(bound is None or bound > 0, "lipschitz.bound_limit", bound, allowed)
         require(0 < strength <= 1, "lipschitz.cap_strength", strength, "must be in (0, 1]")
-        cap, allowed = self.sigma_cap, "lipschitz.orthogonal=true sets the norms; set one of the two"
-        require(cap is None or not self.orthogonal, "lipschitz.sigma_cap", cap, allowed)
+        alone = self.sigma_cap is None or not self.orthogonal
+        allowed = "lipschitz.orthogonal=true sets the norms; set one of the two"
+        require(alone, "lipschitz.sigma_cap", self.sigma_cap, allowed)
         for name, works, needs in (
             ("cap_mode", self.sigma_cap is not None, "lipschitz.sigma_cap"),
             ("cap_strength", self.cap_mode == "soft", "lipschitz.cap_mode=soft"),

@@ -1,4 +1,7 @@
-"""Hooks of modules, which nothing calls if a kernel computes the modules."""
+"""What a call of a module runs beside or instead of the forward function of its class.
+
+A kernel that computes the module runs none of it.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +18,11 @@ def has_hooks(module: Any) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def has_own_forward(module: Any) -> bool:
+    """Return whether a forward function was set on a module itself."""
+    return module.__dict__.get("forward") is not None
 
 
 def would_run_hooks(modules: Iterable[nn.Module]) -> bool:

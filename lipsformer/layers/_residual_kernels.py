@@ -1,9 +1,6 @@
-"""How `WeightedResidual` leaves out dropped samples, and adds a branch in one pass over the map.
+"""How `WeightedResidual` leaves out dropped samples, and adds a branch in one pass over the map."""
 
-`x` is the map for the sum, `inputs` are the samples of it that enter the branch, and `kept` are
-their indices, or None for all samples.
-"""
-
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,87 +8,100 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer import kernels
-from lipsformer.layers._hooks import has_hooks
+from lipsformer.layers._hooks import has_hooks, has_own_forward
 
 
 def declared(branch: Any, name: str) -> Any:
     """Return `name` of the class that defines the branch's forward function, None without it.
 
     A subclass with its own forward function inherits the attribute, but need not do what it says.
+    Nor need a forward function that was set on the branch itself.
     """
+    if has_own_forward(branch):
+        return None
     cls = next(cls for cls in type(branch).__mro__ if "forward" in vars(cls))
     return vars(cls).get(name)
 
 
-def entering_samples(
-    residual: Any, x: Tensor, context: tuple[Any, ...]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Draw the mask, and the samples that the branch computes.
+@dataclass
+class Entering:
+    """A map, and the samples of it that enter a branch.
 
-    The branch computes all samples if it has further arguments, which may belong to samples, or if
-    no sample is kept: the factors are 0 then, so that every parameter gets a gradient.
+    Attributes:
+        x: The map for the sum, [B, ..., C].
+        inputs: The samples that enter, [K, ..., C].
+        mask: Their factors, [K, 1, ..., 1], or None if nothing can be dropped.
+        kept: Their indices, [K], or None for all samples.
+        training: Whether the residual is in training mode.
     """
-    if context:
-        return residual.draw_mask(x), None
-    mask, kept = residual.draw(x)
+
+    x: Tensor
+    inputs: Tensor
+    mask: Tensor | None
+    kept: Tensor | None
+    training: bool
+
+    def masked(self, scale: Tensor) -> Tensor:
+        """Return the scale of the channels times the factors of the samples."""
+        return scale if self.mask is None else scale * self.mask
+
+    def add(self, output: Tensor, scale: Tensor | None) -> Tensor:
+        """Return x + scale * output, where the output is that of the samples that enter."""
+        if self.kept is not None:
+            output = output if scale is None else output * scale
+            return self.x.index_add(0, self.kept, output.to(self.x.dtype))
+        if scale is None:
+            return self.x + output
+        return torch.addcmul(self.x, output, scale).to(self.x.dtype)
+
+    def add_scaled(self, scaled: Tensor) -> Tensor:
+        """Add the output of a branch that is already multiplied by alpha."""
+        if self.mask is None or scaled.shape != self.inputs.shape:  # the kernel checks no shapes
+            return self.add(scaled, self.mask)
+        if kernels.usable("residual", self.x, scaled, training=self.training):
+            return kernels.residual(self.x, scaled, self.mask, self.kept)
+        return self.add(scaled, self.mask)
+
+    def fuses_gelu(self, branch: Any, scale: Tensor) -> bool:
+        """Return whether one kernel computes the last GELU of the branch and the sum."""
+        usable = kernels.usable("gelu_residual", self.x, scale, training=self.training)
+        return usable and not has_hooks(branch)  # a hook sees the output with GELU
+
+    def add_gelu(self, z: Tensor, scale: Tensor) -> Tensor:
+        """Return x + scale * GELU(z)."""
+        if z.shape == self.inputs.shape:  # the kernel does not check it
+            return kernels.gelu_residual(self.x, z, scale, self.kept)
+        return self.add(F.gelu(z), scale)
+
+
+def enter(residual: Any, x: Tensor, context: tuple[Any, ...]) -> Entering:
+    """Draw which samples of a map enter the branch.
+
+    All of them do if the branch has further arguments, which may belong to samples. So they do if
+    no sample is kept: the factors are 0 then, and every parameter gets a gradient.
+    """
+    mask, kept = (residual.draw_mask(x), None) if context else draw(residual, x)
     if mask is not None and len(mask) == 0:
-        return mask.new_zeros(len(x), *mask.shape[1:]), None
-    return mask, kept
+        mask, kept = mask.new_zeros(len(x), *mask.shape[1:]), None
+    inputs = x
+    if kept is not None:
+        if kernels.usable("residual", x, training=residual.training):
+            x, inputs = kernels.fork(x, kept)
+        else:
+            inputs = x.index_select(0, kept)
+    return Entering(x, inputs, mask, kept, residual.training)
 
 
-def kept_samples(x: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return the indices of the samples whose branch must be computed; None for all samples.
+def draw(residual: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask and the indices of the samples that enter; see `Entering`. K may be 0.
 
     Samples are left out only on the CPU: on a GPU the host would have to wait until it knows how
     many there are.
     """
-    if mask is None or not kernels.usable("kept_samples", x, training=True):
-        return None
+    mask = residual.draw_mask(x)
+    if mask is None or not declared(residual.branch, "treats_samples_alone"):
+        return mask, None
+    if not kernels.usable("kept_samples", x, training=True):
+        return mask, None
     kept = mask.flatten().nonzero().flatten()
-    return None if kept.shape[0] == x.shape[0] else kept
-
-
-def enter(residual: Any, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x for the sum, and the samples of x that enter the branch."""
-    if kept is None:
-        return x, x
-    if kernels.usable("residual", x, training=residual.training):
-        return kernels.fork(x, kept)
-    return x, x.index_select(0, kept)
-
-
-def add_scaled(
-    residual: Any,
-    x: Tensor,
-    inputs: Tensor,
-    scaled: Tensor,
-    mask: Tensor | None,
-    kept: Tensor | None,
-) -> Tensor:
-    """Add the output of a branch that is already multiplied by alpha."""
-    if mask is None or scaled.shape != inputs.shape:  # the kernel does not check shapes
-        return add(x, scaled, mask, kept)
-    if kernels.usable("residual", x, scaled, training=residual.training):
-        return kernels.residual(x, scaled, mask, kept)
-    return add(x, scaled, mask, kept)
-
-
-def applies_gelu(residual: Any, x: Tensor, scale: Tensor) -> bool:
-    """Return whether one kernel computes the last GELU of the branch and the sum."""
-    usable = kernels.usable("gelu_residual", x, scale, training=residual.training)
-    return usable and not has_hooks(residual.branch)  # a hook sees the output with GELU
-
-
-def add_gelu(x: Tensor, inputs: Tensor, z: Tensor, scale: Tensor, kept: Tensor | None) -> Tensor:
-    """Return x + scale * GELU(z), where z may hold only the samples `kept`."""
-    if z.shape == inputs.shape:  # the kernel does not check it
-        return kernels.gelu_residual(x, z, scale, kept)
-    return add(x, F.gelu(z), scale, kept)
-
-
-def add(x: Tensor, output: Tensor, scale: Tensor | None, kept: Tensor | None) -> Tensor:
-    """Return x + scale * output, where the branch's output may hold only the samples `kept`."""
-    if kept is not None:
-        output = output if scale is None else output * scale
-        return x.index_add(0, kept, output.to(x.dtype))
-    return x + output if scale is None else torch.addcmul(x, output, scale).to(x.dtype)
+    return (mask, None) if len(kept) == len(x) else (mask[kept], kept)

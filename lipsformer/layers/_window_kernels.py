@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer import kernels
-from lipsformer.layers._hooks import would_run_hooks
+from lipsformer.layers._hooks import has_own_forward, would_run_hooks
 from lipsformer.layers._trial import gpu_kernel_passes
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import ScaledCosineAttention
@@ -67,6 +67,8 @@ def _module_obstacle(arrangement: Arrangement) -> str | None:
     for lepe in lepes:
         if type(lepe).forward is not DepthwiseConv2d.forward:
             return f"the positional encoding is {lepe}"
+    if any(has_own_forward(module) for module in (*attentions, *lepes)):
+        return "a module has a forward function of its own"
     if would_run_hooks((*attentions, *lepes)):
         return "a module has hooks, which the kernel would not call"
     return None

@@ -8,16 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer.layers._checks import check_drop_path
-from lipsformer.layers._residual_kernels import (
-    add,
-    add_gelu,
-    add_scaled,
-    applies_gelu,
-    declared,
-    enter,
-    entering_samples,
-    kept_samples,
-)
+from lipsformer.layers._residual_kernels import declared, enter
 
 
 class WeightedResidual(nn.Module):
@@ -124,29 +115,15 @@ class WeightedResidual(nn.Module):
             x: [B, ..., C].
             *context: Further arguments of the branch, such as the edges of a graph.
         """
-        mask, kept = entering_samples(self, x, context)
-        x, inputs = enter(self, x, kept)
-        ends_in = declared(self.branch, "ends_in")
+        entering, branch = enter(self, x, context), self.branch
+        ends_in = declared(branch, "ends_in")
         if ends_in == "linear":
-            scaled = self.branch(inputs, *context, output_scale=self.residual_scale)
-            return add_scaled(self, x, inputs, scaled, mask, kept)
-        scale = self.residual_scale if mask is None else self.residual_scale * mask
-        if ends_in == "gelu" and applies_gelu(self, x, scale):
-            z = self.branch(inputs, *context, last_gelu=False)
-            return add_gelu(x, inputs, z, scale, kept)
-        return add(x, self.branch(inputs, *context), scale, kept)
-
-    def draw(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Draw which samples of `x` ([B, ..., C]) enter the branch.
-
-        Returns:
-            The factors of those samples, [K, 1, ..., 1], or None if nothing can be dropped, and
-            their indices, [K], or None for all samples. K may be 0.
-        """
-        mask = self.draw_mask(x)
-        alone = declared(self.branch, "treats_samples_alone")
-        kept = kept_samples(x, mask) if alone else None
-        return mask if mask is None or kept is None else mask[kept], kept
+            scaled = branch(entering.inputs, *context, output_scale=self.residual_scale)
+            return entering.add_scaled(scaled)
+        scale = entering.masked(self.residual_scale)
+        if ends_in == "gelu" and entering.fuses_gelu(branch, scale):
+            return entering.add_gelu(branch(entering.inputs, *context, last_gelu=False), scale)
+        return entering.add(branch(entering.inputs, *context), scale)
 
     def draw_mask(self, x: Tensor) -> Tensor | None:
         """Draw the factor that drop path puts on the branch of each sample of `x` ([B, ..., C]).

@@ -15,7 +15,8 @@ from lipsformer.layers import (
     ScaledCosineAttention,
     WeightedResidual,
 )
-from lipsformer.layers._hooks import would_run_hooks
+from lipsformer.layers._hooks import has_own_forward, would_run_hooks
+from lipsformer.layers._residual_kernels import draw
 from lipsformer.layers._trial import gpu_kernel_passes
 from lipsformer.layers._window_kernels import (
     cpu_arguments,
@@ -148,7 +149,7 @@ def cpu_arrangement(block: Any, x: Tensor) -> Arrangement | None:
 def cpu_block(block: Any, x: Tensor, arrangement: Arrangement) -> Tensor:
     """Apply a block to `x` ([B, H, W, C]) on the CPU."""
     attention = cpu_arguments(arrangement)
-    masks, kept = zip(*[residual.draw(x) for residual in residuals(block)], strict=True)
+    masks, kept = zip(*[draw(residual, x) for residual in residuals(block)], strict=True)
     return kernels.block(x, _tensors(block, masks), kept, *attention)
 
 
@@ -262,7 +263,7 @@ def _module_obstacle(block: Any, modules: list[tuple[str, Any]], x: Tensor) -> s
         if isinstance(module, nn.Dropout) and module.p > 0.0:
             return "there is dropout"
         kind = type(module)
-        if kind not in _PLACES.get(place, ()) or module.__dict__.get("forward") is not None:
+        if kind not in _PLACES.get(place, ()) or has_own_forward(module):
             return f"a module is {kind.__name__}"
     if would_run_hooks([module for _, module in modules if module is not block]):
         return "a module has hooks, which the kernels would not call"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lipsformer.layers import CenterNorm
-from lipsformer.layers._hooks import has_hooks
+from lipsformer.layers._hooks import has_hooks, has_own_forward
 
 Fold = TypeVar("Fold", bound=Callable[[Any], None])
 FOLDS: dict[type[nn.Module], Callable[[Any], None]] = {}
@@ -72,7 +72,7 @@ def fold_obstacle(module: nn.Module) -> str | None:
         return "is unknown to the fold: put a plain layer in its place, for example by merging LoRA"
     if is_parametrized(module):
         return "is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
-    if "forward" in module.__dict__:
+    if has_own_forward(module):
         return "has a forward function of its own"
     if has_hooks(module):
         return "has hooks, which would be lost: remove them, or register them on the folded model"

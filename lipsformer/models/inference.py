@@ -8,6 +8,7 @@ from torch import nn
 
 from lipsformer._renamed import renamed
 from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention
+from lipsformer.layers._hooks import has_own_forward
 from lipsformer.models.folded_layers import FrozenLinear
 from lipsformer.models.folding import FOLDS, fold_obstacle, require_single_use
 from lipsformer.models.recorded import RecordedForward
@@ -81,7 +82,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         if fold is None:
             continue
         try:
-            if "forward" in module.__dict__:
+            if has_own_forward(module):
                 raise TypeError(f"{type(module).__name__} has a forward function of its own")
             fold(module)
         except TypeError as error:

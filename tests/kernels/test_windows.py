@@ -191,6 +191,25 @@ def test_plain_operators_compute_what_the_kernel_does_not(calls, reason):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("part", ["attention", "positional encoding"])
+def test_a_forward_function_set_on_a_module_is_called(calls, part):
+    attention, lepe = ScaledCosineAttention(1, value_scale=None), DepthwiseConv2d(4, kernel_size=3)
+    if part == "attention":
+        attention.forward = lambda q, k, v, bias=None: 3.0 * v
+    else:
+        lepe.forward = lambda x: 3.0 * x
+        attention.forward = lambda q, k, v, bias=None: 0.0 * v
+    qkv = torch.randn(2, 5, 6, 3, 1, 4)
+    result = attend_in_windows(qkv, [(5, 3)], [attention], lepes=[lepe])
+    values = qkv[..., 2, 0, :]
+    expected = 3.0 * values
+    if part == "attention":  # the convolution ends at the edge of a window
+        own = values.unflatten(2, (2, 3)).movedim(2, 1).flatten(0, 1)
+        expected = expected + lepe(own).unflatten(0, (2, 2)).movedim(1, 2).flatten(2, 3)
+    torch.testing.assert_close(result, expected)
+    assert calls == []
+
+
 def test_partitions_with_different_numbers_of_heads_are_computed_by_plain_operators(calls):
     attentions = [ScaledCosineAttention(2), ScaledCosineAttention(3)]
     qkv, windows = torch.randn(2, 5, 7, 3, 2, 6), [(5, 2), (3, 7)]

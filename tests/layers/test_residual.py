@@ -362,3 +362,16 @@ def test_a_subclass_does_not_inherit_how_the_branch_ends(branch, training):
         y = residual(x)
     expected = x + 0.3 * residual.branch(x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("branch", [LinearEnd, GeluEnd])
+def test_a_forward_function_set_on_the_branch_is_called_as_it_is(branch, training):
+    torch.manual_seed(0)
+    residual = WeightedResidual(branch(), 3, 0.3).train(training)
+    residual.branch.forward = torch.cos
+    x = torch.randn(5, 2, 7, 3)
+    with torch.set_grad_enabled(training):
+        y = residual(x)
+    torch.testing.assert_close(y, x + 0.3 * x.cos(), rtol=1e-5, atol=1e-6)
