@@ -228,7 +228,9 @@ def test_another_list_of_skipped_images_is_another_run(run, tmp_path: Path) -> N
     assert run(*data)[0] == 2
 
 
-def test_the_second_start_says_who_owns_the_folder(run, finished: Path) -> None:
+def test_the_second_start_says_who_owns_the_folder(
+    run, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rewind(finished, 4)
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
@@ -239,6 +241,14 @@ def test_the_second_start_says_who_owns_the_folder(run, finished: Path) -> None:
     assert f"{finished} is in use by process " in text
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     lock.release()
+    for step in (3, 5):  # another process has trained on after this one chose where to start
+        chosen = finished / "checkpoints" / f"update-{step:09d}"
+        assert chosen.exists() == (step == 3), "the other process may have removed it"
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "find_start", lambda _, chosen=chosen: chosen)
+            code, text = run()
+        assert code == 2
+        assert f"another process has continued {finished} meanwhile: repeat the command" in text
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
     assert run()[0] == 0
     assert not (finished / "lock.json").exists()
