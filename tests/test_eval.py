@@ -110,6 +110,18 @@ def test_any_batch_size_and_any_way_to_name_the_weights(tmp_path: Path, run: Pat
     assert found == [{**record, **own}]
 
 
+def test_a_run_in_bf16_is_evaluated_in_bf16(tmp_path: Path, run: Path) -> None:
+    file = max((run / "checkpoints").iterdir()) / "model.safetensors"
+    (trained,) = (r for r in RunFolder(run).metrics()[-2:] if r["kind"] == "raw")  # in fp32
+    text = (run / "config.yaml").read_text().replace("precision: fp32", "precision: bf16")
+    (tmp_path / "bf16.yaml").write_text(text)
+    arguments = ["--checkpoint", str(file)]
+    (found,) = evaluate(tmp_path, *arguments, "--config", str(tmp_path / "bf16.yaml"))
+    assert evaluate(tmp_path, *arguments, "--precision", "bf16") == [found]
+    assert found["loss"] != trained["loss"]
+    assert found["loss"] == pytest.approx(trained["loss"], rel=1e-2)
+
+
 def test_a_checkpoint_is_a_timm_folder(tmp_path: Path, run: Path) -> None:
     folder = max((run / "checkpoints").iterdir())
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()

@@ -152,8 +152,16 @@ def test_a_disk_that_becomes_read_only(
 
 
 def test_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
-    write = "from pathlib import Path; from lipsformer._files import write_atomically; "
-    write += f"write_atomically(Path({str(tmp_path / 'config.yaml')!r}), 'name: \\u00fc')"
+    write = f"""
+from pathlib import Path
+from lipsformer._files import write_atomically
+from lipsformer.engine.checkpoint import CheckpointFolder
+folder = Path({str(tmp_path)!r})
+write_atomically(folder / "config.yaml", "name: \\u00fc")
+texts = {{"config.yaml": "name: \\u00fc"}}
+CheckpointFolder(folder).save(3, tensors={{}}, texts=texts, best_step=None)
+"""
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", write], env=os.environ | ascii_only, check=True)
-    assert (tmp_path / "config.yaml").read_bytes() == "name: ü".encode()
+    for folder in (tmp_path, tmp_path / "update-000000003"):
+        assert (folder / "config.yaml").read_bytes() == "name: ü".encode()

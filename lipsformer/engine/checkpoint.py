@@ -70,7 +70,7 @@ class CheckpointFolder(Checkpoints):
             for name, content in tensors.items():
                 save_file(dict(content), temporary / name)
             for name, content in texts.items():
-                (temporary / name).write_text(content)
+                (temporary / name).write_text(content, encoding="utf-8")
             manifest = {path.name: manifest_entry(path) for path in sorted(temporary.iterdir())}
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
             for path in (*temporary.iterdir(), temporary):

@@ -42,15 +42,15 @@ class Claim:
         >>> import tempfile
         >>> run = RunFolder(tempfile.mkdtemp())
         >>> checkpoints = CheckpointFolder(run.path / "checkpoints")
-        >>> Claim(run, checkpoints, 0, 0, None).is_elsewhere(None)
+        >>> Claim(run, checkpoints).is_elsewhere(None)
         False
     """
 
     folder: RunFolder
     checkpoints: CheckpointFolder
-    step: int
-    metrics_bytes: int
-    best: dict[str, Any] | None
+    step: int = 0
+    metrics_bytes: int = 0
+    best: dict[str, Any] | None = None
 
     def is_elsewhere(self, start: Path | None) -> bool:
         """Return whether the checkpoint to continue from lies in another folder."""

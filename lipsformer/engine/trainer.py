@@ -385,8 +385,12 @@ class Trainer:
 
     def _begin(self, start: Path | None) -> Tracking:
         """Load the checkpoint, claim the output folder, and open the records."""
-        metrics_bytes = 0 if start is None else self._load(start)
-        metrics_bytes, self.best = on_first_rank(lambda: self._claim_folder(start, metrics_bytes))
+        claim = Claim(self.folder, self.checkpoints)
+        on_first_rank(lambda: claim.check(start))  # first, because the checkpoint may be gone
+        if start is not None:
+            claim.metrics_bytes = self._load(start)
+            claim.step, claim.best = self.step, self.best
+        metrics_bytes, self.best = on_first_rank(lambda: self._claim_folder(claim, start))
         pending = self.metrics.stats
         return Tracking(
             self.accelerator,
@@ -398,15 +402,13 @@ class Trainer:
             metrics_bytes=metrics_bytes,
         )
 
-    def _claim_folder(self, start: Path | None, metrics_bytes: int) -> tuple[int, Any]:
+    def _claim_folder(self, claim: Claim, start: Path | None) -> tuple[int, Any]:
         """Write the first files of this start, on the main process.
 
         Returns:
             The length of metrics.jsonl at the checkpoint, and the best evaluation so far. Both
             differ from the checkpoint's own if files were lost; see `Claim`.
         """
-        claim = Claim(self.folder, self.checkpoints, self.step, metrics_bytes, self.best)
-        claim.check(start)
         copied = start if claim.is_elsewhere(start) else None
         if copied is None:
             claim.check_best(self.history)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from timm import create_model
 from timm.utils import CheckpointSaver
 from torch import nn
 
@@ -23,7 +24,7 @@ from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.resume import find_start
 from lipsformer.engine.run_files import MODEL, CheckpointError, find_fault
 from lipsformer.engine.run_folder import find_weights
-from lipsformer.engine.weights import read_weights, strip_wrappers
+from lipsformer.engine.weights import load_weights, read_weights, strip_wrappers
 from tests.runs import DIGITS, write_config
 
 STATE = {"updates_per_epoch": 5, "history": [], "best": None}
@@ -282,6 +283,20 @@ def test_the_checkpoints_of_timms_train_script_are_read(tmp_path: Path) -> None:
         weights = read_weights(tmp_path / name)
         assert weights.keys() == model.state_dict().keys()
         assert all(torch.equal(weights[key], model.state_dict()[key]) for key in weights)
+
+
+def test_a_classifier_of_another_size_stays_random_only_if_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    small = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    trained, model = (create_model("vit_tiny_patch16_224", num_classes=n, **small) for n in (7, 5))
+    save_file(trained.state_dict(), tmp_path / MODEL)
+    with pytest.raises(CheckpointError, match=r"another shape \['head.weight \(7, 24\) for"):
+        load_weights(model, tmp_path / MODEL)
+    head = model.head.weight.clone()
+    load_weights(model, tmp_path / MODEL, new_head=True)
+    assert torch.equal(model.head.weight, head)
+    assert torch.equal(model.blocks[0].mlp.fc1.weight, trained.blocks[0].mlp.fc1.weight)
 
 
 def test_weights_of_run_checkpoint_and_file(tmp_path: Path) -> None:

@@ -4,19 +4,24 @@ import itertools
 import json
 import shutil
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import train
-from lipsformer.engine import claim, steps
+from lipsformer.engine import claim, steps, stopwatch, trainer, writer
 from lipsformer.engine.checkpoint import CheckpointFolder
 from lipsformer.engine.exits import EXIT_NONFINITE
 from lipsformer.engine.lock import LOCK, FolderLock
 from lipsformer.engine.run_files import read_state
 from lipsformer.engine.run_folder import RunFolder
 from lipsformer.engine.signals import STOP_SIGNALS
+from lipsformer.kernels import verdict
 from tests.data.trees import write_tree
 from tests.runs import DIGITS, outcome, write_config
 
@@ -74,9 +79,66 @@ def test_rare_evaluations_leave_the_training_as_it_is(run, tmp_path: Path) -> No
     assert outcome(tmp_path / "rare") == found
 
 
-def test_settings_that_do_not_change_the_mathematics_may_change(run, finished: Path) -> None:
-    expected = outcome(finished)
+def test_the_best_and_the_last_weights_are_saved_whatever_else_is(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One update an epoch, and made-up evaluations that take a million seconds each."""
+    raw, ema = (50.0, 60.0, 60.0, 20.0, 30.0), (40.0, 60.0, 50.0, 10.0, 20.0)
+    top1, paused = iter(sum(zip(raw, ema, strict=True), ())), 0
+    saved, save = [], CheckpointFolder.save
+
+    def evaluate(*_: object, **__: object) -> dict[str, Any]:
+        nonlocal paused
+        paused += 1
+        return {"top1": next(top1), "top5": 100.0, "loss": 1.0, "images": 360}
+
+    def recorded(self, step: int, **content) -> Path:
+        saved.append(step)
+        return save(self, step, **content)
+
+    def now() -> float:
+        return time.perf_counter() + 1e6 * paused
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(CheckpointFolder, "save", recorded)
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=now))
+    rare = ("run.save_every_updates=null", "run.save_every_epochs=4", "run.keep=1")
+    command = ("train.epochs=5", "train.global_batch_size=1437", *rare)
+    assert run(*command)[0] == 0
+    assert saved == [1, 2, 4, 5], "two better ones, every fourth epoch, and the last one"
+    folder = tmp_path / "out"
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["update-000000002", "update-000000005"]
+    summary = RunFolder(folder).summary()
+    assert summary is not None
+    assert summary["best"] == {"epoch": 2, "update": 2, "weights": "ema", "top1": 60.0}
+    assert (summary["last"]["epoch"], summary["last"]["raw"]["top1"]) == (5, 30.0)
+    for record in RunFolder(folder).metrics():
+        if record["kind"] == "train":
+            seconds = record["seconds_per_update"]
+            assert seconds < 1e5, "an evaluation is no training"
+            assert record["images_per_s"] * seconds == pytest.approx(1437)
+
+    shutil.rmtree(folder / "checkpoints" / kept[0])
+    assert run(*command)[0] == 0
+    summary = RunFolder(folder).summary()
+    assert summary is not None
+    assert summary["best"]["update"] == 5, "the best one that is left"
+
+
+def test_settings_that_do_not_change_the_mathematics_may_change(
+    run, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, checkpoint = outcome(finished), finished / "checkpoints" / "update-000000005"
+    fifth = {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
     rewind(finished, 4)
+    copyto = np.copyto
+
+    def slowly(copy: np.ndarray, array: np.ndarray) -> None:
+        time.sleep(0.002)
+        copyto(copy, array)
+
+    monkeypatch.setattr(writer.np, "copyto", slowly)  # the next update waits for the checkpoint
     code, text = run(
         "train.grad_checkpointing=true",
         "train.deterministic=true",
@@ -89,6 +151,8 @@ def test_settings_that_do_not_change_the_mathematics_may_change(run, finished: P
     assert "does not change the mathematics" in text
     assert not torch.are_deterministic_algorithms_enabled(), "the process is left as it was"
     assert outcome(finished)["tensors"] == expected["tensors"]
+    again = {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+    assert again == fifth
     rewind(finished, 4)
     code, text = run("optim.lr=0.5", "train.compile=true")
     assert code == 2
@@ -126,12 +190,16 @@ def test_a_run_that_met_its_limit_says_what_may_change_and_continues(
 
 
 def test_a_moved_checkpoint_begins_a_run_that_the_same_command_continues(
-    run, finished: Path, tmp_path: Path
+    run, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = outcome(finished)
+    expected, run_id = outcome(finished), read_state(newest(finished))["run_id"]
     moved = tmp_path / "moved"
     shutil.copytree(finished / "checkpoints" / "update-000000003", moved)
     command = (f"run.resume={moved}", f"run.output_dir={tmp_path / 'new'}")
+    code, text = run(*command, "optim.lr=0.5")
+    assert code == 2
+    assert "another config (optim.lr 0.01 -> 0.5): set these back" in text
+    monkeypatch.setattr(verdict, "_VERDICTS", {"an operator": False})
     code, text = run(*command)
     assert code == 0, text
     assert "has no records of the updates before 3" in text
@@ -141,8 +209,11 @@ def test_a_moved_checkpoint_begins_a_run_that_the_same_command_continues(
 
     rewind(tmp_path / "new", 4)
     shutil.rmtree(moved)
+    monkeypatch.setattr(verdict, "_VERDICTS", {})
     code, text = run(*command)
     assert code == 0, text
+    assert verdict.verdicts() == {"an operator": False}, "it continues with the same kernels"
+    assert read_state(newest(tmp_path / "new"))["run_id"] == run_id, "trackers go on with its curve"
     assert "from update 4" in text
     assert outcome(tmp_path / "new")["tensors"] == expected["tensors"]
     best = json.loads((tmp_path / "new" / "summary.json").read_text())["best"]
@@ -228,7 +299,9 @@ def test_another_list_of_skipped_images_is_another_run(run, tmp_path: Path) -> N
     assert run(*data)[0] == 2
 
 
-def test_the_second_start_says_who_owns_the_folder(run, finished: Path) -> None:
+def test_the_second_start_says_who_owns_the_folder(
+    run, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rewind(finished, 4)
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
@@ -239,16 +312,29 @@ def test_the_second_start_says_who_owns_the_folder(run, finished: Path) -> None:
     assert f"{finished} is in use by process " in text
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     lock.release()
+    for step in (3, 5):  # another process has trained on after this one chose where to start
+        chosen = finished / "checkpoints" / f"update-{step:09d}"
+        assert chosen.exists() == (step == 3), "the other process may have removed it"
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "find_start", lambda _, chosen=chosen: chosen)
+            code, text = run()
+        assert code == 2
+        assert f"another process has continued {finished} meanwhile: repeat the command" in text
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
     assert run()[0] == 0
     assert not (finished / "lock.json").exists()
 
 
-def test_a_run_that_was_taken_over_writes_nothing_more(run, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(("log_every", "last"), [(1, 2), (9, 1)])  # at a record, and at a save
+def test_a_run_that_was_taken_over_writes_nothing_more(
+    run, tmp_path: Path, monkeypatch, log_every: int, last: int
+) -> None:
     folder, before = tmp_path / "out", {}
 
     def lost(state, step):
-        if step == 2:
+        if step == last:
+            while not (folder / "checkpoints" / f"update-00000000{last}").exists():
+                time.sleep(0.01)  # a thread writes it
             (folder / "lock.json").unlink()
             FolderLock(folder).acquire()
             before.update(records(folder))
@@ -256,10 +342,10 @@ def test_a_run_that_was_taken_over_writes_nothing_more(run, tmp_path: Path, monk
 
     apply = steps.apply_gradient
     monkeypatch.setattr(steps, "apply_gradient", lost)
-    code, text = run()
+    code, text = run(f"run.log_every={log_every}")
     assert code == 4
     assert "was taken over by process" in text
-    assert newest(folder).name == "update-000000002"
+    assert newest(folder).name == f"update-00000000{last}"
     assert records(folder) == before
     assert not (folder / "exit.json").exists()
 

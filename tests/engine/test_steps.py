@@ -13,6 +13,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lipsformer.analysis.instruments import InstrumentBase
 from lipsformer.config import OptimConfig
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.engine.evaluation import EvalSums, evaluate
@@ -176,6 +177,21 @@ def test_ema_is_the_running_average_of_the_weights_after_each_update(compiled: b
     torch.testing.assert_close(state.ema.module[1].weight.double(), average, rtol=1e-6, atol=1e-7)
 
 
+def test_the_ema_averages_the_weights_that_the_instruments_leave() -> None:
+    state = make_state(make_model(), ema_decay=0.8)
+
+    class Counted(InstrumentBase):
+        def after_step(self, step: int) -> None:
+            nn.init.constant_(state.module[1].weight, step + 1)
+
+    state.instruments = [Counted()]
+    for step in range(3):
+        train_step(state, [make_samples(5)], 5, step, transform)
+    assert state.ema is not None
+    expected = torch.full((11, 30), 0.8 * (0.8 * 1 + 0.2 * 2) + 0.2 * 3)
+    torch.testing.assert_close(state.ema.module[1].weight.detach(), expected)
+
+
 @pytest.mark.parametrize("name", ["adamw", "nadamw"])  # the second cannot skip on the device
 def test_nonfinite_update_changes_nothing_and_stops_the_run(name: str) -> None:
     state = make_state(make_model(), optim=dataclasses.replace(OPTIM, name=name))
@@ -238,7 +254,7 @@ def test_evaluation_is_exact_for_any_batch_size(batch_size: int) -> None:
     }
     result = evaluate(
         Accelerator(),
-        model.float(),
+        nn.Sequential(model.float(), nn.Dropout(0.5)),  # in training mode
         Batches((images, labels), batch_size),
         normalize=lambda x: x,
         num_images=23,
@@ -268,12 +284,33 @@ def test_a_resumed_run_names_the_last_finite_update() -> None:
         resumed.read()
 
 
+def test_a_resumed_run_counts_on_in_a_row_of_nonfinite_updates() -> None:
+    first, resumed = StepMetrics(max_nonfinite=2), StepMetrics(max_nonfinite=2)
+    for step in (3, 4):
+        first.add(step, 0.1, 4, torch.tensor(math.nan), torch.tensor(1.0))
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    resumed.add(5, 0.1, 4, torch.tensor(8.0), torch.tensor(math.inf))
+    with pytest.raises(NonFiniteError, match="at updates 3 to 5") as caught:
+        resumed.read()
+    assert caught.value.first == 3, "which the replay repeats"
+    assert resumed.nonfinite_total == 3
+
+
 def test_a_mean_loss_counts_every_sample_once() -> None:
     metrics = StepMetrics(max_nonfinite=0)
     metrics.add(0, 0.1, 7, torch.tensor(7 * 2.0), torch.tensor(1.0))
     metrics.add(1, 0.1, 3, torch.tensor(3 * 5.0), torch.tensor(3.0))
     record = summarize(metrics.read())
     assert (record["loss"], record["grad_norm"]) == (pytest.approx(2.9), 2.0)
+    assert record["grad_norm_max"] == 3.0
+
+
+def test_the_loss_of_logits_in_bf16_is_computed_in_float32() -> None:
+    logits = torch.randn(9, CLASSES, generator=torch.Generator().manual_seed(5)).bfloat16()
+    labels, sums = torch.arange(9) % CLASSES, EvalSums()
+    sums.add(logits, labels)
+    expected = F.cross_entropy(logits.double(), labels).item()
+    assert sums.result(Accelerator(cpu=True))["loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_loss_of_an_evaluation_is_summed_in_float64() -> None:
