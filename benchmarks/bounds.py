@@ -22,6 +22,7 @@ from data.graphs import graph_root, load_graph
 from lipsformer._commands import documented_parser
 from lipsformer.analysis.bounds import Bound, flatten_bound, image_domain, lipschitz_bound
 from lipsformer.analysis.bounds.attention import (
+    Window,
     attention_bound,
     scaled_cosine_theorem,
     split_qkv,
@@ -106,7 +107,8 @@ def _single_head(num_tokens: int) -> dict[str, float]:
     """Return the bounds of one head with |W| = 1, nu = 1, tau = 10, in units of eps^(-1/2)."""
     n, tau, one = num_tokens, 10.0, torch.ones(1)
     core = ScaledCosineAttention(num_heads=1, logit_scale=tau, eps=1.0)
-    ours = attention_bound(core, split_qkv(torch.ones(3, 1), bias=None, num_heads=1), n).value
+    heads = split_qkv(torch.ones(3, 1), bias=None, num_heads=1)
+    ours = attention_bound(core, heads, Window(n)).value
     theorem = scaled_cosine_theorem(n, 1.0, torch.tensor([tau]), 1.0, [one, one, one]).item()
     return {"ours": ours, "half": n**2 * tau + n * tau + 2 * n, "paper": theorem}
 

@@ -149,7 +149,7 @@ def export_model(
                     logits = load(write(key, traced, folder))(images)
                     differences[key] = _difference(logits, model(images), FORMATS[key].tolerance)
             for file, text in texts.items():
-                (folder / file).write_text(text)
+                (folder / file).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         raise ExportError(
             f"{out} cannot be written: {error}; make room on the disk or choose another folder"

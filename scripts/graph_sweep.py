@@ -128,7 +128,7 @@ def sweep(
             text += "\nNot run:\n\n" + "".join(missing)
         if train:
             (folder / "summary.json").write_text(json.dumps(rows, indent=2) + "\n")
-            (folder / "table.md").write_text(text)
+            (folder / "table.md").write_text(text, encoding="utf-8")
             if config.x is not None:
                 plot_sweep(rows, config.x, folder / "plot.png", log_x=config.log_x)
     return text
@@ -186,7 +186,7 @@ def _run_missing(
             jobs.setdefault((point.config_hash, seed), []).append(point)
     _check({shared[0].config_hash: shared[0] for shared in jobs.values()}.values())
     folder = Path(config.output_dir)
-    (folder / "sweep.yaml").write_text(dump_config(config))
+    (folder / "sweep.yaml").write_text(dump_config(config), encoding="utf-8")
     log.parent.mkdir(parents=True, exist_ok=True)
 
     def finish(points: list[Point], result: Result) -> None:

@@ -57,7 +57,8 @@ def run(config: GraphConfig, device: str, progress: bool) -> dict[str, Any]:
     if missing:
         data = load_batches(config)
         require_model(config, data)
-    on_first_rank(lambda: (folder / "config.yaml").write_text(dump_config(config)))
+    text = dump_config(config)
+    on_first_rank(lambda: (folder / "config.yaml").write_text(text, encoding="utf-8"))
     for seed in missing:
         assert data is not None
         done[seed] = train_seed(config, data, seed, folder, device=device, progress=progress)

@@ -14,6 +14,7 @@ bound of one window is the bound of the whole map.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -223,19 +224,54 @@ class AttentionBound(NamedTuple):
         return outward(math.sqrt(largest + TINY_SQUARE))
 
 
-def attention_bound(
-    attention: Any,
-    heads: HeadWeights,
-    num_tokens: int,
-    radius: float = math.inf,
-    mass: Tensor | None = None,
-    local_norm: Tensor | None = None,
-    local_radius: float = 0.0,
-    padded: bool = False,
-    largest_bias: float | None = None,
-    qkv_rounding: float = math.inf,
-) -> AttentionBound:
-    r"""Bound x -> attention(q(x), k(x), v(x)) + local(v(x)) on one window.
+class Window(NamedTuple):
+    """What is known of the windows of an attention. The bound of one holds for the whole map.
+
+    Attributes:
+        num_tokens: Number of tokens of a window, padding included.
+        radius: Largest 2-norm of a token x.
+        mass: Bounds of the column sums of the attention matrix, [H], from `column_mass`. None
+            stands for N, which holds for every bias and mask.
+        largest_bias: Largest |bias| or |mask| that is added to the scores; None if nothing is. The
+            theorem of Dasoulas et al. excludes a bias.
+        padded: Whether a window may hold tokens whose query, key and value are zero.
+        local_norm: Norm of a linear map of the values that is added to the output, per head, [H].
+        local_radius: Largest factor by which that map increases the 2-norm of the longest value.
+        qkv_rounding: Error of float32 in the projections of a token, as a root mean square over the
+            tokens; inf if it is not known.
+
+    Example:
+        >>> Window(num_tokens=49).radius
+        inf
+    """
+
+    num_tokens: int
+    radius: float = math.inf
+    mass: Tensor | None = None
+    largest_bias: float | None = None
+    padded: bool = False
+    local_norm: Tensor | None = None
+    local_radius: float = 0.0
+    qkv_rounding: float = math.inf
+
+
+def attention_bound(attention: Any, heads: HeadWeights, window: Window) -> AttentionBound:
+    """Bound x -> attention(q(x), k(x), v(x)) + local(v(x)) on one window.
+
+    Args:
+        attention: `LipschitzNormAttention` or `ScaledCosineAttention`. If the latter attends to raw
+            values (`value_scale=None`), the bound is finite only if the radius is finite.
+        heads: The projections.
+        window: The window.
+    """
+    if not isinstance(attention, LipschitzNormAttention):
+        return _scaled_cosine_bound(attention, heads, window)
+    bound = _lipschitz_norm_bound(heads, window)
+    return bound if window.largest_bias is None else bound._replace(paper_squared=math.inf)
+
+
+def _scaled_cosine_bound(attention: Any, heads: HeadWeights, window: Window) -> AttentionBound:
+    r"""Bound scaled cosine attention and the local map.
 
     A head depends on its input in two ways: through the scores (the query stacked on the key times
     min(m, N/2)^(1/2)) and through the values. With :math:`c_i` the factors of the two and
@@ -244,37 +280,16 @@ def attention_bound(
     .. math:: (\sum_i c_i |W_i dx|)^2 \le S\, dx^T (\sum_i \tfrac{c_i}{|W_i|} W_i^T W_i)\, dx.
 
     The right side is at most :math:`S^2 |dx|^2`, and the matrices of heads and partitions add up.
-
-    Args:
-        attention: `LipschitzNormAttention` or `ScaledCosineAttention`. If the latter attends to raw
-            values (`value_scale=None`), the bound is finite only if `radius` is finite.
-        heads: The projections.
-        num_tokens: Number of tokens of a window, padding included.
-        radius: Largest 2-norm of a token x.
-        mass: Bounds of the column sums of the attention matrix, [H], from `column_mass`. None
-            stands for N, which holds for every bias and mask.
-        local_norm: Norm of a linear map of the values that is added to the output, per head, [H].
-        local_radius: Largest factor by which that map increases the 2-norm of the longest value.
-        padded: Whether a window may hold tokens whose query, key and value are zero.
-        largest_bias: Largest |bias| or |mask| that is added to the scores; None if nothing is. The
-            theorem of Dasoulas et al. excludes a bias.
-        qkv_rounding: Error of float32 in the projections of a token, as a root mean square over the
-            tokens; inf if it is not known.
     """
-    if isinstance(attention, LipschitzNormAttention):
-        bound = _lipschitz_norm_bound(
-            heads, num_tokens, radius, mass, local_norm, local_radius, largest_bias, qkv_rounding
-        )
-        return bound if largest_bias is None else bound._replace(paper_squared=math.inf)
-    tau = max_abs_score(attention)
-    mass = torch.full_like(tau, num_tokens) if mass is None else mass
+    num_tokens, tau = window.num_tokens, max_abs_score(attention)
+    mass = torch.full_like(tau, num_tokens) if window.mass is None else window.mass
     steep = attention.eps**-0.5
     norms = [sigma_bound(w).cpu() for w in (heads.query, heads.key, heads.value)]
-    reach = norms[2] * radius  # The values lie in a ball of this radius around the bias.
+    reach = norms[2] * window.radius  # The values lie in a ball of this radius around the bias.
     longest = reach + norm_bound(heads.value_bias, dim=1).cpu()
     if attention.value_scale is None:
         # A ball of half the length of the longest value holds that ball and 0.
-        spread = torch.maximum(reach, longest / 2) if padded else reach
+        spread = torch.maximum(reach, longest / 2) if window.padded else reach
         value_factor = mass.sqrt()
         attended_radius = longest.square().sum()
         paper_squared = math.inf
@@ -283,13 +298,13 @@ def attention_bound(
         spread, value_factor = torch.full_like(tau, nu), nu * steep * mass.sqrt()
         attended_radius = torch.tensor(nu**2 * attention.num_heads, dtype=torch.float64)
         paper = scaled_cosine_theorem(num_tokens, nu, tau, attention.eps, norms)
-        if local_norm is not None:
-            paper = paper + local_norm * norms[2]
+        if window.local_norm is not None:
+            paper = paper + window.local_norm * norms[2]
         paper_squared = paper.square().sum().item()
     if num_tokens == 1:  # The softmax of a single score is constant.
         spread = torch.zeros_like(spread)
-    if local_norm is not None:
-        value_factor = value_factor + local_norm.cpu()
+    if window.local_norm is not None:
+        value_factor = value_factor + window.local_norm.cpu()
     key_factor = mass.clamp(max=num_tokens / 2).sqrt().to(heads.key)
     scores = torch.cat([heads.query, key_factor[:, None, None] * heads.key], dim=1)
     paths = [
@@ -297,14 +312,28 @@ def attention_bound(
         (heads.value, norms[2], value_factor),
     ]
     gram = paths_gram(paths)
-    local = local_radius * longest.square().sum().sqrt().item() if local_radius > 0.0 else 0.0
+    local = 0.0
+    if window.local_radius > 0.0:
+        local = window.local_radius * longest.square().sum().sqrt().item()
     radius_squared = (attended_radius.sqrt().item() + local) ** 2
     slope = spread * tau * steep * key_factor.cpu().clamp_min(1.0) + value_factor
-    rounding = slope.max().item() * qkv_rounding + attended_radius.sqrt().item() * core_rounding(
-        tau.max().item(), num_tokens, heads.query.shape[1], largest_bias or 0.0
+    rounding = slope.max().item() * window.qkv_rounding
+    rounding += attended_radius.sqrt().item() * core_rounding(
+        tau.max().item(), num_tokens, heads.query.shape[1], window.largest_bias or 0.0
     )
     terms = gram_terms(heads)
     return AttentionBound(gram, terms, paper_squared, radius_squared, outward(rounding))
+
+
+def side_by_side(parts: Sequence[AttentionBound]) -> AttentionBound:
+    """Bound attentions whose outputs are channels of one token."""
+    return AttentionBound(
+        gram=torch.as_tensor(sum(part.gram for part in parts)),
+        terms=sum(part.terms for part in parts),
+        paper_squared=sum(part.paper_squared for part in parts),
+        radius_squared=sum(part.radius_squared for part in parts),
+        rounding=math.sqrt(sum(part.rounding**2 for part in parts)),
+    )
 
 
 def gram_terms(heads: HeadWeights) -> int:
@@ -348,16 +377,7 @@ def paths_gram(paths: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     return gram
 
 
-def _lipschitz_norm_bound(
-    heads: HeadWeights,
-    num_tokens: int,
-    radius: float,
-    mass: Tensor | None,
-    local_norm: Tensor | None,
-    local_radius: float,
-    largest_bias: float | None,
-    qkv_rounding: float,
-) -> AttentionBound:
+def _lipschitz_norm_bound(heads: HeadWeights, window: Window) -> AttentionBound:
     r"""Bound attention with LipschitzNorm, whose scores lie in [-1, 1], and the local map.
 
     Per head :math:`|dY| \le 2 |dQ| + 2^{-1/2} |dK| + (1 + \sqrt m) |dV|`, which is the worst of the
@@ -365,20 +385,21 @@ def _lipschitz_norm_bound(
     al. for quadratic scores.
     """
     stacked = torch.cat(heads[:3], dim=1)
+    num_tokens, mass = window.num_tokens, window.mass
     mass = stacked.new_full((len(stacked),), num_tokens).cpu() if mass is None else mass
-    local = torch.zeros_like(mass) if local_norm is None else local_norm
+    local = torch.zeros_like(mass) if window.local_norm is None else window.local_norm
     squared = 4.5 + (1.0 + mass.sqrt() + local).square()
     gram = torch.einsum("h,hdi,hdj->ij", squared.to(stacked.device), stacked, stacked)
     theorem = lipschitz_norm_theorem(num_tokens, num_tokens, math.sqrt(3.0)) + local.cpu()
     paper = theorem * sigma_bound(stacked).cpu()
-    longest = sigma_bound(heads.value).cpu() * radius + norm_bound(heads.value_bias, dim=1).cpu()
+    reach = sigma_bound(heads.value).cpu() * window.radius
+    longest = reach + norm_bound(heads.value_bias, dim=1).cpu()
     attended = longest.square().sum().sqrt().item()
     # The norms of the scores sum over all tokens of a window.
     products = num_tokens * heads.query.shape[1]
-    rounding = squared.sqrt().max().item() * qkv_rounding + attended * core_rounding(
-        1.0, num_tokens, products, largest_bias or 0.0
-    )
-    radius_squared = ((1.0 + local_radius) * attended) ** 2
+    rounding = squared.sqrt().max().item() * window.qkv_rounding
+    rounding += attended * core_rounding(1.0, num_tokens, products, window.largest_bias or 0.0)
+    radius_squared = ((1.0 + window.local_radius) * attended) ** 2
     paper_squared = paper.square().sum().item()
     terms = gram_terms(heads)
     return AttentionBound(gram, terms, paper_squared, radius_squared, outward(rounding))

@@ -18,6 +18,7 @@ from torch_geometric.utils import scatter
 from lipsformer.analysis.bounds.attention import (
     AttentionBound,
     HeadWeights,
+    Window,
     attention_bound,
     check_core,
     max_abs_score,
@@ -310,9 +311,11 @@ def _cosine(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     attended = attention_bound(
         core,
         HeadWeights(*weight, value_bias=bias[2]),
-        int(csr.ptr_t.diff().max()),  # a node takes part in at most so many neighborhoods
-        domain.radius,
-        mass=attention_column_sum(csr, max_abs_score(core)),
+        Window(
+            int(csr.ptr_t.diff().max()),  # a node takes part in at most so many neighborhoods
+            domain.radius,
+            mass=attention_column_sum(csr, max_abs_score(core)),
+        ),
     )
     radius = math.sqrt(attended.radius_squared)
     return _attention(attended.value, domain, radius, scale, weight[2].flatten(0, 1).shape[0])

@@ -5,18 +5,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lipsformer.analysis.bounds.attention import (
-    AttentionBound,
     HeadWeights,
+    Window,
     attention_bound,
     check_attention,
     column_mass,
     max_abs_score,
     projected_bound,
     projection_rounding,
+    side_by_side,
     split_qkv,
 )
 from lipsformer.analysis.bounds.composition import (
@@ -231,12 +231,14 @@ def window_attention_bound(module: Any, domain: Domain, scale: Tensor | None) ->
     attended = attention_bound(
         module.attention,
         split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads),
-        h * w,
-        domain.reach,
-        mass=column_mass(max_abs_score(module.attention), h * w, bias),
-        padded=_pads(domain.size, (h, w)),
-        largest_bias=max_abs(bias),
-        qkv_rounding=projection_rounding(module.qkv, domain),
+        Window(
+            h * w,
+            domain.reach,
+            mass=column_mass(max_abs_score(module.attention), h * w, bias),
+            largest_bias=max_abs(bias),
+            padded=_pads(domain.size, (h, w)),
+            qkv_rounding=projection_rounding(module.qkv, domain),
+        ),
     )
     return projected_bound(attended, module.proj, domain, scale)
 
@@ -258,7 +260,7 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
     domain = checked_domain(module, domain, module.qkv.weight.shape[1], on_map=True)
     heads = split_qkv(module.qkv.weight, module.qkv.bias, module.num_partitions * num_heads)
     qkv_rounding = projection_rounding(module.qkv, domain)
-    gram, paper_squared, radius_squared, rounding_squared, terms = 0.0, 0.0, 0.0, 0.0, 0
+    parts = []
     for partition, (attention, lepe) in enumerate(zip(module.attention, module.lepe, strict=True)):
         require_unchanged(lepe, DepthwiseConv2d)
         check_depthwise(lepe)
@@ -269,20 +271,18 @@ def _stripe_attention(module: Any, domain: Domain, scale: Tensor | None) -> Boun
         attended = attention_bound(
             attention,
             HeadWeights(*(part[of_partition] for part in heads)),
-            math.prod(size),
-            domain.reach,
-            mass=column_mass(max_abs_score(attention), math.prod(size)),
-            local_norm=local.amax(1).cpu(),
-            local_radius=depthwise_radius(lepe.weight, 1.0),
-            padded=_pads(domain.size, size),
-            qkv_rounding=qkv_rounding,
+            Window(
+                math.prod(size),
+                domain.reach,
+                mass=column_mass(max_abs_score(attention), math.prod(size)),
+                padded=_pads(domain.size, size),
+                local_norm=local.amax(1).cpu(),
+                local_radius=depthwise_radius(lepe.weight, 1.0),
+                qkv_rounding=qkv_rounding,
+            ),
         )
-        gram, terms = gram + attended.gram, terms + attended.terms
-        paper_squared += attended.paper_squared
         radius = math.sqrt(attended.radius_squared) + bias_norm(lepe.bias)
-        radius_squared += radius**2
         # LePE sums nine products and a bias. `attn_factor` may multiply the result.
-        rounding_squared += (attended.rounding + gamma(16) * radius) ** 2
-    rounding = math.sqrt(rounding_squared)
-    both = AttentionBound(torch.as_tensor(gram), terms, paper_squared, radius_squared, rounding)
-    return projected_bound(both, module.proj, domain, scale, abs(module.attn_factor))
+        rounding = attended.rounding + gamma(16) * radius
+        parts.append(attended._replace(radius_squared=radius**2, rounding=rounding))
+    return projected_bound(side_by_side(parts), module.proj, domain, scale, abs(module.attn_factor))

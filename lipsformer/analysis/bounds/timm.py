@@ -17,6 +17,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from lipsformer.analysis.bounds.attention import (
+    Window,
     attention_bound,
     check_attention,
     column_mass,
@@ -94,7 +95,7 @@ def _sequence_layout(model: Any, _module: Any, _index: int, _x: Tensor) -> Layou
 @bound_rule(CosineAttention, layout=_sequence_layout)
 def _cosine_attention(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     mass = column_mass(max_abs_score(module.attention), domain.tokens)
-    return _attention(module, domain.tokens, mass, None, domain, scale)
+    return _attention(module, Window(domain.tokens, mass=mass), domain, scale)
 
 
 @bound_rule(CosineWindowAttention)
@@ -103,27 +104,16 @@ def _cosine_window_attention(module: Any, domain: Domain, scale: Tensor | None) 
     largest_bias = SHIFT_MASK + max_abs(module.relative_position_bias_table)
     if math.prod(module.window_size) != module.window_area:
         raise UnknownModuleError("the window of the attention was changed after it was built")
-    return _attention(module, module.window_area, None, largest_bias, domain, scale)
+    return _attention(module, Window(module.window_area, largest_bias=largest_bias), domain, scale)
 
 
-def _attention(
-    module: Any,
-    num_tokens: int,
-    mass: Tensor | None,
-    largest_bias: float | None,
-    domain: Domain,
-    scale: Tensor | None,
-) -> Bound:
+def _attention(module: Any, window: Window, domain: Domain, scale: Tensor | None) -> Bound:
     check_attention(module, module.num_heads, module.attention)
     domain = checked_domain(module, domain, module.qkv.weight.shape[1])
     attended = attention_bound(
         module.attention,
         split_qkv(module.qkv.weight, module.qkv.bias, module.num_heads),
-        num_tokens,
-        domain.reach,
-        mass,
-        largest_bias=largest_bias,
-        qkv_rounding=projection_rounding(module.qkv, domain),
+        window._replace(radius=domain.reach, qkv_rounding=projection_rounding(module.qkv, domain)),
     )
     return projected_bound(attended, module.proj, domain, scale)
 
