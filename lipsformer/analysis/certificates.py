@@ -152,7 +152,7 @@ def certified_radius(
         outputs: Which of the network's logits the classes are; None for all.
 
     Returns:
-        The distances, [B]; 0 for a tie.
+        The distances, [B]; 0 for a tie, and where a logit is not finite.
 
     Raises:
         ValueError: If the network has another number of logits and `outputs` is None.
@@ -177,7 +177,8 @@ def certified_radius(
     radii = (margins.clamp_min(0.0) / constants[best.squeeze(1)] / OUTWARD).nan_to_num(
         0.0, math.inf
     )
-    return radii.scatter(1, best, math.inf).amin(1)
+    radii = radii.scatter(1, best, math.inf).amin(1)
+    return torch.where(logits.isfinite().all(1), radii, 0.0)  # an overflow proves nothing
 
 
 def real_errors(bound: Bound, num_logits: int) -> Tensor:

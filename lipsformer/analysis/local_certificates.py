@@ -201,6 +201,26 @@ def balls(segments: list[Segment], radius: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(radii), torch.stack(remainders)
 
 
+def losses(lengths: Tensor, radii: Tensor, remainders: Tensor) -> Tensor:
+    """Bound how far the margins can fall, by the ball of every state, [layers + 1, B, K].
+
+    Args:
+        lengths: Lengths of the gradients of the margins, [layers + 1, B, K].
+        radii: Radii of the balls, [layers + 1, B].
+        remainders: Bounds of the remainders of the layers, [layers, B].
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.analysis.local_certificates import losses
+        >>> lengths, radii = torch.tensor([[[3.0]], [[2.0]]]), torch.tensor([[1.0], [2.0]])
+        >>> losses(lengths, radii, remainders=torch.tensor([[0.5]])).flatten()  # 3 + 2 * 0.5, 2 * 2
+        tensor([4., 4.])
+    """
+    behind = (lengths[1:] * remainders[..., None]).flip(0).cumsum(0).flip(0)
+    behind = torch.cat((behind, torch.zeros_like(behind[:1])))  # of all layers after a state
+    return lengths * radii[..., None] + behind
+
+
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)
 def local_certificates(
@@ -256,10 +276,7 @@ def local_certificates(
     is_predicted = torch.zeros_like(logits, dtype=torch.bool).scatter(1, predicted, True)
 
     def holds(radius: Tensor) -> Tensor:
-        radii, remainders = balls(carried, radius)
-        behind = (lengths[1:] * remainders[..., None]).flip(0).cumsum(0).flip(0)
-        behind = torch.cat((behind, torch.zeros_like(behind[:1])))
-        lost = (lengths * radii[..., None] + behind).amin(0)
+        lost = losses(lengths, *balls(carried, radius)).amin(0)
         return ((lost < margins) | is_predicted).all(1)
 
     # No larger radius holds: the gradient at the image alone would use up a margin.

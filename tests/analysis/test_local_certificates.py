@@ -1,6 +1,7 @@
 """Local certificates: no search inside a ball leaves the ball that was proved for the outputs."""
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -11,9 +12,10 @@ from timm.layers import LayerScale, Mlp
 from torch import Tensor, nn
 
 import lipsformer
+from lipsformer.analysis import local_attention, local_layers, local_norms
 from lipsformer.analysis import local_certificates as local
-from lipsformer.analysis import local_layers, local_norms
 from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
+from lipsformer.analysis.bounds.layers import GELU_BOUND, depthwise_sigma_bounds
 from lipsformer.analysis.certificates import certified_radius, local_bounds, watch_norms
 from lipsformer.analysis.local_attention import LocalAttention
 from lipsformer.analysis.local_layers import attention_layer
@@ -168,6 +170,106 @@ def test_no_state_of_the_model_leaves_its_ball(failure, monkeypatch):
         assert farthest(states, images, radius) <= 1 + 1e-9
 
 
+def test_balls_and_losses_are_exact_for_a_chain_of_parabolas():
+    """x -> n x + c x^2 / 2 of positive numbers, whose states are the centers of all bounds."""
+    norms, curves = [1.5, 0.5, 3.0, 2.0, 0.25], [0.3, 2.0, 0.0, 0.7, 1.0]
+    inf = torch.full((2,), math.inf, dtype=torch.float64)
+
+    def layer(n: float, c: float) -> local_layers.Layer:
+        return local_layers.Layer(
+            nn.Identity(), inf, torch.full_like(inf, n), lambda r: 0.5 * c * r, inf
+        )
+
+    layers = [layer(n, c) for n, c in zip(norms, curves, strict=True)]
+    x = torch.tensor([0.1, 0.4], dtype=torch.float64)
+    states = [x]
+    for n, c in zip(norms, curves, strict=True):
+        states.append(n * states[-1] + 0.5 * c * states[-1] ** 2)
+    remainders = [0.5 * c * y**2 for c, y in zip(curves, states, strict=False)]
+    slopes = torch.tensor([math.prod(norms[k:]) for k in range(6)], dtype=torch.float64)
+    lengths = 7.0 * slopes[:, None, None].expand(6, 2, 1)
+    # Layers 2 and 3 are one segment, and the state between layers 3 and 4 is the second anchor.
+    for cuts in ((0, 1, 3, 4, 5), (0, 2, 5), (0, 5)):
+        for known in (False, True):  # whether the norms of several layers are known
+            segments, first = [], 0
+            for start, end in itertools.pairwise(cuts):
+                anchor = start in (0, 3)
+                first = start if anchor else first
+                norm, prefix = (
+                    torch.full_like(inf, math.prod(norms[a:end])) if known else inf
+                    for a in (start, first)
+                )
+                segments.append(local.Segment(layers[start:end], norm, prefix, anchor))
+            found, rest = local.balls(segments, x)
+            torch.testing.assert_close(found, torch.stack(states))
+            torch.testing.assert_close(rest, torch.stack(remainders))
+            lost = local.losses(lengths, found, rest)
+            torch.testing.assert_close(lost, 7.0 * states[-1][:, None].expand(6, 2, 1))
+
+
+def test_the_search_for_a_radius_returns_one_that_holds():
+    limits = torch.tensor([0.3, 1e-20, 0.0, 0.999, 7.0], dtype=torch.float64)
+    high = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    found = local._largest(lambda radius: radius <= limits, high)
+    assert (found <= limits).all()
+    assert (found >= 0.98 * limits.minimum(high)).all()
+    assert not local._largest(lambda radius: radius < 0.0, high).any()
+
+
+def test_layers_without_attention_change_as_theorem_27_says(monkeypatch):
+    """Term by term and with exact norms."""
+    monkeypatch.setattr(local_layers, "gram_sigma_bound", spectral)
+    block = trained("cswin").stages[0].blocks[0]
+    x = torch.randn(1, 5, 5, 8, dtype=torch.float64)
+    radius = torch.tensor([0.3], dtype=torch.float64)
+    c, slope = math.sqrt(2.0 / math.pi), GELU_BOUND
+
+    norm, alpha = block.norm2, block.mlp.residual_scale
+    outer = torch.func.jacrev(norm)(x[0, 0, 0])
+    first = block.mlp.branch.fc1.weight
+    last = outer @ alpha.diag() @ block.mlp.branch.fc2.weight
+    layer = local_layers.mlp_layer(block.mlp, norm, x)
+    curved = 0.5 * c * radius * spectral(last @ first.norm(dim=1).diag()) * spectral(first)
+    torch.testing.assert_close(layer.drift(radius), curved)
+    most = (2 * slope - 1) * spectral(last) * spectral(first)
+    torch.testing.assert_close(layer.drift(1e9 * radius), most[None])
+    widest = spectral(outer) + slope * spectral(last) * spectral(first)
+    torch.testing.assert_close(layer.widest, widest[None])
+    tokens = torch.func.vmap(torch.func.jacrev(layer.function))(x.reshape(25, 8))
+    torch.testing.assert_close(layer.norm, spectral(tokens).amax()[None])
+
+    for residual in (block.conv1, block.conv2):
+        residual.residual_scale.data[::2] *= -2.0
+        branch, alpha = residual.branch, residual.residual_scale
+        kernel = branch.depthwise.weight
+        sigma, reach = depthwise_sigma_bounds(kernel, (5, 5)), kernel.flatten(1).norm(dim=1)
+        exact = spectral(torch.func.jacrev(residual)(x).reshape(200, 200))
+        layer = local_layers.conv_layer(residual, x)
+        if branch.pointwise is None:
+            curved = c * (alpha * reach * sigma).abs().max()
+            widest = 1.0 + slope * (alpha * sigma).abs().max()
+            torch.testing.assert_close(layer.norm, exact[None])  # channel by channel
+        else:
+            weight = branch.pointwise.weight
+            scaled, rows = alpha.diag() @ weight, weight.norm(dim=1).diag()
+            curved = slope * reach.max() * spectral(rows @ scaled @ sigma.diag())
+            curved = c * slope * (curved + spectral(scaled @ (reach * sigma).diag()))
+            widest = 1.0 + slope**2 * spectral(scaled @ sigma.diag())
+            hidden = branch.depthwise(x).reshape(25, 8)
+            tokens = torch.func.vmap(
+                torch.func.jacrev(
+                    lambda h, w=branch.pointwise: torch.nn.functional.gelu(
+                        w(torch.nn.functional.gelu(h))
+                    )
+                )
+            )(hidden)
+            largest = spectral(alpha[:, None] * tokens * sigma).amax()
+            torch.testing.assert_close(layer.norm, 1.0 + largest[None])
+            assert exact <= layer.norm
+        torch.testing.assert_close(layer.drift(radius), 0.5 * curved[None] * radius)
+        torch.testing.assert_close(layer.widest, widest[None])
+
+
 def head(core: ScaledCosineAttention, weight: Tensor, bias: Tensor, lepe: Tensor | None) -> Any:
     """Return an attention of tokens [6, C] in a window of 3 x 2, head by head."""
 
@@ -210,6 +312,126 @@ def test_attention_matches_exact_first_and_second_derivatives(raw):
             hessian = torch.func.jacrev(torch.func.jacrev(function))(inside)
             for tensor, limit in zip(hessian.reshape(2, 18, 24, 24), bound, strict=True):
                 assert trilinear_norm(tensor) <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_curvature_of_attention_is_that_of_theorem_28(monkeypatch, raw):
+    """Term by term and with exact norms, because a search rarely comes near the bound."""
+    monkeypatch.setattr(local_attention, "gram_sigma_bound", spectral)
+    torch.manual_seed(2)
+    heads, count, dim = 2, 5, 3
+    nu = None if raw else 1.75
+    core = ScaledCosineAttention(heads, logit_scale=3.0, value_scale=nu).double()
+    weight = torch.randn(3, heads, dim, 11, dtype=torch.float64)
+    bias = torch.randn(1, heads, count, count, dtype=torch.float64)
+    real = torch.ones(2, 1, count, dtype=torch.float64)
+    real[1, 0, 3:] = 0.0  # the second window is padded
+    qkv = 3.0 * torch.randn(3, 2, heads, count, dim, dtype=torch.float64) * real[..., None]
+    qkv[:, 0, :, 0] *= 0.1  # a short token
+    measured = LocalAttention(core, qkv, bias, real, weight)
+    for w in range(2):
+        mask = real[w, 0][:, None]
+
+        def moved(x: Tensor, w=w, mask=mask) -> Tensor:
+            shift = torch.einsum("phdc,nc->phnd", weight, x) * mask
+            return core(*(qkv[:, w] + shift)[:, None], bias)[0] * mask
+
+        jacobian = torch.func.jacrev(moved)(torch.zeros(count, 11, dtype=torch.float64))
+        torch.testing.assert_close(measured.norm[w], spectral(jacobian.reshape(heads, 15, 55)))
+    for radius in (0.0, 1e-3, 0.1, 3.0):
+        found = measured.curvature(torch.full((2, 1), radius, dtype=torch.float64))
+        for w in range(2):
+            for h in range(heads):
+                expected = theorem_28(
+                    qkv[:, w, h], weight[:, h], bias[0, h], real[w, 0] > 0.0, 3.0, nu, radius
+                )
+                assert found[w, h].item() == pytest.approx(expected, rel=1e-9)
+    if not raw:  # theorem 10, with column sums of at most N
+        q, k, v = spectral(weight)
+        widest = 1.75 * 1e-2**-0.5 * (3.0 * (q + (count / 2) ** 0.5 * k) + count**0.5 * v)
+        torch.testing.assert_close(measured.widest(), widest)
+
+
+def spectral(matrices: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(matrices, 2)
+
+
+def theorem_28(
+    qkv: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    real: Tensor,
+    tau: float,
+    nu: float | None,
+    rho: float,
+) -> float:
+    """Return the bound of the second derivative of one head in one window, with its letters.
+
+    Args:
+        qkv: Queries, keys and values before their normalization, [3, N, d]; zero for padding.
+        weight: The projections, [3, d, C].
+        bias: [N, N].
+        real: False for padding, [N].
+        tau: Factor of the cosines.
+        nu: Length of the values; None leaves them as they are.
+        rho: Radius of the ball.
+    """
+    tokens = [i for i, is_real in enumerate(real.tolist()) if is_real]
+    unit, steep, turn, moved, maps = [], [], [], [], []
+    for x, w, length in zip(qkv, weight, (1.0, 1.0, nu), strict=True):
+        norm = spectral(w).item()
+        maps.append({})
+        if length is None:
+            unit.append(x)
+            maps[-1] = dict.fromkeys(tokens, w)
+            turn.append(dict.fromkeys(tokens, 0.0))
+            moved.append(rho * norm)
+        else:
+            roots = (x.square().sum(1) + 1e-2).sqrt()
+            unit.append(length * x / roots[:, None])
+            nearest = {}
+            for i in tokens:
+                eye = torch.eye(len(x[i]), dtype=x.dtype)
+                maps[-1][i] = length * (eye / roots[i] - x[i].outer(x[i]) / roots[i] ** 3) @ w
+                nearest[i] = math.hypot(max(x[i].norm().item() - rho * norm, 0.0), 0.1)
+            turn.append({i: 2 / 3**0.5 * norm**2 * length / nearest[i] ** 2 for i in tokens})
+            moved.append(min(2.0 * length, length * rho * norm / min(nearest.values())))
+        steep.append({i: spectral(maps[-1][i]).item() + rho * turn[-1][i] for i in tokens})
+    (q, k, v), (turn_q, turn_k, turn_v) = unit, turn
+    (steep_q, steep_k, steep_v), (m_q, m_k, m_v) = steep, moved
+    a = (tau * q @ k.T + bias).softmax(1)
+    grown = math.exp(tau * (m_q + m_k))
+    spread_k, spread_v, by_query = {}, {}, []
+    for i in tokens:
+        at_center = a[i].sqrt()[:, None] * (k - a[i] @ k)
+        deviation = spectral(at_center).item()
+        spread_k[i] = min(1.0, grown * deviation + m_k)
+        values = spectral(a[i].sqrt()[:, None] * (v - a[i] @ v)).item()
+        spread_v[i] = min(nu or math.inf, grown * values + m_v)
+        own = spectral(at_center @ maps[0][i]).item() + deviation * rho * turn_q[i]
+        by_query.append(grown * own + m_k * steep_q[i])
+    by_key = torch.stack([(q @ maps[1][j]).norm(dim=1) for j in tokens], 1)  # at the center
+    more = torch.tensor([m_q * steep_k[j] + rho * turn_k[j] for j in tokens], dtype=q.dtype)
+    a = a[tokens][:, tokens]
+    by_key = a.sqrt() * by_key[tokens]
+    diameter = max((v[i] - v[j]).norm().item() for i in range(len(v)) for j in range(len(v)))
+    steep_k_of, steep_v_of, turn_k_of, turn_v_of = (
+        torch.tensor([of[j] for j in tokens], dtype=q.dtype)
+        for of in (steep_k, steep_v, turn_k, turn_v)
+    )
+    largest, column, square = a.amax(0).sqrt(), a.sum(0).sqrt(), a.norm(dim=0)
+    V = diameter + 2.0 * m_v
+    A = tau * max(by_query)
+    B = tau * grown * (by_key.max() + (largest * more).max()).item()
+    B_ = tau * grown * (by_key.norm(dim=0).max() + (column * more).max()).item()
+    E = tau * max(spread_v[i] * steep_q[i] for i in tokens)
+    E *= grown * (largest * steep_k_of).max().item()
+    F = grown * (largest * steep_v_of).max().item()
+    F_ = grown * (column * steep_v_of).max().item()
+    T = tau * max(spread_v[i] * spread_k[i] * turn_q[i] for i in tokens)
+    T += tau * V * grown**2 * (square * turn_k_of).max().item()
+    T += grown**2 * (square * turn_v_of).max().item()
+    return V * (A**2 + 2 * A * B + B * B_) + 2 * (E + A * F + min(F * B_, F_ * B)) + T
 
 
 def trilinear_norm(tensor: Tensor) -> float:

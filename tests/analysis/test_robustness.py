@@ -89,6 +89,13 @@ def test_a_radius_is_not_rounded_up():
     assert certified_radius(torch.tensor([[3.0, 1.0]]), identity).item() <= math.sqrt(2.0)
 
 
+def test_logits_that_are_not_finite_certify_nothing():
+    """Such as those of a program in float16, whose largest number is 65504."""
+    bound = lipschitz_bound(nn.Identity(), Domain(size=()))
+    logits = torch.tensor([[math.inf, 0.0], [0.0, -math.inf], [math.nan, 0.0], [2.0, 1.0]])
+    assert (certified_radius(logits, bound) > 0.0).tolist() == [False, False, False, True]
+
+
 def test_a_wrong_radius_does_not_go_unnoticed():
     layer, images, labels, exact = linear_case(3, seed=0)
     near = exact[:, -1] < 0.2

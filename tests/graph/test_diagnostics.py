@@ -2,11 +2,11 @@ import math
 
 import pytest
 import torch
-from torch_geometric.utils import to_undirected
+from torch_geometric.utils import softmax, to_undirected
 
 from lipsformer.analysis.bounds import lipschitz_bound
 from lipsformer.analysis.bounds.graph import graph_domain
-from lipsformer.graph import LipschitzGATConv, create_model
+from lipsformer.graph import LipschitzGATConv, SortedEdges, create_model
 from lipsformer.graph.diagnostics import (
     attention_statistics,
     dirichlet_energy,
@@ -16,7 +16,7 @@ from lipsformer.graph.diagnostics import (
     mean_cosine,
 )
 from lipsformer.graph.edge_attention.csr import silence_beta_notice
-from lipsformer.graph.operator_bounds import gat_attention_bound
+from lipsformer.graph.operator_bounds import attention_column_sum, gat_attention_bound
 
 NODES = 7
 
@@ -82,6 +82,34 @@ def test_gat_attention_never_exceeds_its_proved_bound(graph, att_norm):
             x = (x + 0.1 * x.norm() * grad / grad.norm()).detach()
     conv.score_norm = None
     assert gat_attention_bound(conv, edge_index, NODES) == math.inf
+
+
+def test_the_column_sums_of_attention_are_reached():
+    """A source has the largest score in all its neighborhoods, and the others the smallest."""
+    edges = torch.tensor([[0, 0, 1, 2, 2, 3, 4, 4], [0, 1, 1, 1, 3, 3, 4, 0]])
+    limits = torch.tensor([0.0, 0.3, 2.0], dtype=torch.double)
+    sums = []
+    for source in range(5):
+        scores = torch.where(edges[0] == source, 1.0, -1.0)[:, None] * limits
+        attn = softmax(scores, edges[1], num_nodes=5)
+        sums.append(attn[edges[0] == source].sum(0))
+    found = attention_column_sum(SortedEdges(edges, 5).csr, limits)
+    torch.testing.assert_close(found, torch.stack(sums).amax(0), rtol=1e-12, atol=0)
+    assert (found >= torch.stack(sums).amax(0)).all()
+
+
+@pytest.mark.parametrize(("loops", "degrees", "most"), [(True, (3, 2, 1), 3), (False, (2, 1), 2)])
+@pytest.mark.parametrize("slope", [0.2, -3.0])
+def test_the_bound_of_gat_attention_in_closed_form(loops, degrees, most, slope):
+    """Node 0 sends to nodes 1 and 2, and node 3 to node 1."""
+    edges = torch.tensor([[0, 0, 3], [1, 2, 1]])
+    conv = LipschitzGATConv(5, 3, att_norm=2.0, add_self_loops=loops, negative_slope=slope)
+    c = 2.0 / max(abs(slope), 1.0)
+    s = sum(1.0 / (1.0 + (degree - 1) * math.exp(-2.0 / c)) for degree in degrees)
+    expected = s**0.5 + ((s + 1) ** 0.5 + (most + 1) ** 0.5) / c
+    assert gat_attention_bound(conv, edges, 4).tolist() == [pytest.approx(expected, rel=1e-12)]
+    conv.released_code = True  # which divides by the norm of another node
+    assert gat_attention_bound(conv, edges, 4) == math.inf
 
 
 @pytest.mark.parametrize("settings", [{"flow": "target_to_source"}, {"aggr": "max"}])

@@ -101,6 +101,43 @@ def test_layers_and_ends_have_their_own_weight_decay(graph):
         torch.testing.assert_close(parameter.detach(), expected)
 
 
+def test_a_gradient_above_the_limit_is_clipped_and_its_own_norm_is_recorded(graph):
+    norms = []
+    for limit in (None, 1e-3, 1e3):
+        torch.manual_seed(0)
+        training = Training(build(), replace(SETTINGS, clip_grad=limit), "cpu")
+        training.run_epoch([graph], [graph])
+        gradients = torch.cat([p.grad.flatten() for p in training.model.parameters()])
+        norms.append((gradients.norm().item(), training.record["gradient_norm"]))
+    free = norms[0][1]
+    expected = [(free, free), (1e-3, free), (free, free)]
+    assert free > 1e-2 and norms == [pytest.approx(pair, rel=1e-3) for pair in expected]
+
+
+def test_the_rate_is_halved_when_the_validation_loss_does_not_fall(graph, monkeypatch):
+    record = {"train_acc": 0.5, "val_acc": 0.5, "test_acc": 0.5, "val_loss": 1.0}
+    monkeypatch.setattr(training_module, "evaluate", lambda *_: dict(record))
+    training = Training(build(), replace(SETTINGS, lr=0.04, plateau_patience=1), "cpu")
+    rates = []
+    for _ in range(6):
+        training.run_epoch([graph], [graph])
+        rates.append(training.record["lr"])
+    assert rates == [0.04, 0.04, 0.04, 0.02, 0.02, 0.01]
+
+
+@pytest.mark.parametrize("what", ["gradient", "validation loss"])
+def test_a_gradient_or_a_validation_loss_that_is_not_finite_ends_the_run(graph, monkeypatch, what):
+    training = Training(build(), SETTINGS, "cpu")
+    if what == "gradient":
+        training.model.head.weight.register_hook(lambda gradient: gradient * math.inf)
+    else:
+        record = {"train_acc": 0.5, "val_acc": 0.5, "test_acc": 0.5, "val_loss": math.nan}
+        monkeypatch.setattr(training_module, "evaluate", lambda *_: dict(record))
+    training.run_epoch([graph], [graph])
+    assert training.diverged and training.finished
+    assert training.best.epoch == -1 and training.record == {}
+
+
 def test_batches_without_training_nodes_change_no_record(graph):
     """The loss is the mean over the training nodes, and the last gradients stay to be read."""
 
@@ -140,7 +177,7 @@ def test_evaluate_counts_over_batches_as_over_the_whole(graph):
     nodes = torch.arange(40)
     halves = [graph.subgraph(nodes < 20), graph.subgraph(nodes >= 20)]
     joined = torch.cat([model(h.x, h.edge_index) for h in halves])
-    record = evaluate(model, halves, "cpu")
+    record = evaluate(model.train(), halves, "cpu")  # without dropout all the same
     mask = graph.val_mask
     hits = (joined.argmax(1) == graph.y)[mask].float().mean().item()
     loss = torch.nn.functional.cross_entropy(joined[mask], graph.y[mask]).item()
