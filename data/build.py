@@ -4,8 +4,6 @@ This is the only module of the package that knows the config.
 """
 
 import json
-import os
-import posixpath
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,11 +15,11 @@ from data.batch import Normalize, TrainBatchTransform
 from data.dataset import ImageDataset, TrainDataset
 from data.errors import DataError, DataWarning
 from data.evalsets import EvalSet, find_sets
-from data.parquet import ParquetSource, files_of
+from data.parquet import ParquetSource
 from data.root import data_root
 from data.shards import ShardSource
+from data.skip_list import read_skip_list
 from data.sources import (
-    EXTENSIONS,
     FolderSource,
     InMemory,
     Source,
@@ -319,12 +317,12 @@ def build_source(data: DataConfig, split: str) -> Source:
     if data.source == "digits":
         return digits(split, img_size=data.img_size, interpolation=data.interpolation)
     if data.source == "folder":
-        images = FolderSource(folder, skip=_skipped(data, split))
+        images = FolderSource(folder, skip=_listed(data, split))
         return InMemory(images) if data.in_memory else images
     if data.source == "shards":
         return ShardSource(folder)
     if data.source == "parquet":
-        listed = _skipped(data, split)
+        listed = _listed(data, split)
         if odd := sorted(line for line in listed if not line.isdecimal()):
             raise DataError(
                 f"data.skip_list={data.skip_list!r} names {split}/{odd[0]}, but images of parquet "
@@ -334,43 +332,9 @@ def build_source(data: DataConfig, split: str) -> Source:
     return torchvision_set(data.source, split, root=root, download=data.download)
 
 
-def _is_inside(folder: Path, line: str) -> bool:
-    """Return whether a line is the one way to write the path of an image file below a folder."""
-    written_so = posixpath.normpath(line) == line and not line.startswith(("/", "../"))
-    is_image = line.lower().endswith(EXTENSIONS) and not os.path.isdir(folder / line)
-    return written_so and is_image and os.path.lexists(folder / line)
-
-
-def _skipped(data: DataConfig, split: str) -> frozenset[str]:
+def _listed(data: DataConfig, split: str) -> frozenset[str]:
     """Return the split's images that `data.skip_list` names, relative to the split."""
     if data.skip_list is None:
         return frozenset()
-    try:
-        # check-data writes names that are not UTF-8 in the same way
-        text = Path(data.skip_list).read_text(encoding="utf-8", errors="surrogateescape")
-        lines = text.split("\n")  # splitlines would also break at other characters of a name
-    except OSError as error:
-        raise DataError(f"data.skip_list={data.skip_list!r} cannot be read: {error}") from error
     folder = data_root(data.root) / (data.name or "")
-    if data.source == "parquet":
-        named = {line.rpartition("/")[0] for line in lines if line}
-        if stray := sorted(name for name in named if not files_of(folder, name)):
-            raise DataError(
-                f"data.skip_list={data.skip_list!r} names images of the split {stray[0]!r}, of "
-                f"which {folder} has no files: its lines are split/number, as {split}/0"
-            )
-    elif stray := [line for line in lines if line and not _is_inside(folder, line)]:
-        raise DataError(
-            f"data.skip_list={data.skip_list!r} names {len(stray)} paths that are no image files "
-            f"in {folder}, such as {stray[0]!r}: its paths are relative to that folder, as "
-            f"{split}/..."
-        )
-    prefix = f"{split}/"
-    skipped = frozenset(line[len(prefix) :] for line in lines if line.startswith(prefix))
-    if skipped:
-        warnings.warn(
-            f"{len(skipped)} images of {split} are left out, because {data.skip_list} names them",
-            DataWarning,
-            stacklevel=2,
-        )
-    return skipped
+    return read_skip_list(data.skip_list, folder, split, numbered=data.source == "parquet")

@@ -1,8 +1,6 @@
 """Join data, model and engine: the objects that a config describes."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,16 +19,15 @@ from data import (
 from data.build import sizes_by_epoch
 from data.dataset import ImageDataset, TrainDataset
 from lipsformer._checks import require
-from lipsformer._configfile import make_config
 from lipsformer._errors import ConfigError, first_line
-from lipsformer.config import Config, DataConfig
+from lipsformer.config import Config
 from lipsformer.engine.build import bound_domain, build_model, make_instruments, timm_config
 from lipsformer.engine.compilation import compile_regions, compiles, try_kernels
 from lipsformer.engine.distributed import shard_ema
 from lipsformer.engine.initial_weights import load_initial_weights
 from lipsformer.engine.loss import fingerprint, load_teacher, make_task
 from lipsformer.engine.optim import make_optimizer
-from lipsformer.engine.parts import PendingRecords, TrainingParts
+from lipsformer.engine.parts import DataFacts, PendingRecords, TrainingParts
 from lipsformer.engine.preflight import check_model
 from lipsformer.engine.schedule import CosineSchedule
 from lipsformer.engine.step_share import share_of_step
@@ -109,11 +106,13 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Tr
         ),
         eval_batches=eval_batches,
         normalize=normalize,
-        num_train_images=len(train_set),
-        num_eval_images=len(val_set),
-        train_labels_sha256=train_set.labels_sha256,
-        eval_labels_sha256=val_set.labels_sha256,
-        classes=classes,
+        facts=DataFacts(
+            classes=list(classes),
+            num_train_images=len(train_set),
+            num_eval_images=len(val_set),
+            train_labels_sha256=train_set.labels_sha256,
+            eval_labels_sha256=val_set.labels_sha256,
+        ),
         timm_config=description,
         step_share=step_share,
         pending=pending,
@@ -189,18 +188,3 @@ def check_images(config: Config, train_set: TrainDataset, val_set: ImageDataset)
         if image.shape != (expected, expected, 3):
             raise ConfigError(f"data.img_size={expected}: an image became {tuple(image.shape)}")
     return list(first)
-
-
-def data_config(known: Mapping[str, Any], overrides: Sequence[str], *, origin: str) -> DataConfig:
-    """Return the preprocessing of a model, with `overrides` that say which images.
-
-    Args:
-        known: timm's `pretrained_cfg` of the model.
-        overrides: `key=value` settings of the data.
-        origin: What the user calls the source of these settings, for messages.
-    """
-    settings = {
-        "img_size": known["input_size"][-1],
-        **{key: known[key] for key in ("mean", "std", "crop_pct", "interpolation")},
-    }
-    return make_config(DataConfig, [settings], overrides, origin=origin)

@@ -15,8 +15,8 @@ from lipsformer.analysis.estimate import local_lipschitz
 from lipsformer.config import DataConfig
 from lipsformer.engine.run_folder import Weights
 from lipsformer.engine.weights import load_model
-from scripts._assemble import data_config
 from scripts._certify_picture import PictureCertificate, certify_picture
+from scripts._data_config import data_config
 from scripts._runtimes import Logits, fold
 
 MAX_UPLOAD = 20 * 2**20  # bytes

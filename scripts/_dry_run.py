@@ -64,11 +64,11 @@ def _model(config: Config, parts: TrainingParts) -> str:
 def _schedule(config: Config, parts: TrainingParts) -> str:
     updates, schedule = parts.train_batches.updates_per_epoch, parts.state.schedule
     last = config.train.epochs * updates - 1
-    share = parts.step_share
+    facts, share = parts.facts, parts.step_share
     processes = parts.state.accelerator.num_processes
     lines = [
-        f"{parts.num_train_images:,} training images, {parts.num_eval_images:,} validation images, "
-        f"{len(parts.classes)} classes",
+        f"{facts.num_train_images:,} training images, {facts.num_eval_images:,} validation images, "
+        f"{len(facts.classes)} classes",
         f"{config.train.epochs} epochs x {updates} updates; global batch "
         f"{config.train.global_batch_size} = {processes} processes x {share.samples} x "
         f"{share.micro_batches}",

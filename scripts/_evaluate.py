@@ -16,8 +16,8 @@ from lipsformer.engine.evaluation import evaluate
 from lipsformer.engine.preflight import try_images
 from lipsformer.engine.run_folder import Weights
 from lipsformer.engine.weights import load_model, load_weights
-from scripts._assemble import data_config
 from scripts._certify import Certification
+from scripts._data_config import data_config
 from scripts._histogram import bars
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from data.check import Finding, check_files, check_parquet
 from data.errors import DataError
+from data.skip_list import write_skip_list
 from data.sources import image_files
 from lipsformer._commands import documented_parser, user_errors
 from lipsformer._errors import ConfigError
@@ -78,8 +79,7 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
     findings = list(tqdm(found, unit="image", disable=not sys.stderr.isatty()))
     unreadable = [finding.file for finding in findings if finding.error is not None]
     if args.list is not None:  # first, because a reader of the report may close the pipe
-        text = "".join(f"{file}\n" for file in unreadable)
-        args.list.write_text(text, encoding="utf-8", errors="surrogateescape")
+        write_skip_list(args.list, unreadable)
     print(report(findings).encode("utf-8", "backslashreplace").decode())
     return 1 if unreadable else 0
 

@@ -37,7 +37,7 @@ from lipsformer.engine.preflight import try_images
 from lipsformer.engine.run_files import CheckpointError
 from lipsformer.engine.run_folder import WHICH, WHICH_HELP, find_weights
 from lipsformer.engine.weights import has_tag, load_model
-from scripts._assemble import data_config
+from scripts._data_config import data_config
 from scripts._json_output import add_json_option, check_json_target, say, write_json
 
 

@@ -1,8 +1,8 @@
 """The objects of a run, as they are built from its config, and what the data must offer."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -86,6 +86,26 @@ class PendingRecords:
         return taken
 
 
+class DataFacts(NamedTuple):
+    """What a run must find again in its data to be continued, under the names in `state.json`.
+
+    Attributes:
+        classes: Names of the classes in the order of the labels.
+        num_train_images, num_eval_images: Lengths of the training and the validation set.
+        train_labels_sha256, eval_labels_sha256: Sums of their labels.
+
+    Example:
+        >>> DataFacts(["cat", "dog"], 7, 3, "c0ffee", "decaf").num_eval_images
+        3
+    """
+
+    classes: list[str]
+    num_train_images: int
+    num_eval_images: int
+    train_labels_sha256: str
+    eval_labels_sha256: str
+
+
 @dataclass(frozen=True)
 class TrainingParts:
     """The objects built from a config: data, model, optimizer.
@@ -96,9 +116,7 @@ class TrainingParts:
         transform: Turns training batches into inputs and targets, on the device.
         eval_batches: This rank's share of the validation data.
         normalize: Turns validation images into inputs.
-        num_train_images, num_eval_images: Lengths of the training and the validation set.
-        train_labels_sha256, eval_labels_sha256: Sums of their labels.
-        classes: Names of the classes in the order of the labels.
+        facts: What a run must find again in its data to be continued.
         timm_config: timm's description of the model, as JSON.
         step_share: The share of each device in an optimizer step.
         pending: Receives the records of the monitor, which the trainer writes after each step.
@@ -113,11 +131,7 @@ class TrainingParts:
     transform: BatchTransform
     eval_batches: SizedBatches
     normalize: Callable[[Tensor], Tensor]
-    num_train_images: int
-    num_eval_images: int
-    train_labels_sha256: str
-    eval_labels_sha256: str
-    classes: Sequence[str]
+    facts: DataFacts
     timm_config: str
     step_share: StepShare
     pending: PendingRecords

@@ -1,10 +1,8 @@
-"""What can be known of a run before anything is written: its folder, its images, its model."""
+"""What can be known of a model before anything is written."""
 
 import os
-import tempfile
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,45 +12,6 @@ from lipsformer._errors import ConfigError, first_line
 from lipsformer.analysis.sigma import gain_of, operators, residual_scale_of
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model, describe_model
-from lipsformer.engine.run_files import (
-    CHECKPOINTS,
-    CONFIG,
-    ENVIRONMENT,
-    METRICS,
-    PLOTS,
-    SUMMARY,
-    TENSORBOARD,
-)
-
-
-def check_folder(output_dir: Path) -> None:
-    """Check that a run can write into a folder, and leave nothing in it.
-
-    Permission bits do not tell: root ignores them, and a mount can be read-only. Therefore a folder
-    is made in the nearest folder that exists, and removed at once.
-
-    Raises:
-        ConfigError: If the folder cannot be made, read or written.
-    """
-    where = f"run.output_dir={str(output_dir)!r}"
-    try:
-        for name in (CHECKPOINTS, PLOTS, TENSORBOARD):
-            if (path := output_dir / name).exists() and not path.is_dir():
-                raise ConfigError(f"{where} cannot be used: {path} is not a folder")
-        for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY):
-            if (path := output_dir / name).exists() and not path.is_file():
-                raise ConfigError(f"{where} cannot be used: {path} is not a file")
-        existing = output_dir
-        while not existing.exists():
-            existing = existing.parent
-        if existing.is_dir():
-            os.listdir(existing)
-        os.rmdir(tempfile.mkdtemp(prefix=".lipsformer-", dir=existing))
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{where} cannot be written: {reason}; name another folder") from None
 
 
 def check_model(config: Config, classes: Sequence[str], sizes: Sequence[int], batch: int) -> None:

@@ -1,6 +1,8 @@
 """Which checkpoint a run continues from, and whether it may."""
 
 import logging
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,18 @@ from lipsformer._configfile import dotted, read_config
 from lipsformer._errors import ConfigError
 from lipsformer._ranks import on_first_rank
 from lipsformer.config import Config
-from lipsformer.engine.preflight import check_folder
-from lipsformer.engine.run_files import CONFIG, METRICS, SKIPPED, find_fault, read_state
+from lipsformer.engine.run_files import (
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    PLOTS,
+    SKIPPED,
+    SUMMARY,
+    TENSORBOARD,
+    find_fault,
+    read_state,
+)
 from lipsformer.engine.run_folder import RunFolder
 from lipsformer.engine.step_share import StepShare
 
@@ -90,7 +102,7 @@ def find_start(config: Config) -> Path | None:
 
 def _find_start(config: Config) -> Path | None:
     output_dir, resume = Path(config.run.output_dir), config.run.resume
-    check_folder(output_dir)
+    _check_folder(output_dir)
     run = RunFolder(output_dir)
     named = None if resume in ("auto", "none") else Path(resume)
     # A repeated command names the checkpoint from which the run began: then the run goes on.
@@ -127,6 +139,36 @@ def _find_start(config: Config) -> Path | None:
     skipped = named.resolve().parent.parent / SKIPPED
     _require_same(read_config(Config, named / CONFIG), config, resume, skipped)
     return named
+
+
+def _check_folder(output_dir: Path) -> None:
+    """Check that a run can write into a folder, and leave nothing in it.
+
+    Permission bits do not tell: root ignores them, and a mount can be read-only. Therefore a folder
+    is made in the nearest folder that exists, and removed at once.
+
+    Raises:
+        ConfigError: If the folder cannot be made, read or written.
+    """
+    where = f"run.output_dir={str(output_dir)!r}"
+    try:
+        for name in (CHECKPOINTS, PLOTS, TENSORBOARD):
+            if (path := output_dir / name).exists() and not path.is_dir():
+                raise ConfigError(f"{where} cannot be used: {path} is not a folder")
+        for name in (CONFIG, ENVIRONMENT, METRICS, SUMMARY):
+            if (path := output_dir / name).exists() and not path.is_file():
+                raise ConfigError(f"{where} cannot be used: {path} is not a file")
+        existing = output_dir
+        while not existing.exists():
+            existing = existing.parent
+        if existing.is_dir():
+            os.listdir(existing)
+        os.rmdir(tempfile.mkdtemp(prefix=".lipsformer-", dir=existing))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{where} cannot be written: {reason}; name another folder") from None
 
 
 def _began_with(run: RunFolder, checkpoint: Path) -> bool:

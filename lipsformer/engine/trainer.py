@@ -230,7 +230,7 @@ class Trainer:
                     module,
                     self.parts.eval_batches,
                     normalize=self.parts.normalize,
-                    num_images=self.parts.num_eval_images,
+                    num_images=self.parts.facts.num_eval_images,
                     interrupted=self._interrupted,
                 )
             if result is None:
@@ -319,7 +319,7 @@ class Trainer:
             "metrics_bytes": self.tracking.size(),
             "world_size": self.accelerator.num_processes,
             "micro_batch": list(self.parts.step_share),
-            **self._data(),
+            **self.parts.facts._asdict(),
             "kernels": kernels.verdicts(),
         }
 
@@ -345,20 +345,12 @@ class Trainer:
         self.lock.check()
         self.tracking.flush()
 
-    def _data(self) -> dict[str, Any]:
-        """Return what a run must find again in its data to be continued."""
-        return {
-            "classes": list(self.parts.classes),
-            "num_train_images": self.parts.num_train_images,
-            "num_eval_images": self.parts.num_eval_images,
-            "train_labels_sha256": self.parts.train_labels_sha256,
-            "eval_labels_sha256": self.parts.eval_labels_sha256,
-        }
-
     def _load(self, start: Path) -> int:
         """Restore a checkpoint; return the length that metrics.jsonl had at its step."""
         state = read_state(start)
-        require_same_data(start, state, updates_per_epoch=self.steps_per_epoch, **self._data())
+        require_same_data(
+            start, state, updates_per_epoch=self.steps_per_epoch, **self.parts.facts._asdict()
+        )
         require_same_world(
             start,
             state,

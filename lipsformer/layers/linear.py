@@ -34,9 +34,9 @@ class Linear(nn.Linear):
             input: [B, ..., C_in].
             act_before: Apply GELU to the input first. Training on the CPU computes it again in the
                 backward pass instead of keeping it.
-            output_scale: [C_out], multiplies the output. In bfloat16, and unless there are fewer
-                tokens than input channels, it is multiplied into the weight, so that it needs no
-                pass over the output and its gradient no copy of the output.
+            output_scale: [C_out], multiplies the output. The kernel multiplies it into the weight
+                instead, which saves a pass over the output and, for its gradient, a copy of it.
+                In float32 it does so only if there are at least as many tokens as input channels.
         """
         if kernels.usable("linear", input, self.weight, training=self.training):
             return kernels.fused_linear(input, self.weight, self.bias, act_before, output_scale)

@@ -60,7 +60,8 @@ def register_with_weights(entry: Callable[..., Model]) -> Callable[..., Model]:
         overlay = pretrained_cfg_overlay or {}
         tag = pretrained_cfg if isinstance(pretrained_cfg, str) else None
         named = (pretrained_cfg and not tag) or any(map(overlay.get, SOURCES))
-        if named or not (pretrained or tag not in (None, UNTRAINED)):
+        wants_folder = pretrained or tag not in (None, UNTRAINED)
+        if named or not wants_folder:
             cfgs = {"pretrained_cfg": pretrained_cfg, "pretrained_cfg_overlay": overlay}
             return entry(pretrained, **cfgs, **kwargs)
         folder = find_folder(entry.__name__, tag)

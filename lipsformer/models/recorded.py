@@ -22,9 +22,9 @@ class RecordedForward:
 
     A recording holds for one shape, layout and type of a single input on the CPU, without
     gradients and with autocast as it was. All recordings are dropped when a parameter is written,
-    a module is replaced or a hook is added. The second call after that records again, but none
-    records while a module has hooks. Other inputs are computed by the modules. Large batches of
-    models of timm and of this library are divided into parts of nearly the same size, which are
+    a module is replaced or a hook is added. The second call after that records again. While a
+    module has hooks, nothing is recorded. Other inputs are computed by the modules. Large batches
+    of models of timm and of this library are divided into parts of nearly the same size, which are
     computed one after the other.
 
     Example:
