@@ -16,7 +16,8 @@ LIBRARY = {
     *{"lipsformer", "lipsformer.config", "lipsformer.recipe", "lipsformer._configfile"},
     *{"lipsformer._checks", "lipsformer._commands", "lipsformer._errors", "lipsformer._files"},
     *{"lipsformer._machine", "lipsformer._modes", "lipsformer._ranks", "lipsformer._settings_help"},
-    "lipsformer._sharding",
+    *{"lipsformer._sharding", "lipsformer._arguments", "lipsformer._hooks"},
+    "lipsformer._precision",
     *{"lipsformer.kernels", "lipsformer.layers", "lipsformer.models", "lipsformer.graph"},
     *{"lipsformer.analysis", "lipsformer.engine", "lipsformer.jsonl"},
 }
@@ -29,6 +30,7 @@ OWN = {
     "lipsformer/cli.py": {
         *{"lipsformer", "lipsformer._checks", "lipsformer._commands", "lipsformer.completion"}
     },
+    "lipsformer/_arguments.py": set(),
     "lipsformer/_commands.py": set(),
     "lipsformer/completion.py": {"lipsformer._commands", "lipsformer.config"},
     "lipsformer/_checks.py": {"lipsformer._errors"},
@@ -37,8 +39,10 @@ OWN = {
     "lipsformer/_files.py": {"lipsformer._errors"},
     "lipsformer/_settings_help.py": set(),
     "lipsformer/jsonl.py": set(),
+    "lipsformer/_hooks.py": set(),
     "lipsformer/_machine.py": set(),
     "lipsformer/_modes.py": set(),
+    "lipsformer/_precision.py": set(),
     "lipsformer/_ranks.py": set(),
     "lipsformer/_sharding.py": set(),
     "lipsformer/config.py": {
@@ -46,19 +50,23 @@ OWN = {
     },
     "lipsformer/recipe.py": {"lipsformer._checks"},
     "lipsformer/kernels": {"lipsformer.kernels"},
-    "lipsformer/layers": {"lipsformer.layers", "lipsformer.kernels"},
+    "lipsformer/layers": {
+        *{"lipsformer.layers", "lipsformer.kernels", "lipsformer._arguments"},
+        *{"lipsformer._hooks", "lipsformer._precision"},
+    },
     "lipsformer/models": {
         *{"lipsformer.models", "lipsformer.layers", "lipsformer.kernels"},
-        "lipsformer._files",
+        *{"lipsformer._arguments", "lipsformer._files", "lipsformer._hooks"},
+        "lipsformer._precision",
     },
     "lipsformer/graph": {
         *{"lipsformer.graph", "lipsformer.layers", "lipsformer.kernels"},
-        *{"lipsformer._checks", "lipsformer._files", "lipsformer._modes"},
-        *{"lipsformer._ranks", "lipsformer.jsonl"},
+        *{"lipsformer._arguments", "lipsformer._checks", "lipsformer._files"},
+        *{"lipsformer._modes", "lipsformer._ranks", "lipsformer.jsonl"},
     },
     "lipsformer/analysis": {
         *{"lipsformer.analysis", "lipsformer.models", "lipsformer.layers", "lipsformer._modes"},
-        "lipsformer._sharding",
+        *{"lipsformer._arguments", "lipsformer._precision", "lipsformer._sharding"},
     },
     "lipsformer/analysis/bounds/graph.py": {
         *{"lipsformer.analysis", "lipsformer.models", "lipsformer.layers", "lipsformer.graph"}
@@ -83,6 +91,7 @@ ELSEWHERE = {
     "lipsformer/__init__.py": set(),
     "lipsformer/__main__.py": set(),
     "lipsformer/cli.py": set(),
+    "lipsformer/_arguments.py": set(),
     "lipsformer/_commands.py": set(),
     "lipsformer/completion.py": {"shtab"},
     "lipsformer/_checks.py": set(),
@@ -91,8 +100,10 @@ ELSEWHERE = {
     "lipsformer/_files.py": set(),
     "lipsformer/_settings_help.py": {"yaml"},
     "lipsformer/jsonl.py": set(),
+    "lipsformer/_hooks.py": {"torch"},
     "lipsformer/_machine.py": set(),
     "lipsformer/_modes.py": {"torch"},
+    "lipsformer/_precision.py": {"torch"},
     "lipsformer/_ranks.py": {"torch"},
     "lipsformer/_sharding.py": {"torch"},
     "lipsformer/config.py": set(),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipsformer.layers._precision import finite_or_zero, power_of_two, without_autocast
+from lipsformer._precision import finite_or_zero, power_of_two, without_autocast
 
 __all__ = ["conv_sigma_bound", "conv_symbols", "depthwise_operator", "grid_excess", "scaled_groups"]
 

@@ -15,7 +15,7 @@ from torch.func import grad, jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipsformer._modes import modes_restored
-from lipsformer.layers._precision import power_of_two
+from lipsformer._precision import power_of_two
 
 Function = Callable[[Tensor], Tensor]
 

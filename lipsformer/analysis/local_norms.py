@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipsformer.layers._precision import power_of_two
+from lipsformer._precision import power_of_two
 
 Function = Callable[[Tensor], Tensor]
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from lipsformer._precision import finite_or_zero, power_of_two, without_autocast
 from lipsformer._renamed import renamed
 from lipsformer.analysis.conv_norms import conv_sigma_bound
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
-from lipsformer.layers._precision import finite_or_zero, power_of_two, without_autocast
 
 # Dimensions of the Krylov space of a measurement, and of the first one, from random vectors.
 STEPS, FIRST_STEPS = 16, 64

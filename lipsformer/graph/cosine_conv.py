@@ -12,10 +12,10 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.typing import OptTensor
 from torch_geometric.utils import softmax
 
+from lipsformer._arguments import check_count, check_fraction
 from lipsformer.graph.edge_attention.csr import SortedEdges, add_one_self_loop, plain_edges
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention
-from lipsformer.layers._checks import check_count, check_fraction
 from lipsformer.layers.cosine_attention import ScaledCosineAttention, cosine_normalize
 from lipsformer.layers.spectral import spectral_init_
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lipsformer.layers._checks import check_fraction
+from lipsformer._arguments import check_fraction
 
 __all__ = ["Dropout"]
 

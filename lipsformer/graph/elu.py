@@ -26,7 +26,6 @@ class ELU(nn.ELU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the function element by element."""
-        # The kernel has second derivatives, so it may be used outside training too.
-        if self.alpha == 1 and not self.inplace and kernels.usable("elu", input, training=True):
+        if self.alpha == 1 and not self.inplace and kernels.usable("elu", input):
             return kernels.elu(input)
         return super().forward(input)

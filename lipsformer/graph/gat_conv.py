@@ -16,11 +16,11 @@ from torch_geometric.utils import is_torch_sparse_tensor, softmax
 from torch_geometric.utils.sparse import set_sparse_value
 
 from lipsformer import kernels
+from lipsformer._arguments import check_count, check_fraction, check_positive
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, add_one_self_loop, plain_edges
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max
 from lipsformer.graph.norm import check_score_norm
-from lipsformer.layers._checks import check_count, check_fraction, check_positive
 from lipsformer.layers.lipschitz_norm import (
     linear_scale,
     released_linear_scale,
@@ -205,12 +205,9 @@ class LipschitzGATConv(GATConv):
         The factor c_i of LipschitzNorm is positive, so LeakyReLU(c_i (s_j + t_i)) is the score, and
         c_i (s_j + t_i) is the dot product of the query (c_i, c_i t_i) and the key (s_j, 1).
         """
-        if target is source and kernels.usable(
-            "node_terms", source, self.att_src, self.att_dst, training=True
-        ):
-            source, source_term, target_term, source_sq = kernels.node_terms(
-                source, self.att_src, self.att_dst
-            )
+        weights = self.att_src, self.att_dst
+        if target is source and kernels.usable("node_terms", source, *weights):
+            source, source_term, target_term, source_sq = kernels.node_terms(source, *weights)
             target_sq = source_sq
         else:
             source_term, target_term = self._score_terms(source, target)

@@ -14,11 +14,11 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.typing import OptTensor
 from torch_geometric.utils import softmax
 
+from lipsformer._arguments import check_count, check_fraction
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, plain_edges
 from lipsformer.graph.edge_attention.messages import why_messages
 from lipsformer.graph.edge_attention.operator import edge_attention, neighbor_max, with_squared_norm
 from lipsformer.graph.norm import check_score_norm
-from lipsformer.layers._checks import check_count, check_fraction
 from lipsformer.layers.lipschitz_norm import quadratic_scale, segment_max, squared_norm
 
 __all__ = ["LipschitzTransformerConv"]

@@ -46,6 +46,8 @@ class Needs(NamedTuple):
             operator whose `casts` is true, this holds only under autocast.
         contiguous: Whether all tensors must be contiguous.
         min_dims: Least number of dimensions of the first tensor.
+        twice: Whether its gradients can be differentiated again, so that it may be used with
+            gradients outside training too.
         device: "cpu" or "cuda". The kernels for CUDA are written in Triton and read tensors of all
             floating-point types beside the first one.
     """
@@ -56,6 +58,7 @@ class Needs(NamedTuple):
     mixed: bool = False
     contiguous: bool = False
     min_dims: int = 1
+    twice: bool = False
     device: str = "cpu"
 
 
@@ -63,7 +66,7 @@ _POINTWISE = Needs(("csrc",), _FLOAT32_BFLOAT16, contiguous=True)
 _POINTWISE_MIXED = _POINTWISE._replace(mixed=True)  # parameters are float32
 NEEDS = {
     # asked by the layers
-    "elu": _POINTWISE,
+    "elu": _POINTWISE._replace(twice=True),
     "block": Needs(("csrc",), _FLOAT32_BFLOAT16, mixed=True, min_dims=4),
     "center_norm": Needs((), _FLOAT32_BFLOAT16, mixed=True),
     # These two do not call oneDNN. They ask for it because it excludes autocast, which would cast
@@ -75,9 +78,9 @@ NEEDS = {
     "depthwise_gelu": Needs(("csrc",), _FLOAT32_BFLOAT16, casts=True, mixed=True),
     "fold_shift": Needs((), (*_FLOAT32_BFLOAT16, torch.float64)),
     "gelu_residual": Needs((), _FLOAT32_BFLOAT16, mixed=True),
-    "kept_samples": Needs((), _FLOAT32_BFLOAT16),
+    "kept_samples": Needs((), _FLOAT32_BFLOAT16, twice=True),
     "linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True, min_dims=3),
-    "node_terms": Needs(("csrc",), contiguous=True),
+    "node_terms": Needs(("csrc",), contiguous=True, twice=True),
     "packed_linear": Needs(("onednn",), _FLOAT32_BFLOAT16, casts=True, mixed=True),
     "recording": Needs((), _FLOAT32_BFLOAT16),
     "residual": _POINTWISE,
@@ -129,7 +132,7 @@ def usable(
 ) -> bool:
     """Return whether the kernel of an operator may compute a call.
 
-    The gradients of most kernels cannot be differentiated again, so with gradients a kernel is used
+    The gradients of most kernels cannot be differentiated again, so with gradients they are used
     only in training mode. Evaluation with gradients and `torch.func` keep the plain operators,
     which can be differentiated twice. The compiler keeps them too, because it fuses them itself.
 
@@ -252,7 +255,7 @@ def _gpu_obstacle(needs: Needs, x: Tensor, training: bool) -> str | None:
 def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: bool) -> str | None:
     if not ENABLED:
         return "LIPSFORMER_NATIVE=0 switches the kernels off"
-    if torch.is_grad_enabled() and not training:
+    if torch.is_grad_enabled() and not (training or needs.twice):
         return "gradients outside training may be differentiated twice"
     if device_type(x) != "cpu":
         return f"the input is on {device_type(x)}"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer import kernels
-from lipsformer.layers._hooks import has_hooks, has_own_forward
+from lipsformer._hooks import has_hooks, has_own_forward
 
 
 def declared(branch: Any, name: str) -> Any:
@@ -101,7 +101,7 @@ def draw(residual: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     mask = residual.draw_mask(x)
     if mask is None or not declared(residual.branch, "treats_samples_alone"):
         return mask, None
-    if not kernels.usable("kept_samples", x, training=True):
+    if not kernels.usable("kept_samples", x):
         return mask, None
     kept = mask.flatten().nonzero().flatten()
     return (mask, None) if len(kept) == len(x) else (mask[kept], kept)

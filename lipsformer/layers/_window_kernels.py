@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer import kernels
-from lipsformer.layers._hooks import has_own_forward, would_run_hooks
+from lipsformer._hooks import has_own_forward, would_run_hooks
 from lipsformer.layers._trial import gpu_kernel_passes
 from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import ScaledCosineAttention

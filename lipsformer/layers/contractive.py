@@ -5,8 +5,8 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer._precision import without_autocast
 from lipsformer._renamed import renamed
-from lipsformer.layers._precision import without_autocast
 
 GROUPS = 8  # of channels: 0 to 3 are folded, 2 to 5 move by one token
 MOVES = ((1, 1), (1, -1), (2, 1), (2, -1))  # (axis of [B, H, W, C], step) of the groups 2 to 5

@@ -11,7 +11,7 @@ from timm.layers import register_notrace_function, register_notrace_module, use_
 from torch import Tensor, nn
 
 from lipsformer import kernels
-from lipsformer.layers._checks import check_count, check_fraction, check_positive
+from lipsformer._arguments import check_count, check_fraction, check_positive
 
 MAX_LOGIT_SCALE = 100.0  # the ceiling of a learned logit scale, as in SwinV2
 

@@ -15,7 +15,7 @@ import torch
 from timm.layers import register_notrace_module, use_fused_attn
 from torch import Tensor, nn
 
-from lipsformer.layers._checks import check_count, check_fraction
+from lipsformer._arguments import check_count, check_fraction
 from lipsformer.layers.cosine_attention import attend
 
 __all__ = [

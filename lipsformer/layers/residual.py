@@ -7,7 +7,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lipsformer.layers._checks import check_drop_path
+from lipsformer._arguments import check_drop_path
 from lipsformer.layers._residual_kernels import declared, enter
 
 

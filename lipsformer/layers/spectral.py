@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lipsformer._arguments import check_positive
+from lipsformer._precision import finite_or_zero, power_of_two, without_autocast
 from lipsformer._renamed import renamed
-from lipsformer.layers._checks import check_positive
-from lipsformer.layers._precision import finite_or_zero, power_of_two, without_autocast
 from lipsformer.layers.conv import DepthwiseConv2d
 
 _WITH_WEIGHT = (nn.Linear, nn.Conv2d, DepthwiseConv2d)

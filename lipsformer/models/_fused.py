@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer._hooks import has_own_forward, would_run_hooks
 from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
@@ -15,7 +16,6 @@ from lipsformer.layers import (
     ScaledCosineAttention,
     WeightedResidual,
 )
-from lipsformer.layers._hooks import has_own_forward, would_run_hooks
 from lipsformer.layers._residual_kernels import draw
 from lipsformer.layers._trial import gpu_kernel_passes
 from lipsformer.layers._window_kernels import (

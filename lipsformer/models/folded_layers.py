@@ -8,8 +8,8 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
+from lipsformer._hooks import has_hooks
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
-from lipsformer.layers._hooks import has_hooks
 from lipsformer.models.folding import fold_norm_behind, full_gain, require_plain, scale_output
 
 

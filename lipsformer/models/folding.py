@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lipsformer._hooks import has_hooks, has_own_forward
 from lipsformer.layers import CenterNorm
-from lipsformer.layers._hooks import has_hooks, has_own_forward
 
 Fold = TypeVar("Fold", bound=Callable[[Any], None])
 FOLDS: dict[type[nn.Module], Callable[[Any], None]] = {}

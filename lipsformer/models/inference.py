@@ -6,9 +6,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lipsformer._hooks import has_own_forward
 from lipsformer._renamed import renamed
 from lipsformer.layers import CenterNorm, Linear, ScaledCosineAttention
-from lipsformer.layers._hooks import has_own_forward
 from lipsformer.models.folded_layers import FrozenLinear
 from lipsformer.models.folding import FOLDS, fold_obstacle, require_single_use
 from lipsformer.models.recorded import RecordedForward

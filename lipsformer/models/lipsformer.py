@@ -14,6 +14,7 @@ from timm.layers import ClassifierHead, to_2tuple
 from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
+from lipsformer._arguments import check_count, check_depths, check_drop_path
 from lipsformer.layers import (
     CenterNorm,
     DepthwiseConv2d,
@@ -22,7 +23,6 @@ from lipsformer.layers import (
     apply_linear,
     spectral_init_modules_,
 )
-from lipsformer.layers._checks import check_count, check_depths, check_drop_path
 from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._fused import computed_at, in_one_call

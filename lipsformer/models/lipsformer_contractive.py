@@ -15,8 +15,8 @@ from timm.layers import ClassifierHead, register_notrace_module, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from torch import Tensor, nn
 
+from lipsformer._arguments import check_count, check_depths, check_fraction, check_positive
 from lipsformer.layers import FoldShift, JoinTokens, Linear, ScaledCosineAttention
-from lipsformer.layers._checks import check_count, check_depths, check_fraction, check_positive
 from lipsformer.layers.contractive import orthogonal_parts
 from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._timm import TimmInterface, model_cfg

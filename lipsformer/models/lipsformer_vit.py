@@ -10,8 +10,8 @@ from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
+from lipsformer._arguments import check_count, check_drop_path
 from lipsformer.layers import spectral_init_modules_
-from lipsformer.layers._checks import check_count, check_drop_path
 from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._timm import model_cfg
 from lipsformer.models.pretrained import register_with_weights

@@ -23,8 +23,8 @@ from timm.models.swin_transformer import (
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
+from lipsformer._hooks import has_hooks
 from lipsformer.layers import CenterNorm, attend_in_windows, spectral_init_modules_
-from lipsformer.layers._hooks import has_hooks
 from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models.folded_layers import FrozenLinear

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lipsformer.layers._precision import finite_or_zero, power_of_two
+from lipsformer._precision import finite_or_zero, power_of_two
 
 UNIT = 2.0**-53  # unit roundoff of float64
 UNIT32 = 2.0**-24  # unit roundoff of float32

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from lipsformer._arguments import check_positive
 from lipsformer.analysis.bounds import Domain, gathered_bound
 from lipsformer.analysis.instruments.base import InstrumentBase
-from lipsformer.layers._checks import check_positive
 
 
 class BoundExceededError(RuntimeError):

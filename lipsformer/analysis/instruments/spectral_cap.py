@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lipsformer._arguments import check_positive
 from lipsformer._sharding import assign, full_tensor
 from lipsformer.analysis.conv_norms import conv_sigma_bound
 from lipsformer.analysis.instruments.base import InstrumentBase
@@ -18,7 +19,6 @@ from lipsformer.analysis.sigma import (
     operators,
     residual_scale_of,
 )
-from lipsformer.layers._checks import check_positive
 from lipsformer.layers.spectral import clip_singular_values
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from lipsformer._arguments import check_positive
 from lipsformer._sharding import assign, full_tensor
 from lipsformer.analysis.instruments.base import InstrumentBase
 from lipsformer.analysis.sigma import SigmaTracker, operators
-from lipsformer.layers._checks import check_positive
 
 
 class UpdateLimit(InstrumentBase):

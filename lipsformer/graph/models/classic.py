@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.utils import dropout_edge
 
+from lipsformer._arguments import check_fraction
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.gcn_conv import SparseGCNConv
 from lipsformer.graph.models.stack import GraphNet
 from lipsformer.graph.norm import NodeNorm, parse_norm
-from lipsformer.layers._checks import check_fraction
 
 __all__ = ["ClassicGNN"]
 
