@@ -179,20 +179,14 @@ def attention_layer(
     attn = residual.branch
     require_unchanged(attn, WindowAttention, StripeAttention)
     batch, height, width, dim = x.shape
-    if isinstance(attn, WindowAttention):
-        window = attn.window(height, width)
-        groups = [(attn.attention, window, attn.position_bias(*window), None)]
-    else:
-        groups = [
-            (core, attn.stripe(i, height, width), None, lepe.weight)
-            for i, (core, lepe) in enumerate(zip(attn.attention, attn.lepe, strict=True))
-        ]
-    fused = attn.qkv(x).unflatten(-1, (3, len(groups), dim // len(groups)))
-    weights = attn.qkv.weight.unflatten(0, (3, len(groups), -1))
+    windows, cores, bias, lepes = attn.arrangement(height, width)
+    fused = attn.qkv(x).unflatten(-1, (3, len(cores), dim // len(cores)))
+    weights = attn.qkv.weight.unflatten(0, (3, len(cores), -1))
     ones = torch.ones(batch, height, width, 1, 1, dtype=x.dtype)
     parts: list[LocalAttention] = []
     everywhere: list[Tensor] = []
-    for i, (core, window, bias, lepe) in enumerate(groups):
+    for i, (core, window) in enumerate(zip(cores, windows, strict=True)):
+        lepe = lepes[i].weight if len(lepes) > 0 else None
         if not isinstance(core, ScaledCosineAttention):
             raise UnknownModuleError(f"no local bound is known for {type(core).__name__}")
         scales = [torch.as_tensor(x) for x in (core.tau(), core.value_scale) if x is not None]

@@ -65,6 +65,30 @@ class Claim:
                 f"another process has continued {self.folder.path} meanwhile: repeat the command"
             )
 
+    def take(
+        self,
+        start: Path | None,
+        history: Sequence[dict[str, Any]],
+        config: Config,
+        entry: dict[str, Any],
+    ) -> None:
+        """Write the first files of a start, after `check`.
+
+        Args:
+            start: The checkpoint to continue from; None for none.
+            history: The evaluations up to this checkpoint.
+            config: The config of the run.
+            entry: The new entry of environment.json.
+        """
+        copied = start if self.is_elsewhere(start) else None
+        if copied is None:
+            self.check_best(history)
+        else:
+            self.bring(copied, history)
+        self.write(config, entry)
+        if copied is not None:
+            self.complete()
+
     def check_best(self, history: Sequence[dict[str, Any]]) -> None:
         """Replace the best evaluation by the best one with a checkpoint, if it has lost its own.
 

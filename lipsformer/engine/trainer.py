@@ -401,20 +401,13 @@ class Trainer:
             The length of metrics.jsonl at the checkpoint, and the best evaluation so far. Both
             differ from the checkpoint's own if files were lost; see `Claim`.
         """
-        copied = start if claim.is_elsewhere(start) else None
-        if copied is None:
-            claim.check_best(self.history)
-        else:
-            claim.bring(copied, self.history)
         entry = {
             "from": str(start) if start else None,
             "update": self.step,
             **environment(self.accelerator),
             "batch": self._batch_text(),
         }
-        claim.write(self.config, entry)
-        if copied is not None:
-            claim.complete()
+        claim.take(start, self.history, self.config, entry)
         return claim.metrics_bytes, claim.best
 
     def _batch_text(self) -> str:
