@@ -44,12 +44,20 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Tr
         accelerator: Accelerate's, with the processes of the run.
         start: The checkpoint that the caller will load. Its weights replace the initial ones, so
             `model.checkpoint` is read only without it.
+
+    Raises:
+        ConfigError: If the config, its data and the processes do not fit together.
+        DataError: If something of the data is missing or unexpected.
     """
     step_share = share_of_step(config.train, accelerator.num_processes)
     with accelerator.main_process_first():  # it may have to download
         train_set, val_set = build_datasets(
             config.data, config.augment, seed=config.train.seed, epochs=config.train.epochs
         )
+    # Ranks without an image would not take part in the evaluation, and the others would wait.
+    enough = len(val_set) >= accelerator.num_processes or not accelerator.is_fsdp2
+    allowed = f"it has {len(val_set)} images, and each process of a sharded model needs one"
+    require(enough, "data.val_split", config.data.val_split, allowed)
     classes = train_set.classes
     sizes = check_images(config, train_set, val_set)
     check_model(config, classes, sizes, step_share.samples)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -78,7 +79,8 @@ def evaluate(
         accelerator: Accelerate's, for device, precision and ranks.
         module: The model without DDP around it, because ranks may have different numbers of
             batches.
-        batches: This rank's share of the data set. Over all ranks, every image comes once.
+        batches: This rank's share of the data set. Over all ranks, every image comes once. With a
+            sharded model every rank needs at least one batch.
         normalize: Turns uint8 images into the model's input.
         num_images: Length of the data set, for comparison with the number of images counted.
         interrupted: Called before every batch, equally often on all ranks; true ends it here.
@@ -102,14 +104,14 @@ def evaluate(
     own = torch.tensor(len(batches), device=accelerator.device)
     rounds = int(accelerator.gather(own).max())  # pyright: ignore[reportAttributeAccessIssue]
     iterator = iter(batches)
-    batch = None
+    batch: Any = None  # each rank of a sharded model has at least one
     for index in range(rounds):
         if interrupted():
             return None
         counted = index < len(batches)
         if counted:
             batch = next(iterator)
-        elif not isinstance(module, FSDPModule) or batch is None:
+        elif not isinstance(module, FSDPModule):
             continue  # only a sharded model needs all ranks in each forward pass: repeat a batch
         images, labels = (tensor.to(accelerator.device, non_blocking=True) for tensor in batch)
         with accelerator.autocast():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import train
 from lipsformer.engine.exits import EXIT_STOPPED
+from tests.data.trees import write_tree
 from tests.engine.test_distributed import PLAIN
 from tests.launch import Event, fsdp2_environment, hsdp_options, launch
 from tests.runs import DIGITS, outcome, write_config
@@ -68,6 +69,23 @@ def test_sharded_run_resumes_and_equals_ddp(tmp_path: Path) -> None:
             # weight by about the learning rate at each update, whatever the size of its gradient.
             atol = 4e-3 if key.endswith("qkv.bias") else 1e-3
             torch.testing.assert_close(weights[key], tensor, rtol=1e-2, atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("sharded", [True, False])
+def test_every_rank_of_a_sharded_model_needs_an_image_to_evaluate(tmp_path: Path, sharded) -> None:
+    """Otherwise the others would wait for its part of the weights for ever."""
+    write_tree(tmp_path / "set" / "train", {"a": 6, "b": 6}, size=(19, 17))
+    write_tree(tmp_path / "set" / "val", {"a": 1, "b": 1}, size=(19, 17))
+    arguments = ["--config", str(write_config(tmp_path, PLAIN, tmp_path / "out"))]
+    arguments += ["data.source=folder", f"data.root={tmp_path / 'set'}", "train.epochs=1"]
+    arguments += ["train.global_batch_size=12", "train.batch_size_per_device=4"]
+    codes = launch(arguments, tmp_path / "log", world_size=3, sharded=sharded)
+    text = (tmp_path / "log.0").read_text()
+    assert codes == ([2] * 3 if sharded else [0] * 3), text
+    assert ("data.val_split='val' is not possible: it has 2 images, and each" in text) == sharded
+    assert (tmp_path / "out" / "checkpoints").exists() == (not sharded)
 
 
 @pytest.mark.slow
