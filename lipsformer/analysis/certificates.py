@@ -155,7 +155,8 @@ def certified_radius(
         The distances, [B]; 0 for a tie, and where a logit is not finite.
 
     Raises:
-        ValueError: If the network has another number of logits and `outputs` is None.
+        ValueError: If the network has another number of logits and `outputs` is None, or `outputs`
+            names another number of logits than there are classes.
 
     Example:
         >>> import torch
@@ -166,11 +167,16 @@ def certified_radius(
         tensor([1.4142], dtype=torch.float64)
     """
     logits = logits.detach().double().cpu()
-    total = logits.shape[1] if outputs is None or bound.last is None else len(bound.last.weight)
-    constants = difference_bounds(bound, total)
-    errors = torch.zeros_like(constants) if errors is None else errors
-    if outputs is not None and bound.last is not None:
-        constants, errors = (x[list(outputs)][:, list(outputs)] for x in (constants, errors))
+    num_classes = logits.shape[1]
+    if outputs is not None and len(outputs) != num_classes:
+        raise ValueError(f"outputs names {len(outputs)} logits for {num_classes} classes")
+    chosen = slice(None) if outputs is None else list(outputs)
+    if bound.last is None:
+        constants = difference_bounds(bound, num_classes)
+    else:
+        total = num_classes if outputs is None else len(bound.last.weight)
+        constants = difference_bounds(bound, total)[chosen][:, chosen]
+    errors = torch.zeros_like(constants) if errors is None else errors[chosen][:, chosen]
     best = logits.argmax(1, keepdim=True)
     margins = logits.gather(1, best) - logits - errors[best.squeeze(1)] * OUTWARD
     # A distance that no other class can reach is infinite: 0 / 0 is a tie of two constant logits.

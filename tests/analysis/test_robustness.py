@@ -83,6 +83,16 @@ def test_another_number_of_logits_is_refused():
         difference_errors(bound, num_logits=3)
 
 
+def test_some_logits_of_a_network_without_a_last_linear_layer():
+    bound = lipschitz_bound(nn.Identity(), Domain(size=(), norm=1.0, error=2.0**20))
+    classes, logits = [4, 1, 2], torch.tensor([[7.0, 5.0, 2.0]])
+    radius = certified_radius(logits, bound, real_errors(bound, 5), classes).item()
+    error = 2.0**-28 * math.sqrt(2.0) * 2.0**20  # of a difference of two logits in float64
+    assert radius == pytest.approx((7.0 - 5.0 - error) / math.sqrt(2.0), rel=1e-9)
+    with pytest.raises(ValueError, match="outputs names 2 logits for 3 classes"):
+        certified_radius(logits, bound, outputs=[4, 1])
+
+
 def test_a_radius_is_not_rounded_up():
     """The constant of a network without a last linear layer was rounded to float32, and down."""
     identity = lipschitz_bound(nn.Identity(), Domain(size=()))
