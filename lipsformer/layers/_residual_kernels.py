@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipsformer import kernels
-from lipsformer._hooks import has_hooks, has_own_forward
+from lipsformer._hooks import has_own_forward, would_run_hooks
 
 
 def declared(branch: Any, name: str) -> Any:
@@ -65,7 +65,7 @@ class Entering:
     def fuses_gelu(self, branch: Any, scale: Tensor) -> bool:
         """Return whether one kernel computes the last GELU of the branch and the sum."""
         usable = kernels.usable("gelu_residual", self.x, scale, training=self.training)
-        return usable and not has_hooks(branch)  # a hook sees the output with GELU
+        return usable and not would_run_hooks((branch,))  # a hook sees the output with GELU
 
     def add_gelu(self, z: Tensor, scale: Tensor) -> Tensor:
         """Return x + scale * GELU(z)."""

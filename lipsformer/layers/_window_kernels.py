@@ -17,6 +17,9 @@ from lipsformer.layers.conv import DepthwiseConv2d
 from lipsformer.layers.cosine_attention import ScaledCosineAttention
 from lipsformer.layers.windows import Arrangement
 
+# What the kernels compute. A user may set another function on the class.
+_ATTENTION_FORWARD, _LEPE_FORWARD = ScaledCosineAttention.forward, DepthwiseConv2d.forward
+
 
 def cpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
     """Return why the CPU's kernel would not compute what these modules compute."""
@@ -56,7 +59,7 @@ def _module_obstacle(arrangement: Arrangement) -> str | None:
     """Return which module computes something else than the kernels."""
     attentions, lepes = arrangement.attentions, arrangement.lepes
     for attention in attentions:
-        if getattr(type(attention), "forward", None) is not ScaledCosineAttention.forward:
+        if getattr(type(attention), "forward", None) is not _ATTENTION_FORWARD:
             return f"the attention is {type(attention).__name__}"
         if not attention.fused_attn:
             return "fused attention is switched off"
@@ -65,7 +68,7 @@ def _module_obstacle(arrangement: Arrangement) -> str | None:
         if attention.value_scale is not None and attention.value_scale.requires_grad:
             return "the value scale is learned, and the kernels have no gradient of it"
     for lepe in lepes:
-        if type(lepe).forward is not DepthwiseConv2d.forward:
+        if type(lepe).forward is not _LEPE_FORWARD:
             return f"the positional encoding is {lepe}"
     if any(has_own_forward(module) for module in (*attentions, *lepes)):
         return "a module has a forward function of its own"

@@ -49,6 +49,8 @@ _PLACES: dict[str, tuple[type, ...]] = {
     "drop": (nn.Dropout,),
     "norm2": (CenterNorm,),
 }
+# What the kernels compute. A user may set another function on a class.
+_FORWARDS = {cls: cls.forward for classes in _PLACES.values() for cls in classes}
 
 
 def computed_at(*places: str) -> Callable[[type[Module]], type[Module]]:
@@ -63,6 +65,7 @@ def computed_at(*places: str) -> Callable[[type[Module]], type[Module]]:
     def add(cls: type[Module]) -> type[Module]:
         for place in places:
             _PLACES[place] = (*_PLACES.get(place, ()), cls)
+        _FORWARDS[cls] = cls.forward
         return cls
 
     return add
@@ -265,6 +268,9 @@ def _module_obstacle(block: Any, modules: list[tuple[str, Any]], x: Tensor) -> s
         kind = type(module)
         if kind not in _PLACES.get(place, ()) or has_own_forward(module):
             return f"a module is {kind.__name__}"
+        # The compiler cannot look a class up.
+        if not torch.compiler.is_compiling() and kind.forward is not _FORWARDS[kind]:
+            return f"the forward function of {kind.__name__} was replaced"
     if would_run_hooks([module for _, module in modules if module is not block]):
         return "a module has hooks, which the kernels would not call"
     conv1, conv2, attn, _ = (residual.branch for residual in residuals(block))

@@ -8,9 +8,15 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lipsformer import kernels
-from lipsformer._hooks import has_hooks
+from lipsformer._hooks import would_run_hooks
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
-from lipsformer.models.folding import fold_norm_behind, full_gain, require_plain, scale_output
+from lipsformer.models.folding import (
+    fold_norm_behind,
+    full_gain,
+    require_kind,
+    require_plain,
+    scale_output,
+)
 
 
 class FrozenLinear(nn.Linear):
@@ -144,9 +150,13 @@ class FoldedResidual(nn.Module):
             residual: The residual.
             last: The linear layer that ends its branch.
             norm: CenterNorm of the sum, or an identity.
+
+        Raises:
+            TypeError: If one of them computes more than its class says, or `norm` is neither.
         """
         super().__init__()
         require_plain(residual)
+        require_kind(norm, CenterNorm, nn.Identity)
         self.branch = residual.branch
         scale_output(last, residual.residual_scale)
         gain = None
@@ -205,7 +215,7 @@ class FoldedConv(nn.Module):
         return y if scale is None else torch.addcmul(x, y, scale).to(x.dtype)
 
     def _obstacle(self, x: Tensor) -> str | None:
-        if has_hooks(self.depthwise):
+        if would_run_hooks((self.depthwise,)):
             return "the convolution has hooks"
         if self.residual_scale is not None and kernels.product_dtype(x) != x.dtype:
             return "the sum keeps the type of the input, which autocast changes"

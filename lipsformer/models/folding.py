@@ -46,6 +46,39 @@ def require_plain(*modules: nn.Module) -> None:
             raise TypeError(f"{type(module).__name__} {obstacle}")
 
 
+def require_kind(module: nn.Module, *kinds: type[nn.Module]) -> None:
+    """Raise unless a module is of one of some classes and computes what its class says.
+
+    Args:
+        module: What a fold changes, removes or passes over.
+        *kinds: The classes.
+
+    Raises:
+        TypeError: If it is of another class, also of a subclass, or `require_plain` refuses it.
+    """
+    require_plain(module)
+    if type(module) not in kinds:
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"it has a {type(module).__name__} where the fold knows only {names}")
+
+
+def require_ending(branch: nn.Module, dropout: nn.Module) -> None:
+    """Raise unless a branch still ends in its last linear layer, which a fold changes.
+
+    Args:
+        branch: The branch, whose class says that it ends in this layer.
+        dropout: What follows the layer.
+
+    Raises:
+        TypeError: If the branch has hooks or a forward function of its own, or if something else
+            than a dropout follows.
+    """
+    obstacle = _own_obstacle(branch)
+    if obstacle is not None:
+        raise TypeError(f"{type(branch).__name__} {obstacle}")
+    require_kind(dropout, nn.Dropout, nn.Identity)
+
+
 def require_single_use(model: nn.Module, obstacle: str) -> None:
     """Raise if a module with parameters has two names, since both uses would change together.
 
@@ -72,6 +105,11 @@ def fold_obstacle(module: nn.Module) -> str | None:
         return "is unknown to the fold: put a plain layer in its place, for example by merging LoRA"
     if is_parametrized(module):
         return "is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
+    return _own_obstacle(module)
+
+
+def _own_obstacle(module: nn.Module) -> str | None:
+    """Return what a module computes beside or instead of what its class says, or None."""
     if has_own_forward(module):
         return "has a forward function of its own"
     if has_hooks(module):
@@ -81,7 +119,8 @@ def fold_obstacle(module: nn.Module) -> str | None:
 
 def fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
     """Change `linear` so that it also computes the `norm` that stood before it."""
-    require_plain(norm, linear)
+    require_kind(norm, CenterNorm)
+    _require_affine(linear)
     weight = linear.weight.double()
     shift = weight @ norm.bias.double()
     centered = weight * full_gain(norm)
@@ -92,7 +131,8 @@ def fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
 
 def fold_norm_behind(layer: nn.Linear | nn.Conv2d, norm: CenterNorm) -> None:
     """Change `layer` so that it also computes the `norm` that followed it."""
-    require_plain(norm, layer)
+    require_kind(norm, CenterNorm)
+    _require_affine(layer)
     weight, gain = layer.weight.double(), full_gain(norm)
     bias = weight.new_zeros(norm.dim) if layer.bias is None else layer.bias.double()
     weight = (weight - weight.mean(0, keepdim=True)).movedim(0, -1) * gain
@@ -101,7 +141,7 @@ def fold_norm_behind(layer: nn.Linear | nn.Conv2d, norm: CenterNorm) -> None:
 
 def scale_output(linear: nn.Linear, scale: Tensor) -> None:
     """Change `linear` so that it also multiplies its output by `scale` ([C_out])."""
-    require_plain(linear)
+    _require_affine(linear)
     scale = scale.double()
     bias = None if linear.bias is None else linear.bias.double() * scale
     _assign(linear, linear.weight.double() * scale[:, None], bias)
@@ -110,6 +150,13 @@ def scale_output(linear: nn.Linear, scale: Tensor) -> None:
 def full_gain(norm: CenterNorm) -> Tensor:
     """Return gamma d / (d - 1), which multiplies the centered channels."""
     return norm.weight.double() * (norm.dim / (norm.dim - 1))
+
+
+def _require_affine(layer: nn.Module) -> None:
+    """Raise unless a layer is a linear layer or a convolution, adapters and hooks excluded."""
+    require_plain(layer)
+    if not isinstance(layer, (nn.Linear, nn.Conv2d)):
+        raise TypeError(f"it has a {type(layer).__name__} where the fold knows only linear layers")
 
 
 def _assign(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor | None) -> None:

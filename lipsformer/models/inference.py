@@ -58,9 +58,9 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If the model is in training mode.
         NothingToFoldError: If the model has no layer of LipsFormer.
-        TypeError: If the model is folded already, or a module that would be folded is used twice,
-            has hooks or belongs to an adapter such as LoRA, so that the folded model would compute
-            something else.
+        TypeError: If the model is folded already, has a forward function of its own, or a module
+            that would be folded is used twice, was replaced, has hooks or belongs to an adapter
+            such as LoRA, so that the folded model would compute something else.
     """
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
@@ -68,6 +68,11 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         raise TypeError(
             f"this {type(model).__name__} is folded already: use it as it is, or pass the model "
             "from which it was made"
+        )
+    if has_own_forward(model):
+        raise TypeError(
+            f"this {type(model).__name__} has a forward function of its own, which the folded "
+            "model would lose, as torch.compile and Accelerate set one: pass the model without it"
         )
     folded = copy.deepcopy(model)
     if not any(

@@ -23,13 +23,14 @@ from lipsformer.layers import (
     apply_linear,
     spectral_init_modules_,
 )
+from lipsformer.layers._residual_kernels import declared
 from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._fused import computed_at, in_one_call
 from lipsformer.models._timm import TimmInterface
 from lipsformer.models.embed import ConvStem, PatchEmbed
 from lipsformer.models.folded_layers import FoldedConv, FoldedResidual, FrozenLinear
-from lipsformer.models.folding import register_fold, require_plain
+from lipsformer.models.folding import register_fold, require_ending, require_plain
 
 Device = torch.device | str | None
 DEFAULT_EPS = 1e-2  # the paper leaves eps open; ScaledCosineAttention explains this value
@@ -457,18 +458,22 @@ def _fold_block(block: Any) -> None:
     """Fold what is affine in a block, and the GELUs into the depthwise convolutions before them.
 
     Both convolution branches end in GELU, so their residual scales stay. One pass computes GELU,
-    scale and sum.
+    scale and sum. Attention whose class does not say that it ends in a linear layer stays as it is.
     """
     block.conv1, block.conv2 = _fold_conv(block.conv1), _fold_conv(block.conv2)
-    mlp = block.mlp.branch
+    mlp = getattr(block.mlp, "branch", block.mlp)
     if type(mlp) is not Mlp:
         kind = f"{type(mlp).__module__}.{type(mlp).__name__}"
         raise TypeError(f"its MLP is a {kind}, and only LipsFormer's own is folded")
-    require_plain(mlp, mlp.drop)
-    block.attn = FoldedResidual(block.attn, block.attn.branch.proj, block.norm1)
+    require_ending(mlp, mlp.drop)
+    attn = getattr(block.attn, "branch", block.attn)
+    if declared(attn, "ends_in") == "linear":
+        require_ending(attn, getattr(attn, "proj_drop", nn.Identity()))
+        block.attn = FoldedResidual(block.attn, attn.proj, block.norm1)
+        block.norm1 = nn.Identity()
     block.mlp = FoldedResidual(block.mlp, mlp.fc2, block.norm2)
     block.mlp.branch = nn.Sequential(FrozenLinear(mlp.fc1, act_after=True), FrozenLinear(mlp.fc2))
-    block.norm1, block.norm2 = nn.Identity(), nn.Identity()
+    block.norm2 = nn.Identity()
 
 
 def _fold_conv(residual: Any) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 import torch
 from timm.layers import (
     Attention,
+    DropPath,
     LayerNorm,
     LayerNormFp32,
     LayerScale,
@@ -23,7 +24,7 @@ from timm.models.swin_transformer import (
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from lipsformer._hooks import has_hooks
+from lipsformer._hooks import has_hooks, has_own_forward
 from lipsformer.layers import CenterNorm, attend_in_windows, spectral_init_modules_
 from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._core import check_attn, make_core
@@ -31,6 +32,8 @@ from lipsformer.models.folded_layers import FrozenLinear
 from lipsformer.models.folding import (
     fold_norm_before,
     register_fold,
+    require_ending,
+    require_kind,
     require_plain,
     require_single_use,
     scale_output,
@@ -330,8 +333,16 @@ def _check_convertible(model: nn.Module) -> None:
             )
         if isinstance(module, nn.LayerNorm) and module.weight is None:
             raise TypeError(f"{name} is a LayerNorm without gains, which is not converted")
-        if (kind in NORMS or kind in (Attention, WindowAttention)) and has_hooks(module):
-            raise TypeError(f"{name} has hooks, which would be lost: register them after convert")
+        if kind in NORMS or kind in (Attention, WindowAttention):
+            if has_hooks(module):
+                raise TypeError(
+                    f"{name} has hooks, which would be lost: register them after convert"
+                )
+            if has_own_forward(module):
+                raise TypeError(
+                    f"{name} has a forward function of its own, which would be lost: set it after "
+                    "convert"
+                )
 
 
 def _layer_scale(norm: nn.LayerNorm, value: float) -> nn.Module:
@@ -367,25 +378,42 @@ register_fold(PatchMerging)(fold_patch_merging)
 @register_fold(Block)
 def _fold_vit_block(block: Any) -> None:
     if isinstance(block.norm1, CenterNorm):
+        _require_branches(block, CosineAttention)
         fold_norm_before(block.norm1, block.attn.qkv)
         fold_norm_before(block.norm2, block.mlp.fc1)
-        require_plain(block.ls1, block.ls2)
-        scale_output(block.attn.proj, block.ls1.gamma)
-        scale_output(block.mlp.fc2, block.ls2.gamma)
+        _fold_scale(block.ls1, block.attn.proj)
+        _fold_scale(block.ls2, block.mlp.fc2)
         block.norm1, block.norm2, block.ls1, block.ls2 = (nn.Identity() for _ in range(4))
 
 
 @register_fold(SwinTransformerBlock)
 def _fold_swin_block(block: Any) -> None:
     if isinstance(block.norm1, CenterNorm):
+        _require_branches(block, CosineWindowAttention)
         if _keeps_zero_padding(block):
             fold_norm_before(block.norm1, block.attn.qkv)
             block.norm1 = nn.Identity()
         fold_norm_before(block.norm2, block.mlp.fc1)
-        require_plain(*block.drop_path1, *block.drop_path2)
-        scale_output(block.attn.proj, block.drop_path1[0].gamma)
-        scale_output(block.mlp.fc2, block.drop_path2[0].gamma)
+        for path, last in ((block.drop_path1, block.attn.proj), (block.drop_path2, block.mlp.fc2)):
+            require_kind(path, nn.Sequential)
+            scale, *drops = path
+            for drop in drops:
+                require_kind(drop, DropPath, nn.Identity)
+            _fold_scale(scale, last)
         block.norm2, block.drop_path1, block.drop_path2 = (nn.Identity() for _ in range(3))
+
+
+def _require_branches(block: Any, kind: type[nn.Module]) -> None:
+    """Raise unless a block has the branches that `convert` leaves in it, with what they end in."""
+    require_kind(block.attn, kind)
+    require_ending(block.attn, block.attn.proj_drop)
+    require_kind(block.mlp, Mlp)
+    require_ending(block.mlp, block.mlp.drop2)
+
+
+def _fold_scale(scale: Any, last: nn.Linear) -> None:
+    require_kind(scale, LayerScale)
+    scale_output(last, scale.gamma)
 
 
 @register_fold(Mlp)

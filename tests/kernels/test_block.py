@@ -204,6 +204,19 @@ def test_a_changed_block_takes_its_modules(change):
     assert _fused.cpu_arrangement(block, x) is None
 
 
+@pytest.mark.parametrize("place", ["mlp", "mlp.branch", "mlp.branch.fc1", "attn.branch", "norm2"])
+def test_a_block_with_a_class_whose_forward_function_was_replaced_takes_its_modules(
+    place, monkeypatch
+):
+    block = make("stripes")
+    x, _ = maps("few tokens")
+    kind = type(block.get_submodule(place))
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "forward", lambda self, x, *args, **kwargs: torch.zeros_like(x))
+        assert _fused.cpu_arrangement(block, x) is None
+    assert _fused.cpu_arrangement(block, x) is not None
+
+
 @pytest.mark.parametrize("kind", ["windows", "stripes"])
 def test_without_bfloat16_in_onednn_the_modules_compute_it(monkeypatch, kind):
     """As on processors without AVX-512, where oneDNN refuses products of bfloat16."""

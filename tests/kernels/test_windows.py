@@ -191,13 +191,19 @@ def test_plain_operators_compute_what_the_kernel_does_not(calls, reason):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("of_class", [False, True])
 @pytest.mark.parametrize("part", ["attention", "positional encoding"])
-def test_a_forward_function_set_on_a_module_is_called(calls, part):
+def test_a_forward_function_set_on_a_module_is_called(calls, part, of_class, monkeypatch):
     attention, lepe = ScaledCosineAttention(1, value_scale=None), DepthwiseConv2d(4, kernel_size=3)
+
+    def set_forward(module, forward):
+        owner = type(module) if of_class else module
+        monkeypatch.setattr(owner, "forward", staticmethod(forward))
+
     if part == "attention":
-        attention.forward = lambda q, k, v, bias=None: 3.0 * v
+        set_forward(attention, lambda q, k, v, bias=None: 3.0 * v)
     else:
-        lepe.forward = lambda x: 3.0 * x
+        set_forward(lepe, lambda x: 3.0 * x)
         attention.forward = lambda q, k, v, bias=None: 0.0 * v
     qkv = torch.randn(2, 5, 6, 3, 1, 4)
     result = attend_in_windows(qkv, [(5, 3)], [attention], lepes=[lepe])

@@ -263,15 +263,23 @@ def test_a_branch_that_returns_one_sample_for_all(branch, compiled_kernels):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_hook_sees_the_output_of_the_branch_with_and_without_gradients(compiled_kernels):
+@pytest.mark.parametrize("of_all_modules", [False, True])
+def test_a_hook_sees_the_output_of_the_branch(compiled_kernels, of_all_modules):
     block = timm.create_model("lipsformer_nano").stages[0].blocks[0].eval()
     seen, x = [], torch.randn(2, 8, 8, block.conv1.residual_scale.numel())
-    block.conv1.branch.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
-    with torch.no_grad():
+
+    def hook(module, _, output):
+        if module is block.conv1.branch:
+            seen.append(output.detach())
+
+    everywhere = nn.modules.module.register_module_forward_hook
+    handle = (everywhere if of_all_modules else block.conv1.branch.register_forward_hook)(hook)
+    with handle:
+        with torch.no_grad():
+            block.conv1(x)
         block.conv1(x)
-    block.conv1(x)
-    block.train()
-    block.conv1(x)
+        block.train()
+        block.conv1(x)
     with torch.no_grad():
         expected = type(block.conv1.branch).forward(block.conv1.branch, x)
     assert len(seen) == 3

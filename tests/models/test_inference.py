@@ -14,6 +14,7 @@ import lipsformer
 from lipsformer.kernels import product
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
 from lipsformer.models.folded_layers import FoldedConv, FrozenLinear
+from lipsformer.models.lipsformer_swin import WindowAttention
 from tests.oracles import depthwise_conv
 
 SWIN = {"embed_dim": 24, "depths": (1, 2), "num_heads": (3, 6), "window_size": 7}
@@ -226,6 +227,34 @@ def set_forward(model: nn.Module) -> None:
     model.get_submodule("stages.0.blocks.0.norm2").forward = torch.tanh
 
 
+def set_forward_of_model(model: nn.Module) -> None:
+    forward = model.forward
+    model.forward = lambda x: 2 * forward(x)
+
+
+def replace_norm(model: nn.Module) -> None:
+    model.get_submodule("stages.0.blocks.0").norm2 = nn.LayerNorm(32)
+
+
+def hook(name: str):
+    def change(model: nn.Module) -> None:
+        model.get_submodule(name).register_forward_hook(lambda *args: args[2] + args[1][0])
+
+    return change
+
+
+def replace(name: str, module: nn.Module):
+    def change(model: nn.Module) -> None:
+        model.set_submodule(name, module)
+
+    return change
+
+
+def subclass_attention(model: nn.Module) -> None:
+    attn = model.get_submodule("blocks.0.attn")
+    attn.__class__ = type("Mine", (type(attn),), {})
+
+
 def share_a_module(model: nn.Module) -> None:
     blocks = model.get_submodule("stages.2.blocks")
     blocks[1].mlp.branch = blocks[0].mlp.branch
@@ -243,6 +272,22 @@ def share_a_module(model: nn.Module) -> None:
         ),
         (set_forward, r"0 cannot be folded: CenterNorm has a forward function of its own$"),
         (share_a_module, r"^stages.2.blocks.0.mlp.branch and stages.2.blocks.1.mlp.branch are one"),
+        (set_forward_of_model, r"^this LipsFormerCSwin has a forward function of its own, which"),
+        (replace_norm, r"^stages.0.blocks.0 cannot be folded: it has a LayerNorm where the fold"),
+        (hook("stages.0.blocks.0.attn.branch"), r"0 cannot be folded: StripeAttention has hooks"),
+        (hook("stages.0.blocks.0.norm1"), r"0 cannot be folded: Identity has hooks, which"),
+        (
+            replace("stages.0.blocks.0.attn.branch.proj_drop", nn.Tanh()),
+            r"^stages.0.blocks.0 cannot be folded: it has a Tanh where the fold knows only Dropout",
+        ),
+        (
+            replace("stages.0.blocks.0.mlp.branch.drop", nn.Tanh()),
+            r"^stages.0.blocks.0 cannot be folded: it has a Tanh where the fold knows only Dropout",
+        ),
+        (
+            replace("stages.0.blocks.0.attn.branch.proj", nn.Sequential()),
+            r"^stages.0.blocks.0 cannot be folded: it has a Sequential where the fold knows only",
+        ),
     ],
 )
 def test_what_the_fold_would_lose_is_refused(change, message):
@@ -250,6 +295,62 @@ def test_what_the_fold_would_lose_is_refused(change, message):
     change(model)
     with pytest.raises(TypeError, match=message):
         lipsformer.optimize_for_inference(model)
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("vit", subclass_attention, "^blocks.0 cannot be folded: Mine is unknown to the fold"),
+        ("vit", replace("blocks.0.attn", nn.Identity()), "has a Identity where .* CosineAttention"),
+        ("vit", replace("blocks.0.mlp", nn.Identity()), "it has a Identity where .* only Mlp"),
+        ("vit", replace("blocks.0.norm2", nn.Identity()), "Identity where .* only CenterNorm"),
+        ("vit", replace("blocks.0.ls1", nn.Identity()), "Identity where .* only LayerScale"),
+        ("vit", hook("blocks.0.attn"), "CosineAttention has hooks"),
+        ("vit", hook("blocks.0.attn.proj_drop"), "Dropout has hooks"),
+        ("timm_vit", hook("blocks.0.mlp"), "Mlp has hooks"),
+        ("timm_vit", replace("blocks.0.mlp.drop2", nn.Tanh()), "a Tanh where .* only Dropout"),
+        ("timm_swin", hook("layers.0.blocks.0.attn"), "CosineWindowAttention has hooks"),
+        ("timm_swin", hook("layers.0.blocks.0.mlp"), "Mlp has hooks"),
+        ("timm_swin", hook("layers.0.blocks.0.drop_path1"), "Sequential has hooks"),
+        (
+            "timm_swin",
+            replace("layers.0.blocks.0.drop_path1.1", nn.Tanh()),
+            "a Tanh where .* only DropPath or Identity",
+        ),
+    ],
+)
+def test_what_the_fold_would_lose_in_a_converted_block_is_refused(form, change, message):
+    model = make(form).eval()
+    change(model)
+    with pytest.raises(TypeError, match=message):
+        lipsformer.optimize_for_inference(model)
+
+
+class HalfAttention(WindowAttention):
+    """Attention that does not say that it ends in its linear layer, as it does not."""
+
+    def forward(self, x, output_scale=None):
+        """Change what the linear layer gives."""
+        return torch.tanh(super().forward(x))
+
+
+def attend_otherwise(attn: nn.Module) -> None:
+    attn.__class__ = HalfAttention
+
+
+def set_forward_of_attention(attn: nn.Module) -> None:
+    forward = attn.forward
+    attn.forward = lambda x: torch.tanh(forward(x))
+
+
+@pytest.mark.parametrize("change", [attend_otherwise, set_forward_of_attention])
+def test_attention_that_does_not_end_in_its_linear_layer_is_not_folded(change):
+    model = randomize(make("swin_nano")).double()
+    change(model.get_submodule("stages.1.blocks.0.attn.branch"))
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        expected, actual = model(images), lipsformer.optimize_for_inference(model)(images)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_tied_weights_hooks_of_blocks_and_other_gelus_stay_exact():
@@ -276,6 +377,16 @@ def test_a_folded_convolution_keeps_the_type_of_the_sum_and_calls_hooks():
     conv.register_forward_hook(lambda *args: 2.0 * args[2])
     torch.testing.assert_close(folded(x), x + alpha * F.gelu(conv(x)))
     assert not torch.allclose(folded(x), mixed, rtol=1e-2, atol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("compiled_kernels")
+def test_a_hook_of_all_modules_sees_the_convolution_of_a_folded_one():
+    conv, x, seen = DepthwiseConv2d(5, 3), torch.randn(1, 4, 6, 5), []
+    with nn.modules.module.register_module_forward_hook(lambda *args: seen.append(args[2])):
+        FoldedConv(conv)(x)
+    expected = depthwise_conv(x[0], conv.weight, conv.bias)
+    torch.testing.assert_close(seen[0][0].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
