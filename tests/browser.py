@@ -3,7 +3,6 @@
 It is driven through chromedriver's HTTP interface, so that nothing but the two programs is needed.
 """
 
-import base64
 import json
 import shutil
 import subprocess
@@ -11,7 +10,6 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,11 +81,6 @@ class Browser:
     def evaluate(self, script: str) -> Any:
         """What a JavaScript expression is in the page."""
         return self._post("/execute/sync", {"script": f"return {script}", "args": []})
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """Saves the page as PNG, all of it or what the window shows."""
-        shot = self.cdp("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def console(self) -> list[str]:
         """What the page's console says, since the last call."""

@@ -1,9 +1,7 @@
-import resource
-import signal
-
 import pytest
 
 from lipsformer.jsonl import append_jsonl, read_jsonl
+from tests.full_disk import full_disk
 
 
 def test_records_come_back_in_order_up_to_a_line_that_was_cut_off(tmp_path):
@@ -34,15 +32,8 @@ def test_a_full_disk_costs_no_earlier_record(tmp_path):
     append_jsonl(path, {"epoch": 0})
     with path.open("a") as stream:
         stream.write('{"epoch": 1, "lo')
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3, limits[1]))  # no file may be longer
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            append_jsonl(path, {"epoch": 1})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
+    with full_disk(3), pytest.raises(OSError, match="File too large"):
+        append_jsonl(path, {"epoch": 1})
     assert list(read_jsonl(path)) == [{"epoch": 0}]
 
 

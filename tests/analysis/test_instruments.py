@@ -345,19 +345,6 @@ def test_arguments_out_of_range_are_named(make, message):
         make(nn.Linear(3, 5))
 
 
-def test_every_second_record_has_the_bound():
-    records = []
-    model, domain = nn.Linear(3, 5), Domain(size=())
-    monitor = Monitor(
-        model, lambda *record: records.append(record), every=2, domain=domain, bound_every=2
-    )
-    for step in range(8):
-        monitor.before_step(step)
-        monitor.after_step(step)
-    found = [(step, "bound_log10" in record) for step, record in records]
-    assert found == [(1, True), (3, False), (5, True), (7, False)]
-
-
 def test_a_bound_that_is_no_number_exceeds_every_limit(monkeypatch):
     unknown = SimpleNamespace(log10=math.nan)
     monkeypatch.setattr(bound_check, "gathered_bound", lambda *_: unknown)

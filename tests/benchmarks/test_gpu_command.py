@@ -24,12 +24,13 @@ def slower(factor):
     return measured
 
 
-def test_outcome_of_the_tests():
+def test_the_outcome_of_the_tests_names_what_failed_and_what_was_skipped():
     assert read_outcome(XML) == {
         "passed": 1,
         "failed": ["tests.a::fails", "tests.a::breaks"],
         "skipped": ["tests.b::needs_two"],
     }
+    assert read_outcome(XML.replace("failure", "x").replace("error", "x"))["failed"] == []
 
 
 def test_report_holds_predictions_beside_measurements_and_what_failed(tmp_path, capsys):
@@ -64,7 +65,3 @@ def test_a_model_without_a_prediction_is_refused(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main()
     assert "--models lipsformer_huge: nothing is predicted for it" in capsys.readouterr().err
-
-
-def test_nothing_failed():
-    assert read_outcome(XML.replace("failure", "x").replace("error", "x"))["failed"] == []

@@ -113,14 +113,6 @@ def test_starting_in_the_middle_gives_the_rest_of_the_epoch(num_workers):
     assert as_lists(resumed, 3) == as_lists(batches(drop_last=False), 3)
 
 
-def test_an_update_has_the_same_samples_for_every_number_of_ranks():
-    def sets(world_size):
-        ranks = [as_lists(batches(rank=r, world_size=world_size), 0) for r in range(world_size)]
-        return [{i for rank in ranks for m in rank[u][0] for i in m} for u in range(8)]
-
-    assert sets(1) == sets(2) == sets(3)
-
-
 def test_what_cannot_be_dealt_is_one_clear_error():
     with pytest.raises(DataError, match=r"11 training images make no update of 12: .*drop_last"):
         batches(11)

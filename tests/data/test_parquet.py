@@ -3,7 +3,6 @@
 import json
 import pickle
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from lipsformer.config import AugmentConfig, DataConfig
 from scripts import check_data
 from scripts.make_shards import main
 from tests.data.photos import encoded, photo
-from tests.data.test_shards import assert_exact_epochs
+from tests.data.test_shards import assert_exact_epochs, contents
 from tests.data.trees import write_tree
 
 pa = pytest.importorskip("pyarrow")
@@ -82,14 +81,6 @@ def made(tmp_path_factory):
         write(root / "hub" / "data" / name, *map(list, zip(*part, strict=True)))
     write(root / "hub" / "validation" / "0000.parquet", *map(list, zip(*rows, strict=True)))
     return root / "folder" / "train", root / "hub"
-
-
-def contents(source) -> Counter:
-    classes = source.classes
-    return Counter(
-        (source.load(index).content, classes[source.labels[index]])
-        for index in range(len(source.labels))
-    )
 
 
 def test_parquet_holds_what_the_folder_holds(made):

@@ -1,21 +1,14 @@
 import contextlib
 import random
-from pathlib import Path
 
 import numpy as np
 import torch
 
-import data
 from data.rng import derive_seed, permutation, preserve_rng, seed_all
 
 
 def draw() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
-
-
-def test_the_package_is_this_repositorys():
-    assert data.__file__ is not None
-    assert Path(data.__file__).resolve().parents[1] == Path(__file__).resolve().parents[2]
 
 
 def test_equal_keys_draw_equal_numbers_and_different_keys_different_ones():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import tarfile
 from collections import Counter
@@ -20,6 +19,7 @@ from lipsformer.config import AugmentConfig, DataConfig
 from scripts.make_shards import main
 from tests.data.photos import encoded, photo
 from tests.data.trees import write_tree
+from tests.full_disk import full_disk
 
 COUNTS = {"a": 11, "b é": 7, "10": 5}
 
@@ -35,6 +35,14 @@ def made(tmp_path_factory):
         arguments = [str(root / "folder" / split), str(root / "shards" / split)]
         assert main([*arguments, "--images-per-shard", "5"]) == 0
     return root / "folder", root / "shards"
+
+
+def contents(source) -> Counter:
+    """How often each content of a file comes with each class."""
+    return Counter(
+        (source.load(index).content, source.classes[label])
+        for index, label in enumerate(source.labels)
+    )
 
 
 def test_shards_hold_every_file_unchanged_in_webdatasets_layout(made):
@@ -60,12 +68,6 @@ def test_the_source_reads_what_the_folder_holds(made):
     folder, shards = made
     from_folder, from_shards = FolderSource(folder / "train"), ShardSource(shards / "train")
     assert from_shards.classes == from_folder.classes == ("10", "a", "b é")
-
-    def contents(source):
-        return Counter(
-            (source.load(i).content, int(source.labels[i])) for i in range(len(source.labels))
-        )
-
     assert contents(from_shards) == contents(from_folder)
     assert from_shards.labels.tolist() != sorted(from_shards.labels.tolist())
 
@@ -79,16 +81,11 @@ def test_a_folder_that_cannot_be_written_is_named(made, capsys, place):
 
 
 def test_the_same_command_continues_after_a_full_disk(made, tmp_path, capsys):
-    """A limit of the size of files stands for the full disk; the system enforces both."""
     folder, shards = made
     arguments = [str(folder / "train"), str(tmp_path / "train"), "--images-per-shard", "5"]
     sizes = [file.stat().st_size for file in sorted((shards / "train").glob("*.tar"))]
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (min(sizes), limits[1]))
-    try:
+    with full_disk(min(sizes)):
         code = main(arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1
     assert "cannot be written: " in error and "File too large" in error

@@ -176,18 +176,16 @@ def test_a_large_jpeg_decodes_at_a_reduced_size_with_the_same_crop(scale, reduct
     assert used == [reduction] * 10
 
 
-def test_contradicting_or_unknown_recipes_are_one_clear_error():
+def test_contradicting_recipes_are_one_clear_error():
     with pytest.raises(DataError, match=r"color_jitter=0.4 has no effect with .*'rand-m9'"):
         TrainTransform(224, auto_augment="rand-m9", color_jitter=0.4)
-    with pytest.raises(DataError, match=r"auto_augment='fancy' is not in timm's notation"):
-        TrainTransform(224, auto_augment="fancy")
 
 
 @pytest.mark.parametrize(
     "recipe",
     ["rand-m9-xyz", "rand-m9-n", "rand-m9-m8", "rand-m9-tweight", "rand-", "randm9", "v0-m9", "v1"],
 )
-def test_a_part_of_a_recipe_that_timm_would_drop_is_refused(recipe):
+def test_a_recipe_of_which_timm_would_drop_a_part_is_refused(recipe):
     with pytest.raises(DataError, match=rf"auto_augment='{recipe}' is not in timm's notation"):
         TrainTransform(224, auto_augment=recipe)
 

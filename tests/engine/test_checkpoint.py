@@ -3,10 +3,8 @@
 import argparse
 import json
 import logging
-import resource
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from lipsformer.engine.resume import find_start
 from lipsformer.engine.run_files import MODEL, CheckpointError, find_fault
 from lipsformer.engine.run_folder import find_weights
 from lipsformer.engine.weights import load_weights, read_weights, strip_wrappers
+from tests.full_disk import full_disk
 from tests.runs import DIGITS, write_config
 
 STATE = {"updates_per_epoch": 5, "history": [], "best": None}
@@ -171,7 +170,7 @@ def test_a_kill_between_the_two_renames_of_a_second_save_costs_nothing(
         assert newest is not None
         assert folder.last_name() == newest.name
         assert torch.equal(load_file(newest / MODEL)["w"], torch.full((1000,), 5.0))
-        with small_files(), pytest.raises(CheckpointError, match=f"last good one is {newest}"):
+        with full_disk(20_000), pytest.raises(CheckpointError, match=f"last good one is {newest}"):
             save(folder, 5, size=10_000)
     again = save(folder, 5, size=7)
     assert numbers(folder) == ["update-000000005"]
@@ -200,19 +199,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_stays(
     assert numbers(folder) == ["update-000000015", "update-notes"]
 
 
-@contextmanager
-def small_files() -> Iterator[None]:
-    """Limit the size of files. Use it only around saves: pytest may write to a larger file."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_a_failing_write_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    with small_files():
+    with full_disk(20_000):
         refuse_to_save(tmp_path, size=10_000)
 
 

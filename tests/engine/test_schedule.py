@@ -22,6 +22,8 @@ from lipsformer.engine.schedule import CosineSchedule
         (3, 8, 0.2),
     ],
 )
-def test_lr_table(warmup: int, update: int, expected: float) -> None:
+def test_the_rate_falls_along_a_cosine_after_an_even_warmup(
+    warmup: int, update: int, expected: float
+) -> None:
     schedule = CosineSchedule(peak=0.8, final=0.2, total_steps=8, warmup_steps=warmup)
     assert schedule(update) == pytest.approx(expected, rel=1e-12)

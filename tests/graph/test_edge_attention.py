@@ -45,7 +45,6 @@ from tests.graph.edges import (
     random_inputs,
 )
 
-GPU_TESTS = ROOT / "tests/graph/test_edge_attention_gpu.py"
 CONVS = [LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv]
 
 

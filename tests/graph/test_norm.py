@@ -64,7 +64,7 @@ def test_layer_norm_is_per_node():
         ("lipschitznorm+pairnorm", ("lipschitznorm", "pairnorm")),
     ],
 )
-def test_parse_norm(norm, expected):
+def test_the_name_of_a_norm_says_what_scores_and_nodes_get(norm, expected):
     assert parse_norm(norm) == expected
 
 

@@ -4,38 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from lipsformer.kernels import linear, pointwise
+from lipsformer.kernels import linear
 from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear, WeightedResidual
 from lipsformer.models.folded_layers import FrozenLinear
-
-SHAPE = (5, 67, 3, 37)  # enough for two threads and several parts, with a rest of 5 channels
-KEPT = torch.tensor([0, 2, 3])
-ROUNDING = 2.0**-8
-
-
-def gelu(z):
-    return 0.5 * z * (1 + torch.erf(z / 2**0.5))
-
-
-def maps(*shapes):
-    torch.manual_seed(0)
-    return [torch.randn(shape).bfloat16() for shape in shapes]
-
-
-@torch.no_grad()
-def gradients(function, inputs, upstream):
-    """Result and gradients in double precision."""
-    inputs = [tensor.double().requires_grad_() for tensor in inputs]
-    with torch.enable_grad():
-        result = function(*inputs)
-        return [result.detach(), *torch.autograd.grad(result, inputs, upstream.double())]
-
-
-def check(actual, expected, atol=1e-5):
-    """Maps may differ by their rounding, sums in float32 by very little."""
-    for tensor, reference in zip(actual, expected, strict=True):
-        rtol = ROUNDING if tensor.dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(tensor.double(), reference, rtol=rtol, atol=atol)
+from tests.kernels.test_pointwise import ROUNDING, SHAPE, check, gelu, gradients, maps
 
 
 def check_scale(actual, expected, roundings=2):
@@ -46,97 +18,8 @@ def check_scale(actual, expected, roundings=2):
 
 
 @torch.no_grad()
-def test_gelu_and_its_derivative(path):
-    z, grad = maps(SHAPE, SHAPE)
-    z *= 3.0
-    z.flatten()[:4] = torch.tensor([1e4, -1e4, 0.0, 12.0])
-    expected = gradients(gelu, [z], grad)
-    check([linear.gelu_backward_(grad, z), grad], expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("index", [None, KEPT])
-@pytest.mark.parametrize("per_sample", [False, True])
-def test_adding_gelu(path, index, per_sample):
-    kept = 5 if index is None else 3
-    x, z, grad = maps(SHAPE, (kept, *SHAPE[1:]), SHAPE)
-    scale = torch.randn((kept, 1, 1, 37) if per_sample else (37,))
-    samples = torch.arange(5) if index is None else index
-    expected = gradients(
-        lambda x, z, scale: x.index_add(0, samples, gelu(z) * scale), [x, z, scale], grad
-    )
-    y = pointwise.gelu_residual_forward(x, z, scale, index)
-    check([y, grad, *pointwise.gelu_residual_backward(grad, z, scale, index)], expected, atol=2e-4)
-
-
-@pytest.mark.usefixtures("compiled_kernels")
-@pytest.mark.parametrize("index", [None, KEPT])
-def test_adding_a_masked_branch(index):
-    kept = 5 if index is None else 3
-    x, z, grad = maps(SHAPE, (kept, *SHAPE[1:]), SHAPE)
-    mask = torch.rand(kept, 1, 1, 1)
-    samples = torch.arange(5) if index is None else index
-    expected = gradients(lambda x, z: x.index_add(0, samples, z * mask.double()), [x, z], grad)
-    x.requires_grad_()
-    z.requires_grad_()
-    y = pointwise.residual(x, z, mask, index)
-    y.backward(grad)
-    check([y.detach(), x.grad, z.grad], expected)
-
-
-@torch.no_grad()
-def test_centring(path):
-    x, grad = maps(SHAPE, SHAPE)
-    x += 7.0
-    gain, shift = torch.randn(2, 37).unbind()
-    expected = gradients(
-        lambda x, gain, shift: gain * (x - x.mean(-1, keepdim=True)) + shift, [x, gain, shift], grad
-    )
-    y = pointwise.center(x, gain, shift)
-    check([y, pointwise.center(x, gain, grad)], [expected[0], expected[0] - shift + grad])
-    grad_x, offset, grad_shift = pointwise.center_backward(grad, y, gain, shift)
-    check([grad_x, grad_shift], [expected[1], expected[3]], atol=2e-4)
-    # the sum is over the rounded result
-    exact = (grad.double() * (y.double() - shift)).sum((0, 1, 2))
-    check([offset], [exact], atol=2e-3)
-
-
-@torch.no_grad()
-def test_sum_of_rows(path):
-    (x,) = maps(SHAPE)
-    check([linear.sum_rows(x)], [x.double().sum((0, 1, 2))], atol=1e-4)
-
-
-@torch.no_grad()
-def test_kernels_give_the_same_bits_on_one_and_two_threads():
-    x, grad, z = maps(SHAPE, SHAPE, (3, *SHAPE[1:]))
-    scale, weight = torch.randn(3, 1, 1, 37), torch.randn(331, 101)
-    gain, shift, row_scale = scale[0, 0, 0], scale[1, 0, 0], weight[:, 0].contiguous()
-    threads = torch.get_num_threads()
-    results = []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        scaled = linear._scale_rows(weight, None, row_scale, torch.bfloat16)[0]
-        results.append(
-            [
-                linear.gelu_backward_(grad.clone(), x),
-                pointwise.gelu_residual_forward(x, z, scale, KEPT),
-                *pointwise.gelu_residual_backward(grad, z, scale, KEPT),
-                pointwise.center(x, gain, shift),
-                *pointwise.center_backward(grad, x, gain, shift),
-                linear.sum_rows(x),
-                scaled,
-                *linear._scale_rows_backward(scaled, weight, row_scale),
-            ]
-        )
-    torch.set_num_threads(threads)
-    for one, two in zip(*results, strict=True):
-        assert torch.equal(one, two)
-
-
-@torch.no_grad()
 def test_scaled_weights_and_their_gradients(path):
-    (grad,) = maps((331, 101))
+    (grad,) = maps(torch.bfloat16, (331, 101))
     weight, scale = torch.randn(331, 101), torch.randn(331)
     expected = gradients(lambda w, s: w * s[:, None], [weight, scale], grad)
     scaled, _ = linear._scale_rows(weight, None, scale, torch.bfloat16)
@@ -151,7 +34,7 @@ def test_linear_layer_under_autocast(path, mode, act, scaled):
     layer = Linear(37, 101).train(mode == "train")
     layer.to(torch.bfloat16).float()  # products round their weights
     scale = torch.tensor([0.5, 2.0]).repeat(51)[:101].requires_grad_() if scaled else None
-    x, grad = maps((5, 67, 3, 37), (5, 67, 3, 101))
+    x, grad = maps(torch.bfloat16, (5, 67, 3, 37), (5, 67, 3, 101))
     inputs = [x, *layer.parameters(), *([scale] if scaled else [])]
     for tensor in inputs:
         tensor.requires_grad_()
@@ -180,7 +63,7 @@ def test_weight_gradients_of_many_blocks_are_as_exact_as_those_of_one(monkeypatc
         layer = Linear(37, 101).train()
         layer.to(torch.bfloat16).float()  # products round their weights
         scale = torch.tensor([0.5, 2.0]).repeat(51)[:101] if scaled else None
-        x, grad = maps((5, 67, 3, 37), (5, 67, 3, 101))
+        x, grad = maps(torch.bfloat16, (5, 67, 3, 37), (5, 67, 3, 101))
         with torch.autocast("cpu", torch.bfloat16):
             layer(x.requires_grad_(), act_before=True, output_scale=scale).backward(grad)
         upstream = grad.double() * (scale.double() if scaled else 1.0)
@@ -209,7 +92,7 @@ def test_center_norm_keeps_the_type_and_gives_the_gradient_of_its_gain(offset, s
     norm = CenterNorm(37).train()
     nn.init.normal_(norm.weight)
     nn.init.constant_(norm.bias, offset)
-    x, grad = maps(SHAPE, SHAPE)
+    x, grad = maps(torch.bfloat16, SHAPE, SHAPE)
     x *= spread
     inputs = [x.requires_grad_(), norm.weight, norm.bias]
     expected = gradients(
@@ -236,7 +119,7 @@ def test_residual_keeps_the_type_of_the_stream(path, monkeypatch, ends_in, kept)
     layer = WeightedResidual(Branch(), 37, 0.25, drop_path=0.5).train()
     mask = torch.zeros(5, 1, 1, 1).index_fill(0, torch.tensor(kept), 2.0)
     monkeypatch.setattr(layer, "draw_mask", lambda x: mask)
-    x, grad = maps(SHAPE, SHAPE)
+    x, grad = maps(torch.bfloat16, SHAPE, SHAPE)
     expected = gradients(
         lambda x, scale: x + scale * mask * (gelu(x) if ends_in == "gelu" else x),
         [x, layer.residual_scale],

@@ -178,24 +178,15 @@ def turn_a_sign(block):
     block.mlp.branch.fc1.bias = nn.Parameter(torch._neg_view(torch.randn(3 * DIM)))
 
 
-CHANGES = [second_pointwise, exchange_a_norm, leave_a_norm_out, put_a_layer_behind_the_attention]
-CHANGES += [
-    remove_a_positional_encoding,
-    enlarge_a_depthwise_kernel,
-    shorten_a_depthwise_bias,
-    widen_the_queries,
-    turn_a_sign,
-    hook,
-    adapt,
-    subclass,
-    dropout,
-    freeze,
-    widen,
+CHANGES = [
+    *(second_pointwise, exchange_a_norm, leave_a_norm_out, put_a_layer_behind_the_attention),
+    *(remove_a_positional_encoding, enlarge_a_depthwise_kernel, shorten_a_depthwise_bias),
+    *(widen_the_queries, turn_a_sign, hook, adapt, subclass, dropout, freeze, widen),
     replace_forward,
 ]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_block_takes_its_modules(change):
     block = make("stripes")
     x, _ = maps("few tokens")

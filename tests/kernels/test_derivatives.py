@@ -227,9 +227,9 @@ def test_vision_models_on_an_empty_batch(name, mode):
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("layer", [Linear(4, 6), CenterNorm(4), nn.Identity()])
-def test_layers_on_an_empty_batch(layer):
-    assert layer.train()(torch.zeros(0, 5, 4)).shape[:2] == (0, 5)
+def test_layers_on_an_empty_batch():
+    for layer in (Linear(4, 6), CenterNorm(4)):
+        assert layer.train()(torch.zeros(0, 5, 4)).shape[:2] == (0, 5)
     assert ScaledCosineAttention(2)(*torch.zeros(3, 0, 2, 5, 4)).shape == (0, 2, 5, 4)
 
 

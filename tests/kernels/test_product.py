@@ -19,7 +19,9 @@ from lipsformer.models.folded_layers import FrozenLinear
 
 @pytest.fixture(autouse=True)
 def own_product(compiled_kernels, monkeypatch):
+    """Our own product computes every layer, packed or not, whatever the processor."""
     monkeypatch.setattr(product, "USE_OWN_PACKED", True)
+    monkeypatch.setattr(linear, "USE_OWN", True)
 
 
 def exact_linear(x, weight, bias):
@@ -27,6 +29,11 @@ def exact_linear(x, weight, bias):
     y = x.double() @ weight.double().T
     size = (x.double().abs() @ weight.double().abs().T).max().item()
     return y if bias is None else y + bias, 2**-22 * size + 1e-6
+
+
+def drawn(rows, inputs, outputs):
+    torch.manual_seed(0)
+    return torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
 
 
 LAYOUTS = {
@@ -42,8 +49,7 @@ SIZES = [(1, 1, 1), (5, 3, 2), (6, 7, 16), (13, 401, 37), (211, 1201, 17), (97, 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_linear_layer_equals_float64(layout, rows, inputs, outputs, biased):
-    torch.manual_seed(0)
-    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    x, weight, bias = drawn(rows, inputs, outputs)
     bias = bias if biased else None
     expected, atol = exact_linear(x, weight, bias)
     y = LAYOUTS[layout](x, weight, bias)
@@ -52,8 +58,7 @@ def test_a_linear_layer_equals_float64(layout, rows, inputs, outputs, biased):
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
 def test_gelu_behind_a_packed_layer_equals_float64(rows, inputs, outputs):
-    torch.manual_seed(0)
-    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    x, weight, bias = drawn(rows, inputs, outputs)
     z, atol = exact_linear(x, weight, bias)
     y = packed_linear(x, pack_weight(weight), bias, True)
     expected = z * (1 + torch.erf(z / 2**0.5)) / 2
@@ -63,8 +68,7 @@ def test_gelu_behind_a_packed_layer_equals_float64(rows, inputs, outputs):
 @pytest.mark.parametrize("layout", ["transposed", "plain"])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
 def test_gelu_before_a_layer_equals_float64(rows, inputs, outputs, layout):
-    torch.manual_seed(0)
-    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    x, weight, bias = drawn(rows, inputs, outputs)
     activated = x.double() * (1 + torch.erf(x.double() / 2**0.5)) / 2
     expected, atol = exact_linear(activated, weight, bias)
     weight = weight if layout == "transposed" else weight.T.contiguous().T
@@ -84,7 +88,7 @@ def test_the_product_of_two_maps_equals_float64(rows, inputs, outputs):
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1009, 401, 37), (53, 401, 1009)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layer_has_the_same_bits_for_any_number_of_threads(layout, rows, inputs, outputs):
-    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    x, weight, bias = drawn(rows, inputs, outputs)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3, 5):
@@ -125,8 +129,7 @@ def biases():
 
 
 @pytest.mark.parametrize("kind", biases())
-def test_a_bias_of_any_layout(kind, monkeypatch):
-    monkeypatch.setattr(linear, "USE_OWN", True)
+def test_a_bias_of_any_layout(kind):
     bias, x, weight = biases()[kind], torch.randn(3, 5, 37), torch.randn(23, 37)
     layer = nn.Linear(37, 23)
     layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
@@ -155,8 +158,7 @@ class Wrapped(torch.Tensor):
 
 @torch.no_grad()
 @pytest.mark.parametrize("act_before", [False, True])
-def test_a_bias_without_memory_of_its_own_is_added(act_before, monkeypatch):
-    monkeypatch.setattr(linear, "USE_OWN", True)
+def test_a_bias_without_memory_of_its_own_is_added(act_before):
     x, weight = torch.zeros(2, 5, 37), torch.randn(23, 37)
     y = linear.fused_linear(x, weight, Wrapped(torch.ones(23)), act_before)
     assert torch.equal(y, torch.ones(2, 5, 23))
@@ -164,8 +166,7 @@ def test_a_bias_without_memory_of_its_own_is_added(act_before, monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("which", ["x", "weight", "bias"])
-def test_views_with_the_opposite_sign_are_read_with_it(which, monkeypatch):
-    monkeypatch.setattr(linear, "USE_OWN", True)
+def test_views_with_the_opposite_sign_are_read_with_it(which):
     tensors = {"x": torch.randn(3, 5, 37), "weight": torch.randn(23, 37), "bias": torch.randn(23)}
     tensors[which] = torch._neg_view(tensors[which])
     y = linear.fused_linear(*tensors.values())
@@ -174,8 +175,7 @@ def test_views_with_the_opposite_sign_are_read_with_it(which, monkeypatch):
 
 
 @pytest.mark.parametrize("channels", [31, 41])
-def test_an_input_of_another_width_is_refused(channels, monkeypatch):
-    monkeypatch.setattr(linear, "USE_OWN", True)
+def test_an_input_of_another_width_is_refused(channels):
     x, layer = torch.randn(3, 5, channels), nn.Linear(37, 23)
     frozen = FrozenLinear(layer)
     with torch.no_grad(), pytest.raises(RuntimeError, match="takes 37 channels"):
@@ -193,7 +193,6 @@ def test_an_output_scale_of_another_length_is_refused(length):
 
 
 def test_gradients_of_a_layer_whose_products_are_all_our_own(monkeypatch):
-    monkeypatch.setattr(linear, "USE_OWN", True)
     names = ("own_linear", "own_transposed_product")
     spies = {name: Mock(side_effect=getattr(product, name)) for name in names}
     for name, spy in spies.items():

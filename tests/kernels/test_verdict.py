@@ -122,7 +122,7 @@ def test_a_module_is_copied_for_its_trial_only(monkeypatch):
     assert try_kernel("a", layer, x, kernel, plain_operators)
 
 
-def test_switched_off():
+def test_kernels_that_are_switched_off_are_not_tried():
     dispatch.ENABLED = False
     assert not verdict.passes_trial("a", right, plain, exact)
     assert not verdict._VERDICTS

@@ -103,19 +103,6 @@ def test_value_and_gradients_equal_float64(calls, size, windows, heads, dim, lep
         torch.testing.assert_close(fast.double(), exact.double(), rtol=rounding, atol=atol)
 
 
-def test_one_head_at_a_time_equals_all_heads():
-    heads, dim, window = 3, 5, (2, 7)
-    qkv, bias = torch.randn(2, 5, 11, 3, 1, heads * dim), torch.randn(1, heads, 14, 14)
-    with torch.no_grad():
-        together = attend_in_windows(qkv, [window], [ScaledCosineAttention(heads)], bias)
-        for head in range(heads):
-            own = slice(head * dim, (head + 1) * dim)
-            alone = attend_in_windows(
-                qkv[..., own], [window], [ScaledCosineAttention(1)], bias[:, head : head + 1]
-            )
-            torch.testing.assert_close(together[..., own], alone, rtol=0, atol=0)
-
-
 def test_threads_that_share_the_biases_of_a_head_add_up_to_the_same():
     """Of 2 images x 3 heads every fourth thread has one or two; two threads share each head."""
     qkv, bias = torch.randn(2, 17, 19, 3, 1, 6), torch.randn(1, 3, 323, 323)
@@ -187,8 +174,9 @@ def test_plain_operators_compute_what_the_kernel_does_not(calls, reason):
         everywhere.remove()
     result = attend_in_windows(qkv, [(2, 3)], [attention])
     everywhere.remove()
-    assert result.shape == (1, 2, 3, 4)
-    assert len(calls) == 1
+    (of_the_kernel,) = calls
+    if reason != "dropout":
+        torch.testing.assert_close(result.float(), of_the_kernel, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("of_class", [False, True])

@@ -74,7 +74,7 @@ def test_learned_logit_scale_is_per_head_logarithmic_and_clamped():
     assert gradients[2] == 0  # beyond the ceiling
 
 
-def test_gradients():
+def test_gradients_equal_differences():
     q, k, v = (x[:1, :, :3, :2].clone().requires_grad_() for x in heads())
     bias = torch.randn(1, H, 3, 3, dtype=torch.float64, requires_grad=True)
     layer = ScaledCosineAttention(H, eps=1e-2).double()
@@ -95,14 +95,6 @@ def test_float32_training_gradients_equal_float64(value_scale, with_bias):
         gradients.append([out.detach(), *(x.grad for x in copies)])
     for exact, fast in zip(*gradients, strict=True):
         torch.testing.assert_close(fast.double(), exact, rtol=1e-4, atol=1e-5)
-
-
-def test_attention_is_permutation_equivariant():
-    q, k, v = heads()
-    order = torch.tensor([3, 0, 4, 1, 2])
-    layer = ScaledCosineAttention(H).double()
-    permuted = layer(q[:, :, order], k[:, :, order], v[:, :, order])
-    torch.testing.assert_close(permuted, layer(q, k, v)[:, :, order])
 
 
 def test_dropout_leaves_the_mean():
@@ -177,16 +169,6 @@ def test_zero_tokens_are_finite_under_autocast(dtype):
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ScaledCosineAttention(**{"num_heads": H, **arguments})
-
-
-def test_scores_are_bounded_by_tau():
-    q, k, _ = heads()
-    q, k = cosine_normalize(1e6 * q, 1e-2, 11.0), cosine_normalize(k, 1e-2)
-    scores = q @ k.transpose(-2, -1)
-    assert scores.abs().max().item() <= 11.0
-    entropy_floor = math.log(N) - 2 * 11.0
-    attn = scores.softmax(-1)
-    assert (-(attn * attn.log()).sum(-1)).min().item() >= entropy_floor
 
 
 @torch.no_grad()

@@ -88,6 +88,14 @@ def test_scaling_reaches_the_bound_at_every_size_of_the_weight(factor, only_shri
     torch.testing.assert_close(scaled.double(), expected, rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize(("only_shrink", "factor"), [(False, 3.0), (True, 3.0), (True, 0.5)])
+def test_gradients_of_the_scaling_equal_differences(only_shrink, factor):
+    torch.manual_seed(3)
+    weight = torch.randn(5, 7, dtype=torch.double)
+    weight = (factor * weight / torch.linalg.matrix_norm(weight, 2)).requires_grad_()
+    assert torch.autograd.gradcheck(SpectralScale(1.0, only_shrink), (weight,))
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_weight_that_is_not_finite_stays_so(value):
     weight = torch.randn(7, 5)

@@ -39,6 +39,7 @@ from scripts._classifier import MAX_UPLOAD, Classifier
 from scripts.reporting.pictures import overlaid
 from tests.browser import Browser
 from tests.conftest import ROOT
+from tests.data.photos import encoded
 from tests.data.test_images import REFUSED, manifest
 
 SIZE = 24
@@ -67,6 +68,14 @@ def network():
     return model.eval()
 
 
+def write_network(folder):
+    """Write the network as a checkpoint; return it."""
+    model = network()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text(timm_config(model, CLASSES))
+    return model
+
+
 @pytest.fixture(scope="module")
 def model():
     return Classifier("lipsformer_swin_nano", network(), CLASSES, DATA)
@@ -82,21 +91,13 @@ def photo(width=53, height=31):
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def encoded(image, format="PNG", **settings):
-    buffer = io.BytesIO()
-    image.save(buffer, format, **settings)
-    return buffer.getvalue()
-
-
 def test_prediction_of_a_checkpoint_is_timms(tmp_path):
-    expected_model = network()
-    save_file(expected_model.state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(timm_config(expected_model, CLASSES))
+    expected_model = write_network(tmp_path)
     model = Classifier.from_weights(find_weights(tmp_path))
     assert (model.name, model.classes) == ("lipsformer_swin_nano", CLASSES)
     transform = create_transform(**resolve_model_data_config(expected_model))
     expected = expected_model(transform(photo())[None]).softmax(-1)[0]
-    image = model.prepare(EncodedPicture(encoded(photo()), "photo"))
+    image = model.prepare(EncodedPicture(encoded(photo(), "PNG"), "photo"))
     assert image.shape == (SIZE, SIZE, 3)
     torch.testing.assert_close(model.probabilities(image), expected, rtol=1e-4, atol=1e-6)
 
@@ -200,8 +201,8 @@ def test_a_model_without_known_attention_keeps_the_rest_of_the_page():
 def broken_files() -> dict[str, bytes]:
     """Twenty-three uploads that are no pictures, or not whole ones, or too large."""
     good = encoded(photo(), "JPEG")
-    png = encoded(photo())
-    bomb = encoded(Image.new("1", (12000, 12000)))
+    png = encoded(photo(), "PNG")
+    bomb = encoded(Image.new("1", (12000, 12000)), "PNG")
     gray = Image.fromarray(np.full((5, 7), 0.5, np.float32))
     size = b"\0\x1f\0\x35"  # height and width in the header
     chunk = png.index(b"IDAT")
@@ -316,9 +317,7 @@ class Server:
 @contextmanager
 def serving(folder: Path):
     pytest.importorskip("gradio")
-    model = network()
-    save_file(model.state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text(timm_config(model, CLASSES))
+    write_network(folder)
     temporary, log = folder / "temporary", folder / "log"
     temporary.mkdir()
     with log.open("w") as errors:
@@ -382,7 +381,7 @@ def test_server_keeps_no_upload_and_reads_no_other_file(answers, tmp_path):
     with serving(tmp_path) as server:
         from scripts._demo_page import QUEUE  # it needs gradio
 
-        content = encoded(photo())
+        content = encoded(photo(), "PNG")
         path = upload(server, "my photo.png", content)
         assert Path(path).read_bytes() == content
         _, shown = answers.look(EncodedPicture(content, "my photo.png"), "my photo.png")
@@ -439,7 +438,7 @@ def test_page_in_a_browser(tmp_path):
             assert (int(re.findall(r"\d+", background)[0]) < 128) == dark
 
         good = tmp_path / "my photo.png"
-        good.write_bytes(encoded(photo()))
+        good.write_bytes(encoded(photo(), "PNG"))
         choose(browser, good)
         wait(browser, says("my photo.png, 53 x 31 pixels, as the model sees it: 24 x 24"))
         corrupt = ROOT / "datasets" / "corrupt"

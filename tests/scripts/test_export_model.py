@@ -1,6 +1,5 @@
 """Exports give the model's logits; compiled models too."""
 
-import resource
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from safetensors.torch import save_file
 from scripts import export_model as script
 from scripts._runtimes import FORMATS, PACKAGES, ExportError, fold, load, trace, write
 from scripts.export_model import export_model, main
+from tests.full_disk import full_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the exporters' own
 
@@ -135,13 +135,8 @@ def test_a_folder_that_cannot_be_written_is_named(capsys, place):
 
 
 def test_a_full_disk_costs_one_sentence_and_leaves_nothing_behind(tmp_path, capsys):
-    """A limit of the size of files stands for the full disk; the system enforces both."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
+    with full_disk(100_000):
         code = main([NANO[0], str(tmp_path / "out"), "--formats", "hf"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1
     assert f"{tmp_path / 'out'} cannot be written: " in error and "File too large" in error

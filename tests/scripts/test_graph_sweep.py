@@ -9,8 +9,19 @@ import uuid
 
 import pytest
 
+from lipsformer._configfile import read_config
 from lipsformer.engine.lock import FolderLock
+from lipsformer.graph.config import GraphConfig, GraphSweepConfig
+from lipsformer.graph.training import Training
 from scripts import graph_sweep
+from tests.conftest import ROOT
+from tests.graph.communities import without_time
+
+SWEEPS = [
+    path
+    for path in sorted((ROOT / "configs" / "graph").glob("*.yaml"))
+    if "results:" in path.read_text()
+]
 
 FORK = multiprocessing.get_context("fork")
 PAUSE = 20  # seconds; long against everything else here
@@ -108,7 +119,8 @@ def test_a_refused_sweep_leaves_no_folder_for_its_results(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"grid": ["model.name=gcn,ggnn"], "x": "model.name"}, "x='model.name' is not possible: "),
+        ({"grid": ["model.name=gcn,ggnn"], "x": "model.name"}, "its values must be numbers, not"),
+        ({"grid": ["train.lr=0.1"], "x": "model.name"}, "must be a key of grid: train.lr"),
         ({"grid": ["train.lr=0.1", "train.lr=0.2"]}, "is not possible: each key only once"),
         ({"seeds": [3, 3]}, "seeds=(3, 3) is not possible: each only once"),
         ({"seeds": [-1]}, "seeds=(-1,) is not possible: must be >= 0 and below 2^32"),
@@ -292,3 +304,78 @@ def test_two_sweeps_do_not_share_a_file_of_results(tmp_path, capsys, pretending)
     lock.release()
     assert graph_sweep.main(command) == 0
     assert sorted(path.name for path in results.parent.iterdir()) == ["results.jsonl"]
+
+
+def test_cells_are_the_product_of_cases_and_grid():
+    config = GraphSweepConfig(
+        config="x.yaml",
+        cases={"a": "model.name=gcn", "b": "model.name=ggnn data.name=actor"},
+        grid=("model.num_layers=2,5", "train.lr=0.1"),
+        output_dir="out",
+    )
+    grid = graph_sweep.cells(config)
+    assert [cell["model.num_layers"] for cell, _ in grid] == ["2", "5", "2", "5"]
+    cell, settings = grid[3]
+    assert cell == {"case": "b", "model.num_layers": "5", "train.lr": "0.1"}
+    assert settings == ["model.name=ggnn", "data.name=actor", "model.num_layers=5", "train.lr=0.1"]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_sweep_runs_in_processes_and_only_what_is_missing(tmp_path, monkeypatch, capsys):
+    settings = {"grid": ["model.num_layers=2,3"], "seeds": [0], "x": "model.num_layers"}
+    command = write_sweep(tmp_path, overrides=["train.epochs=2"], **settings)
+    assert graph_sweep.main(command) == 0
+    table = capsys.readouterr().out
+    assert table.count("\n") == 4 and (tmp_path / "out" / "plot.png").stat().st_size > 0
+    results = (tmp_path / "out" / "results.jsonl").read_text()
+    assert len(results.splitlines()) == 2
+
+    def no_more_training(*args):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(graph_sweep, "_train", no_more_training)
+    assert graph_sweep.main(command) == 0
+    assert capsys.readouterr().out == table
+    assert (tmp_path / "out" / "results.jsonl").read_text() == results
+    assert graph_sweep.main([*command, "--table", "seeds=[0,1]"]) == 0
+    assert capsys.readouterr().out == f"{table}\nNot run:\n\n- 2: seeds 1\n- 3: seeds 1\n"
+
+
+def test_a_sweep_continues_an_interrupted_run(tmp_path, monkeypatch):
+    content = {
+        "model": {"name": "deep_gat", "hidden_channels": 3},
+        "data": {"name": "trees", "tree_depth": 2, "num_trees": 30},
+        "train": {"epochs": 3},
+        "run": {"output_dir": "unused", "checkpoint_every": 1},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(content))
+    config = read_config(GraphConfig, tmp_path / "run.yaml")
+
+    def train(folder, stop_at):
+        epochs = []
+
+        def run_epoch(self, *batches, original=Training.run_epoch):
+            if self.epoch == stop_at:
+                raise KeyboardInterrupt
+            epochs.append(self.epoch)
+            original(self, *batches)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Training, "run_epoch", run_epoch)
+            return graph_sweep._train(config, 0, tmp_path / folder), epochs
+
+    whole, _ = train("whole", stop_at=None)
+    with pytest.raises(KeyboardInterrupt):
+        train("cut", stop_at=2)
+    continued, epochs = train("cut", stop_at=None)
+    assert epochs == [2]
+    assert without_time(continued) == without_time(whole)
+    assert whole["environment"]["threads"] == 1
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_no_committed_result_is_of_another_config(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert graph_sweep.sweep(path, [], progress=False, only=[], train=False)

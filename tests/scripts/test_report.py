@@ -5,7 +5,6 @@ import html.parser
 import json
 import logging
 import re
-import resource
 import shutil
 import sys
 from collections import Counter
@@ -31,6 +30,7 @@ from scripts.reporting.theme import SERIES
 from scripts.reporting.validation import readable
 from scripts.reporting.write import try_report, write_report
 from tests.browser import Browser
+from tests.full_disk import full_disk
 from tests.runs import DIGITS, write_config
 
 SETTINGS: dict[str, Any] = {
@@ -393,13 +393,8 @@ def test_wordnet_numbers_are_shown_as_words() -> None:
 def test_a_full_disk_ends_in_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """A limit of the size of files stands for the full disk; the system enforces both."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
+    with full_disk(10_000):
         code = main([str(run), "--out", str(tmp_path / "out.html"), "--images", "0"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1
     assert "the report cannot be written: [Errno 27] File too large" in error

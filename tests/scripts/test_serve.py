@@ -8,16 +8,18 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
 
-from lipsformer.engine.build import timm_config
 from scripts import serve
 from scripts._runtimes import trace, write
-from tests.scripts.test_demo import CLASSES, SIZE, encoded, network, photo
+from tests.data.photos import encoded
+from tests.scripts.test_demo import CLASSES, SIZE, network, photo, write_network
+
+PICTURE = encoded(photo(), "PNG")
 
 
 @pytest.fixture(params=["fp32", "bf16"])
@@ -25,53 +27,46 @@ def precision(request):
     return request.param
 
 
-@pytest.fixture(params=["folded", pytest.param("openvino", marks=pytest.mark.slow)])
-def address(request, precision, tmp_path):
-    """A server that runs what the folder holds."""
-    model = network()
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(timm_config(model, CLASSES))
-    if request.param == "openvino":
-        pytest.importorskip("openvino")
-        write("openvino", lambda: trace(model, torch.zeros(2, 3, SIZE, SIZE)), tmp_path)
-    with serve.make_server(
-        serve.load_classifier(tmp_path, precision=precision), "127.0.0.1", 0
-    ) as server:
+@contextmanager
+def running(classifier):
+    """The address of a server, host and port."""
+    with serve.make_server(classifier, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_a_visitor_learns_how_and_a_silent_one_holds_up_nobody(tmp_path):
-    model = network()
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(timm_config(model, CLASSES))
-    with serve.make_server(serve.load_classifier(tmp_path), "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        place = ("127.0.0.1", server.server_port)
         try:
-            with socket.create_connection(place):  # sends nothing for longer than the others wait
-                url = f"http://127.0.0.1:{server.server_port}"
-                with urllib.request.urlopen(url, timeout=serve.WAIT_S / 2) as response:
-                    assert response.read().decode() == f"curl --data-binary @picture.jpg {url}\n"
-                picture = encoded(photo())
-                with urllib.request.urlopen(url, picture, timeout=serve.WAIT_S / 2) as response:
-                    assert len(json.loads(response.read())) == serve.BEST
-            with socket.create_connection(place) as client:
-                client.sendall(b"POST / HTTP/1.0\r\n\r\n")
-                assert b" 411 " in client.recv(100)
+            yield "127.0.0.1", server.server_port
         finally:
             server.shutdown()
             thread.join()
 
 
+@pytest.fixture(params=["folded", pytest.param("openvino", marks=pytest.mark.slow)])
+def address(request, precision, tmp_path):
+    """A server that runs what the folder holds."""
+    model = write_network(tmp_path)
+    if request.param == "openvino":
+        pytest.importorskip("openvino")
+        write("openvino", lambda: trace(model, torch.zeros(2, 3, SIZE, SIZE)), tmp_path)
+    with running(serve.load_classifier(tmp_path, precision=precision)) as place:
+        yield "http://{}:{}".format(*place)
+
+
+def test_a_visitor_learns_how_and_a_silent_one_holds_up_nobody(tmp_path):
+    write_network(tmp_path)
+    with running(serve.load_classifier(tmp_path)) as place:
+        with socket.create_connection(place):  # sends nothing for longer than the others wait
+            url = "http://{}:{}".format(*place)
+            with urllib.request.urlopen(url, timeout=serve.WAIT_S / 2) as response:
+                assert response.read().decode() == f"curl --data-binary @picture.jpg {url}\n"
+            with urllib.request.urlopen(url, PICTURE, timeout=serve.WAIT_S / 2) as response:
+                assert len(json.loads(response.read())) == serve.BEST
+        with socket.create_connection(place) as client:
+            client.sendall(b"POST / HTTP/1.0\r\n\r\n")
+            assert b" 411 " in client.recv(100)
+
+
 def test_pictures_are_decoded_one_at_a_time_and_clients_that_leave_are_forgotten(tmp_path, capfd):
-    model = network()
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(timm_config(model, CLASSES))
+    write_network(tmp_path)
     classifier = serve.load_classifier(tmp_path)
     prepare, now, most = classifier.prepare, [], []
 
@@ -83,34 +78,28 @@ def test_pictures_are_decoded_one_at_a_time_and_clients_that_leave_are_forgotten
         return prepare(picture)
 
     classifier.prepare = slowly
-    with serve.make_server(classifier, "127.0.0.1", 0) as server:
-        threading.Thread(target=server.serve_forever).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            with socket.create_connection(("127.0.0.1", server.server_port)) as client:
-                client.sendall(b"POST / HTTP/1.0\r\nContent-Length: 9\r\n\r\nabc")
-                time.sleep(0.1)
-                # closing sends a reset now
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            with ThreadPoolExecutor(4) as pool:
-                answers = pool.map(
-                    lambda _: urllib.request.urlopen(url, encoded(photo())), range(4)
-                )
-                assert [answer.status for answer in answers] == [200] * 4
-        finally:
-            server.shutdown()
+    with running(classifier) as place:
+        url = "http://{}:{}".format(*place)
+        with socket.create_connection(place) as client:
+            client.sendall(b"POST / HTTP/1.0\r\nContent-Length: 9\r\n\r\nabc")
+            time.sleep(0.1)
+            # closing sends a reset now
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with ThreadPoolExecutor(4) as pool:
+            answers = pool.map(lambda _: urllib.request.urlopen(url, PICTURE), range(4))
+            assert [answer.status for answer in answers] == [200] * 4
     assert most == [1] * 4
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
 def test_answers_are_timms_and_what_is_no_picture_is_refused(address, precision):
-    for wrong, code in ((b"no picture", 400), (encoded(photo())[:99], 400), (b"", 413)):
+    for wrong, code in ((b"no picture", 400), (PICTURE[:99], 400), (b"", 413)):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(address, data=wrong)
         assert refused.value.code == code
         refused.value.close()
-    with urllib.request.urlopen(address, data=encoded(photo())) as response:
+    with urllib.request.urlopen(address, data=PICTURE) as response:
         answer = json.loads(response.read())
     model = network()
     transform = create_transform(**resolve_model_data_config(model))

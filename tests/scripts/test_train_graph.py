@@ -1,4 +1,4 @@
-"""Trainings and sweeps of graph networks, as commands."""
+"""Trainings of graph networks, as a command."""
 
 import json
 import math
@@ -19,14 +19,10 @@ from lipsformer._errors import ConfigError
 from lipsformer.engine.lock import FolderLock
 from lipsformer.graph import create_model
 from lipsformer.graph import training as training_module
-from lipsformer.graph.config import (
-    GraphConfig,
-    GraphDataConfig,
-    GraphSweepConfig,
-)
+from lipsformer.graph.config import GraphConfig, GraphDataConfig, GraphSweepConfig
 from lipsformer.graph.training import Training
 from scripts import _graph_seed, graph_sweep, train_graph
-from tests.graph.communities import communities, without_time
+from tests.graph.communities import communities
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs" / "graph").glob("*.yaml"))
@@ -217,12 +213,7 @@ def test_a_corrected_command_may_use_the_folder_that_the_wrong_one_named(
         ),
         ("model.kwargs.norm=null", "cannot be built: norm=None is not known; choose none, "),
         ("data={name: trees, split: 1}", "data.split=1 has no effect without a data.name other"),
-        ("data={name: cora, split: 1, split_seed: 2}", "data.split=1 has no effect without data.s"),
-        ("data={name: trees, split_seed: 2}", "data.split_seed=2 has no effect without a data.na"),
         ("data.split_seed=-1", "data.split_seed=-1 is not possible: must be >= 0 and below 2^63"),
-        ("data={name: trees, loader: cluster}", "data.loader='cluster' has no effect without"),
-        ("data={name: trees, missing_rate: 0.5}", "data.missing_rate=0.5 has no effect without"),
-        ("data={name: trees, undirected: true}", "data.undirected=True has no effect without"),
     ],
 )
 def test_mistakes_end_in_one_line_and_code_two(
@@ -268,87 +259,6 @@ def test_trees_are_trained_on_their_training_share_only(tmp_path):
     assert sum(roots) == 50
 
 
-def test_cells_are_the_product_of_cases_and_grid():
-    config = GraphSweepConfig(
-        config="x.yaml",
-        cases={"a": "model.name=gcn", "b": "model.name=ggnn data.name=actor"},
-        grid=("model.num_layers=2,5", "train.lr=0.1"),
-        output_dir="out",
-    )
-    grid = graph_sweep.cells(config)
-    assert [cell["model.num_layers"] for cell, _ in grid] == ["2", "5", "2", "5"]
-    cell, settings = grid[3]
-    assert cell == {"case": "b", "model.num_layers": "5", "train.lr": "0.1"}
-    assert settings == ["model.name=ggnn", "data.name=actor", "model.num_layers=5", "train.lr=0.1"]
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_sweep_runs_in_processes_and_only_what_is_missing(tmp_path, monkeypatch, capsys):
-    (tmp_path / "run.yaml").write_text(
-        json.dumps(
-            {
-                "model": {"name": "gcn", "hidden_channels": 4},
-                "data": {"name": "trees", "tree_depth": 2, "num_trees": 30},
-                "train": {"epochs": 2},
-                "run": {"output_dir": "unused"},
-            }
-        )
-    )
-    path = tmp_path / "sweep.yaml"
-    content = {"config": "run.yaml", "grid": ["model.num_layers=2,3"], "seeds": [0]}
-    content |= {"output_dir": str(tmp_path / "out"), "x": "model.num_layers"}
-    path.write_text(json.dumps(content))
-    assert graph_sweep.main(["--config", str(path)]) == 0
-    table = capsys.readouterr().out
-    assert table.count("\n") == 4 and (tmp_path / "out" / "plot.png").stat().st_size > 0
-    results = (tmp_path / "out" / "results.jsonl").read_text()
-    assert len(results.splitlines()) == 2
-
-    def no_more_training(*args):
-        raise AssertionError("trained again")
-
-    monkeypatch.setattr(graph_sweep, "_train", no_more_training)
-    assert graph_sweep.main(["--config", str(path)]) == 0
-    assert capsys.readouterr().out == table
-    assert (tmp_path / "out" / "results.jsonl").read_text() == results
-    assert graph_sweep.main(["--config", str(path), "--table", "seeds=[0,1]"]) == 0
-    assert capsys.readouterr().out == f"{table}\nNot run:\n\n- 2: seeds 1\n- 3: seeds 1\n"
-
-
-def test_a_sweep_continues_an_interrupted_run(tmp_path, monkeypatch):
-    content = {
-        "model": {"name": "deep_gat", "hidden_channels": 3},
-        "data": {"name": "trees", "tree_depth": 2, "num_trees": 30},
-        "train": {"epochs": 3},
-        "run": {"output_dir": "unused", "checkpoint_every": 1},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(content))
-    config = read_config(GraphConfig, tmp_path / "run.yaml")
-
-    def train(folder, stop_at):
-        epochs = []
-
-        def run_epoch(self, *batches, original=Training.run_epoch):
-            if self.epoch == stop_at:
-                raise KeyboardInterrupt
-            epochs.append(self.epoch)
-            original(self, *batches)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Training, "run_epoch", run_epoch)
-            return graph_sweep._train(config, 0, tmp_path / folder), epochs
-
-    whole, _ = train("whole", stop_at=None)
-    with pytest.raises(KeyboardInterrupt):
-        train("cut", stop_at=2)
-    continued, epochs = train("cut", stop_at=None)
-    assert epochs == [2]
-    assert without_time(continued) == without_time(whole)
-    assert whole["environment"]["threads"] == 1
-
-
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", None])
 def test_a_damaged_checkpoint_ends_in_one_sentence(graph, tmp_path, monkeypatch, capsys, content):
     path = write_config(tmp_path, graph, monkeypatch)
@@ -389,18 +299,6 @@ def test_the_config_of_the_gradient_norms_builds_the_described_network():
     assert (model.encoder.out_features, len(model.layers), config.train.epochs) == (8, 25, 50)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_no_committed_result_is_of_another_config(path, monkeypatch):
-    if "results:" in path.read_text():
-        monkeypatch.chdir(ROOT)
-        assert graph_sweep.sweep(path, [], progress=False, only=[], train=False)
-
-
-def test_a_wrong_axis_raises():
-    with pytest.raises(ConfigError, match=r"x='model.name' is not possible: must be a key of grid"):
-        GraphSweepConfig(config="x", output_dir="y", grid=("a.b=1",), x="model.name")
-
-
 def test_results_of_a_sweep_are_not_those_of_a_run(graph, tmp_path, monkeypatch, capsys):
     path = write_config(tmp_path, graph, monkeypatch)
     assert train_graph.main(["--config", str(path)]) == 0
@@ -421,7 +319,12 @@ def test_results_of_a_sweep_are_not_those_of_a_run(graph, tmp_path, monkeypatch,
         ({"halo_hops": 2}, "data.loader=cluster or partition"),
         ({"missing_seed": 2}, "data.missing_rate above 0"),
         ({"tree_depth": 4}, "data.name=trees"),
+        ({"split": 1, "split_seed": 2}, "data.split_seed=null"),
         ({"name": "trees", "root": "there"}, "a data.name other than trees"),
+        ({"name": "trees", "split_seed": 2}, "a data.name other than trees"),
+        ({"name": "trees", "loader": "cluster"}, "a data.name other than trees"),
+        ({"name": "trees", "missing_rate": 0.5}, "a data.name other than trees"),
+        ({"name": "trees", "undirected": True}, "a data.name other than trees"),
     ],
 )
 def test_settings_without_effect_are_refused(settings, needs):
