@@ -93,6 +93,7 @@ class ScaledCosineConv(MessagePassing):
         self.attention: Any = ScaledCosineAttention(
             heads, logit_scale=logit_scale, value_scale=value_scale
         )
+        self._alpha: OptTensor = None  # the attention weights, for explainers that watch `message`
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -124,6 +125,7 @@ class ScaledCosineConv(MessagePassing):
             edges, _ = add_one_self_loop(edges, num_nodes=x.size(0))
             # propagate_type: (query: Tensor, key: Tensor, value: Tensor)
             out = self.propagate(edges, query=query, key=key, value=value)
+            self._alpha = None
         else:
             csr = SortedEdges.of(edge_index, x.size(0), x.size(0)).csr_with_self_loops
             out = edge_attention(
@@ -141,6 +143,6 @@ class ScaledCosineConv(MessagePassing):
         size_i: int,
     ) -> Tensor:
         """Return the message of each edge, [E, H, C]."""
-        attn = softmax((query_i * key_j).sum(-1), index, ptr, size_i)
-        attn = F.dropout(attn, p=self.dropout, training=self.training)
+        self._alpha = softmax((query_i * key_j).sum(-1), index, ptr, size_i)
+        attn = F.dropout(self._alpha, p=self.dropout, training=self.training)
         return attn.unsqueeze(-1) * value_j

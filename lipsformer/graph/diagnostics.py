@@ -12,7 +12,7 @@ from torch_geometric.utils import degree, scatter
 
 from lipsformer._modes import modes_restored
 from lipsformer._renamed import renamed
-from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.edge_attention.csr import SortedEdges, listed_edges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.models.stack import GraphNet
@@ -110,7 +110,7 @@ def dirichlet_energy(x: Tensor, edge_index: Tensor) -> Tensor:
         2.0
     """
     x = x.double()
-    source, target = edge_index
+    source, target = listed_edges(edge_index)
     scaled = x * (1 + degree(target, x.size(0), x.dtype)).rsqrt().unsqueeze(-1)
     return 0.5 * (scaled[target] - scaled[source]).square().sum()
 
@@ -188,7 +188,7 @@ def _profile(
 ) -> dict[str, list[float]]:
     model.zero_grad(set_to_none=True)
     sorted_edges = SortedEdges.of(edge_index, x.size(0), x.size(0))
-    edge_index = sorted_edges.edge_index
+    edge_index = listed_edges(sorted_edges)
     logits, states = model.forward_intermediates(x, sorted_edges)
     states = [state.to_dense() if state.layout is torch.sparse_csr else state for state in states]
     tracked = [value for value in (*states, *model.parameters()) if value.requires_grad]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.nn import GATConv
+from torch_geometric.nn import GATConv, MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import OptTensor
 from torch_geometric.utils import is_torch_sparse_tensor, softmax
@@ -27,6 +27,7 @@ from lipsformer.layers.lipschitz_norm import (
     segment_max,
     squared_norm,
 )
+from lipsformer.layers.spectral import draw_scaled_weights_
 
 __all__ = ["LipschitzGATConv"]
 
@@ -68,6 +69,10 @@ class LipschitzGATConv(GATConv):
     """
 
     log_att_norm: nn.Parameter | None  # theta, [H]
+
+    # PyG keeps the `propagate` that it finds for explainers. An inherited one may be the code that
+    # it has generated for `GATConv`, which ignores the masks of explainers.
+    propagate = MessagePassing.propagate
 
     def __init__(
         self,
@@ -124,8 +129,12 @@ class LipschitzGATConv(GATConv):
         self.released_code = released_code
 
     def reset_parameters(self) -> None:
-        """Draw the weights as `GATConv` does, and set a constant that learns to `att_norm`."""
+        """Draw the weights as `GATConv` does, and set a constant that learns to `att_norm`.
+
+        Weights that a `SpectralScale` scales are drawn too.
+        """
         super().reset_parameters()
+        draw_scaled_weights_(self)
         theta = getattr(self, "log_att_norm", None)  # GATConv calls this before theta exists
         if theta is not None:
             nn.init.zeros_(theta)

@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import GCN2Conv, GCNConv
+from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing
 from torch_geometric.typing import OptTensor
 
 from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
 from lipsformer.graph.edge_attention.messages import why_messages
+from lipsformer.layers.spectral import draw_scaled_weights_
 
 __all__ = ["SparseGCN2Conv", "SparseGCNConv"]
 
@@ -37,6 +38,13 @@ class SparseGCNConv(GCNConv):
     Reference:
         Kipf and Welling 2017.
     """
+
+    propagate = MessagePassing.propagate  # see `LipschitzGATConv`
+
+    def reset_parameters(self) -> None:
+        """Draw the weights as `GCNConv` does, also those that a `SpectralScale` scales."""
+        super().reset_parameters()
+        draw_scaled_weights_(self)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor, edge_index: Tensor | SortedEdges, edge_weight: OptTensor = None
@@ -76,6 +84,13 @@ class SparseGCN2Conv(GCN2Conv):
     Reference:
         Chen et al. 2020 (GCNII).
     """
+
+    propagate = MessagePassing.propagate  # see `LipschitzGATConv`
+
+    def reset_parameters(self) -> None:
+        """Draw the weights as `GCN2Conv` does, also those that a `SpectralScale` scales."""
+        super().reset_parameters()
+        draw_scaled_weights_(self)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

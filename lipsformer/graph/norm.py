@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import PairNorm
 from torch_geometric.utils import scatter
 
-from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
+from lipsformer.graph.edge_attention.csr import SortedEdges, listed_edges
 from lipsformer.layers.center_norm import CenterNorm
 
 __all__ = [
@@ -51,7 +51,7 @@ class NeighborNorm(nn.Module):
 
     def forward(self, x: Tensor, edge_index: Tensor | SortedEdges) -> Tensor:
         """Center and scale every node by its neighborhood."""
-        source, target = plain_edges(edge_index)
+        source, target = listed_edges(edge_index)
         exact = x.to(torch.promote_types(x.dtype, torch.float))  # bfloat16 counts up to 256 only
         no_loop = (source != target).to(exact.dtype)[:, None]  # the node itself counts once already
         degree = exact.new_ones(x.size(0), 1).index_add(0, target, no_loop)

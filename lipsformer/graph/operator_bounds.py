@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import degree, scatter
 
-from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
+from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges, listed_edges
 from lipsformer.graph.edge_attention.messages import changed_messages
 from lipsformer.graph.gat_conv import LipschitzGATConv
 
@@ -41,6 +41,7 @@ def normalized_adjacency(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Te
         >>> edges.tolist(), [round(value, 6) for value in values.tolist()]
         ([[0, 1, 0, 1], [1, 0, 0, 1]], [0.5, 0.5, 0.5, 0.5])
     """
+    edge_index = listed_edges(edge_index)
     ones = torch.ones(edge_index.size(1), dtype=torch.float64, device=edge_index.device)
     normalized: Any = gcn_norm(edge_index, ones, num_nodes, dtype=torch.float64)
     return normalized

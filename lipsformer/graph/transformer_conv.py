@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric.nn import TransformerConv
+from torch_geometric.nn import MessagePassing, TransformerConv
 from torch_geometric.typing import OptTensor
 from torch_geometric.utils import softmax
 
@@ -53,6 +53,8 @@ class LipschitzTransformerConv(TransformerConv):
     Reference:
         Dasoulas et al. 2021 (LipschitzNorm for quadratic scores).
     """
+
+    propagate = MessagePassing.propagate  # see `LipschitzGATConv`
 
     def __init__(
         self,

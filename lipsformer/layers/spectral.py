@@ -1,9 +1,11 @@
 """Largest singular values of weights: spectral initialization, caps and fixed scales."""
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lipsformer._arguments import check_positive
 from lipsformer._precision import finite_or_zero, power_of_two, without_autocast
@@ -243,6 +245,33 @@ class SpectralScale(nn.Module):
             if self.only_shrink:
                 largest = largest.clamp_min(bound)
             return (matrix * (bound / largest)).to(weight.dtype)
+
+
+def draw_scaled_weights_(module: nn.Module) -> None:
+    """Draw Xavier uniform values for the weights that a `SpectralScale` scales.
+
+    An initialization that writes to such a weight changes nothing, because the weight is computed
+    again at every access. This function writes to the parameter from which it is computed.
+
+    Args:
+        module: Searched with all its descendants.
+
+    Example:
+        >>> from torch import nn
+        >>> from torch.nn.utils.parametrize import register_parametrization
+        >>> from lipsformer.layers.spectral import SpectralScale, draw_scaled_weights_
+        >>> linear = register_parametrization(nn.Linear(8, 4), "weight", SpectralScale(0.5))
+        >>> before = linear.weight.clone()
+        >>> nn.init.xavier_uniform_(linear.weight).equal(before), linear.weight.equal(before)
+        (False, True)
+        >>> draw_scaled_weights_(linear)
+        >>> linear.weight.equal(before)
+        False
+    """
+    for part in module.modules():
+        parametrized = isinstance(part, parametrize.ParametrizationList)
+        if parametrized and any(isinstance(step, SpectralScale) for step in part):
+            nn.init.xavier_uniform_(cast(Tensor, part.original))
 
 
 __getattr__ = renamed(__name__)

@@ -5,6 +5,7 @@ from decimal import Decimal
 
 import pytest
 import torch
+from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.nn import GCNConv
 
 from lipsformer.analysis.bounds import UnknownModuleError, flatten_bound, lipschitz_bound
@@ -38,6 +39,23 @@ def test_the_bound_of_a_graph_convolution_is_exact(edges):
     )
     bound = lipschitz_bound(conv, graph_domain(edges, NODES))
     assert bound.value == pytest.approx(sigma(jacobian.reshape(NODES * 5, -1)), rel=1e-6)
+
+
+@pytest.mark.parametrize("layer", [GCNConv, LipschitzGATConv, LipschitzTransformerConv])
+def test_an_explainer_that_has_looked_at_a_layer_changes_no_bound(layer):
+    """PyG leaves the method `propagate` of the class on the instance. Another one is refused."""
+    conv, domain = layer(3, 5).eval(), graph_domain(DIRECTED, NODES)
+    expected = lipschitz_bound(conv, domain).value
+    mask = torch.nn.Parameter(torch.ones(DIRECTED.size(1)))
+    set_masks(conv, mask, DIRECTED, apply_sigmoid=False)
+    with pytest.raises(UnknownModuleError):
+        lipschitz_bound(conv, domain)
+    clear_masks(conv)
+    assert "propagate" in vars(conv)
+    assert lipschitz_bound(conv, domain).value == expected
+    conv.propagate = layer(3, 5).propagate
+    with pytest.raises(UnknownModuleError, match="'propagate' was replaced on the instance"):
+        lipschitz_bound(conv, domain)
 
 
 def test_a_residual_network_on_an_undirected_graph_obeys_its_law():

@@ -3,11 +3,19 @@ import math
 import pytest
 import torch
 from torch_geometric.data import Data
+from torch_geometric.explain import AttentionExplainer
+from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.loader import NeighborLoader
-from torch_geometric.nn import GATConv, TransformerConv
+from torch_geometric.nn import GATConv, GCNConv, TransformerConv
 from torch_geometric.utils import k_hop_subgraph, to_torch_csr_tensor
 
-from lipsformer.graph import LipschitzGATConv, LipschitzTransformerConv, ScaledCosineConv
+from lipsformer.graph import (
+    LipschitzGATConv,
+    LipschitzTransformerConv,
+    LipsGAT,
+    ScaledCosineConv,
+    SparseGCNConv,
+)
 
 NODES, TARGETS, EDGES, FEATURES, EDGE_DIM, CHANNELS, HEADS = 11, 7, 37, 5, 2, 4, 3
 
@@ -399,3 +407,53 @@ def test_exported_layers_take_any_number_of_nodes_and_edges(graph, layer):
 def test_scaled_cosine_conv_refuses_other_inputs_in_one_sentence(x):
     with pytest.raises(ValueError, match=r"x is .*: ScaledCosineConv takes one matrix \[V, F\]"):
         ScaledCosineConv(5, 4)(x, torch.tensor([[0, 1], [1, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (LipschitzGATConv, GATConv),
+        (LipschitzTransformerConv, TransformerConv),
+        (SparseGCNConv, GCNConv),
+        (ScaledCosineConv, None),
+    ],
+)
+def test_masks_of_explainers_multiply_the_messages(graph, ours, theirs):
+    """After a layer of PyG's class was built, which generates code that our class could inherit."""
+    x, edge_index, _ = graph
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    without_norm = {"score_norm": None} if theirs in (GATConv, TransformerConv) else {}
+    results = []
+    mask = torch.linspace(0, 1, edge_index.size(1), dtype=torch.double, requires_grad=True)
+    for layer, kwargs in ((theirs, {}), (ours, without_norm)):
+        if layer is None:
+            continue
+        torch.manual_seed(1)
+        conv = layer(FEATURES, CHANNELS, **kwargs).double().eval()
+        unmasked = conv(x, edge_index)
+        set_masks(conv, mask, edge_index, apply_sigmoid=False)
+        out = conv(x, edge_index)
+        assert not torch.allclose(out, unmasked)
+        (grad,) = torch.autograd.grad(out.square().sum(), mask)
+        clear_masks(conv)
+        torch.testing.assert_close(conv(x, edge_index), unmasked)
+        results.append((out, grad))
+    torch.testing.assert_close(results[0], results[-1])
+
+
+def test_explainers_of_attention_read_that_of_scaled_cosines(graph):
+    x, edge_index, _ = graph
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]].unique(dim=1)
+    model = LipsGAT(FEATURES, CHANNELS, 3, num_layers=1, heads=HEADS).double().eval()
+    weights = AttentionExplainer()._collect_attention_coefficients(model, x, edge_index)
+    branch = model.layers[0].attn.branch
+    conv, h = branch.conv, branch.norm(model.encoder(x))
+    h = conv.lin(h).view(NODES, HEADS, CHANNELS)
+    unit = h / (h.square().sum(-1, keepdim=True) + conv.attention.eps).sqrt()
+    scores = 10 * torch.einsum("ihc,jhc->ijh", unit, unit)
+    neighbors = torch.eye(NODES, dtype=torch.bool)
+    neighbors[edge_index[1], edge_index[0]] = True
+    dense = scores.masked_fill(~neighbors[..., None], -math.inf).softmax(1)
+    expected = dense[edge_index[1], edge_index[0]]
+    torch.testing.assert_close(weights[0][: edge_index.size(1)], expected)
+    assert conv._alpha is None  # it would keep the graph of the last call alive

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from torch.nn.utils import parametrizations
 from torch_geometric.nn import MessagePassing
 
 from lipsformer.graph import (
@@ -16,13 +17,14 @@ from lipsformer.graph import (
     LipschitzGATConv,
     LipschitzTransformerConv,
     ScaledCosineConv,
+    SparseGCNConv,
     cosine_conv,
     gat_conv,
     transformer_conv,
 )
 from lipsformer.graph.edge_attention import cpu, operator
 from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
-from lipsformer.graph.edge_attention.messages import why_messages
+from lipsformer.graph.edge_attention.messages import changed_messages, why_messages
 from lipsformer.graph.edge_attention.operator import (
     edge_attention,
     neighbor_max,
@@ -410,6 +412,40 @@ class TestWhatNeedsTheMessagesGetsThem:
         doubled.load_state_dict(conv.state_dict())
         x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
         torch.testing.assert_close(doubled(x, edge_index), 2 * conv(x, edge_index))
+
+    @pytest.mark.parametrize("step", ["update", "propagate"])
+    def test_overridden_update_or_propagate(self, step):
+        class DoubledUpdate(LipschitzGATConv):
+            def update(self, inputs):
+                return 2 * inputs
+
+        class DoubledPropagate(LipschitzGATConv):
+            def propagate(self, edge_index, size=None, **kwargs):
+                return 2 * MessagePassing.propagate(self, edge_index, size, **kwargs)
+
+        kind = DoubledUpdate if step == "update" else DoubledPropagate
+        conv, doubled = (k(FEATURES, CHANNELS, HEADS, bias=False) for k in (LipschitzGATConv, kind))
+        doubled.load_state_dict(conv.state_dict())
+        x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
+        torch.testing.assert_close(doubled(x, edge_index), 2 * conv(x, edge_index))
+        assert changed_messages(doubled, LipschitzGATConv) == f"{kind.__name__} overrides {step}"
+
+    @pytest.mark.parametrize("layer", [*CONVS, SparseGCNConv])
+    def test_message_set_on_the_instance(self, layer):
+        x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
+        sums_only = {LipschitzTransformerConv: {"root_weight": False}, ScaledCosineConv: {}}
+        conv = layer(FEATURES, CHANNELS, **sums_only.get(layer, {"bias": False}))
+        expected = 2 * conv(x, edge_index)
+        original = conv.message
+        conv.message = lambda *args, **kwargs: 2 * original(*args, **kwargs)
+        torch.testing.assert_close(conv(x, edge_index), expected)
+
+    def test_a_parametrization_leaves_the_messages_as_they_are(self, fused_calls):
+        """PyTorch gives a layer with a parametrization of its own a class of its own."""
+        conv = LipschitzGATConv(FEATURES, CHANNELS, HEADS)
+        parametrizations.weight_norm(conv, "att_src")
+        conv(torch.randn(SOURCES, FEATURES), random_edges())
+        assert len(fused_calls) == 1
 
     @pytest.mark.parametrize("kwargs", [{"aggr": "max"}, {"flow": "target_to_source"}])
     def test_other_aggregation_or_flow(self, fused_calls, kwargs):

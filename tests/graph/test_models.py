@@ -2,14 +2,15 @@ import math
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from lipsformer.graph import LipschitzGATConv, ResidualGCN, create_model
+from lipsformer.graph import LipschitzGATConv, NeighborNorm, ResidualGCN, create_model
 from lipsformer.graph.diagnostics import layer_profile
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import silence_beta_notice
 from lipsformer.graph.models import default_bound
-from lipsformer.graph.operator_bounds import adjacency_sigma_bound
+from lipsformer.graph.operator_bounds import adjacency_sigma_bound, gat_attention_bound
 
 NAMES = [
     "gcn",
@@ -392,8 +393,6 @@ def test_wrong_names_and_settings_raise():
     for ratio in (-0.1, 0.001, math.nan):
         with pytest.raises(ValueError, match=f"mlp_ratio={ratio} must be 0, or give at least one"):
             make("lips_gat", mlp_ratio=ratio)
-    with pytest.raises(ValueError, match="num_layers=0 must be at least 1"):
-        make("gcn", num_layers=0)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -404,3 +403,58 @@ def test_parameters_alone_do_not_change_the_form_of_the_values(graph, name, assi
         model.load_state_dict(dict(saved.named_parameters()), assign=assign)
     model.load_state_dict(dict(saved.named_parameters()), strict=False, assign=assign)
     assert torch.equal(model.eval()(*graph), saved.eval()(*graph))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_layers", [0, -1])
+def test_a_class_refuses_to_build_no_layers(name, num_layers):
+    kind = type(make(name))
+    with pytest.raises(ValueError, match=f"num_layers={num_layers} must be at least 1"):
+        kind(FEATURES, 8, CLASSES, num_layers)
+
+
+@pytest.mark.parametrize("name", ["residual_gcn", "residual_gat", "gcn2"])
+def test_reset_draws_weights_that_are_scaled(name):
+    """Both calls that users know: of one layer, and of everything that has the method."""
+    model, fresh = make(name), make(name)
+    for layer in model.layers:
+        before = [p.clone() for p in layer.conv.parameters() if p.dim() > 1]
+        layer.conv.reset_parameters()
+        after = [p for p in layer.conv.parameters() if p.dim() > 1]
+        assert before and not any(map(torch.equal, before, after))
+    largest = [max(p.abs().max() for p in m.layers.parameters()) for m in (model, fresh)]
+    assert 0.8 < largest[0] / largest[1] < 1.25  # of the same uniform distributions
+    before = [p.clone() for p in model.layers.parameters() if p.dim() > 1]
+    model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    after = [p for p in model.layers.parameters() if p.dim() > 1]
+    assert not any(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("name", ["residual_gcn", "residual_gat", "gcn2"])
+def test_weights_whose_parametrization_was_removed_are_saved(graph, name):
+    models = [make(name).eval() for _ in range(2)]
+    expected = models[0](*graph)
+    for model in models:
+        for module in list(model.modules()):
+            if parametrize.is_parametrized(module):
+                (weight,) = module.parametrizations
+                parametrize.remove_parametrizations(module, weight)
+    models[1].apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    models[1].load_state_dict(models[0].state_dict())
+    torch.testing.assert_close(models[1](*graph), expected)
+
+
+@pytest.mark.parametrize("edge_index", [torch.eye(2).to_sparse(), torch.eye(NODES).to_sparse()])
+def test_what_needs_a_list_of_edges_refuses_an_adjacency_matrix_in_one_sentence(edge_index):
+    x, y = torch.randn(len(edge_index), FEATURES), torch.zeros(len(edge_index), dtype=torch.long)
+    classic = create_model("classic", FEATURES, 8, CLASSES, 2, edge_dropout=0.5)
+    conv = LipschitzGATConv(FEATURES, 8)
+    for call in (
+        lambda: NeighborNorm()(x, edge_index),
+        lambda: classic(x, edge_index),
+        lambda: layer_profile(classic, x, edge_index, y, y == 0),
+        lambda: adjacency_sigma_bound(edge_index, len(x)),
+        lambda: gat_attention_bound(conv, edge_index, len(x)),
+    ):
+        with pytest.raises(ValueError, match=r"adjacency matrix \(torch.sparse_coo\) where only"):
+            call()

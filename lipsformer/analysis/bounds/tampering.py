@@ -1,7 +1,7 @@
 """What makes a call of a module differ from the methods that its bound rule was proved for."""
 
 from inspect import getattr_static
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -70,7 +70,7 @@ def overridden(cls: type, base: type, methods: frozenset[str]) -> str | None:
 def tampering(module: nn.Module, methods: frozenset[str]) -> str | None:
     """Return what makes a call of this instance differ from the methods of its class, or None."""
     for name in methods:
-        if name in vars(module):
+        if name in vars(module) and not _is_own_method(module, name):
             return f"its method {name!r} was replaced on the instance"
     compiled = module._compiled_call_impl
     if compiled and getattr(compiled, "_torchdynamo_orig_callable", None) != module._call_impl:
@@ -81,6 +81,17 @@ def tampering(module: nn.Module, methods: frozenset[str]) -> str | None:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "a global forward hook may change its inputs or outputs"
     return _untrusted_parametrization(module) or _unusual_tensor(module)
+
+
+def _is_own_method(module: nn.Module, name: str) -> bool:
+    """Return whether an attribute of the instance is what its class defines under this name.
+
+    PyG leaves such a `propagate` behind where an explainer has looked at a layer.
+    """
+    method = vars(module)[name]
+    if not isinstance(method, MethodType) or method.__self__ is not module:
+        return False
+    return method.__func__ is getattr_static(type(module), name)
 
 
 def _unusual_tensor(module: nn.Module) -> str | None:

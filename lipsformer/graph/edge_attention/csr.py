@@ -20,6 +20,7 @@ __all__ = [
     "EdgeCSR",
     "SortedEdges",
     "add_one_self_loop",
+    "listed_edges",
     "plain_edges",
     "silence_beta_notice",
 ]
@@ -112,7 +113,8 @@ class SortedEdges:
 
     def _check_range(self) -> None:
         limits = (self.num_sources, self.num_targets)
-        for name, index, limit in zip(("source", "target"), self.edge_index, limits, strict=True):
+        edges = listed_edges(self)
+        for name, index, limit in zip(("source", "target"), edges, limits, strict=True):
             if len(index) and not 0 <= index.min() <= index.max() < limit:
                 raise IndexError(
                     f"edge_index holds {name}s {int(index.min())}..{int(index.max())}, but there "
@@ -165,6 +167,31 @@ def plain_edges(edge_index: Tensor | SortedEdges) -> Tensor:
         (True, True)
     """
     return edge_index.edge_index if isinstance(edge_index, SortedEdges) else edge_index
+
+
+def listed_edges(edge_index: Tensor | SortedEdges) -> Tensor:
+    """Return the edges of a graph as they were given, which must be a list of them.
+
+    Args:
+        edge_index: Sources and targets, [2, E], or a `SortedEdges`.
+
+    Raises:
+        ValueError: If the edges were given as a sparse adjacency matrix.
+
+    Example:
+        >>> import torch
+        >>> from lipsformer.graph.edge_attention.csr import listed_edges
+        >>> pair = torch.tensor([[0, 1], [1, 0]])
+        >>> listed_edges(pair) is pair
+        True
+    """
+    edges = plain_edges(edge_index)
+    if edges.layout is not torch.strided:
+        raise ValueError(
+            f"edge_index is a sparse adjacency matrix ({edges.layout}) where only sources and "
+            "targets, [2, E], will do: use torch_geometric.utils.to_edge_index(adj_t)[0].flip(0)"
+        )
+    return edges
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,9 @@ from lipsformer.kernels import dispatch
 __all__ = ["changed_messages", "why_messages"]
 
 _MAX_EDGES = 2**31 - 2**24  # positions are int32, and self loops are added
-_STEPS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+_HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+_DEFINED = ("message", "aggregate", "message_and_aggregate", "edge_update", "update")
+_GENERATED = ("propagate", "edge_updater")  # PyG replaces these in every class by generated code
 _DEVICES = ("cpu", "cuda") if find_spec("triton") else ("cpu",)
 
 
@@ -93,13 +95,19 @@ def changed_messages(conv: Any, kind: type[MessagePassing]) -> str | None:
         >>> changed_messages(LipschitzGATConv(4, 2, flow="target_to_source"), LipschitzGATConv)
         'messages flow from target to source'
     """
-    for step in _STEPS:
+    name = type(conv).__name__
+    for step in _HOOKED:
         if getattr(conv, f"_{step}_forward_hooks") or getattr(conv, f"_{step}_forward_pre_hooks"):
             return f"a hook watches {step}"
-        # PyG replaces `propagate` in every class by generated code, so it is not compared
-        overridden = getattr(type(conv), step, None) is not getattr(kind, step, None)
-        if step != "propagate" and overridden:
-            return f"{type(conv).__name__} overrides {step}"
+    for step in _DEFINED:
+        method = getattr(conv, step)  # of the class, or set on the instance
+        if getattr(method, "__func__", method) is not getattr(kind, step):
+            return f"{name} overrides {step}"
+    # PyG names the module of the code that it generates after the class for which it does so.
+    generated = [f"{cls.__module__}_{cls.__name__}_" for cls in type(conv).__mro__]
+    for step in _GENERATED:
+        if not getattr(conv, step).__module__.startswith((MessagePassing.__module__, *generated)):
+            return f"{name} overrides {step}"
     if conv.explain:
         return "an explainer watches the messages"
     if not isinstance(conv.aggr_module, SumAggregation):

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from lipsformer._arguments import check_count
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.elu import ELU
 from lipsformer.graph.gat_conv import LipschitzGATConv
@@ -62,7 +63,7 @@ class DeepGAT(GraphNet):
             in_channels: Number of features.
             hidden_channels: Channels per head.
             out_channels: Number of classes.
-            num_layers: Number of attention layers.
+            num_layers: Number of attention layers, at least 1.
             heads: Number of heads.
             norm: Normalization of scores and nodes; see `parse_norm`.
             dropout: Dropout probability before every convolution.
@@ -83,6 +84,7 @@ class DeepGAT(GraphNet):
         Raises:
             ValueError: If `norm` is unknown, a setting is out of range, or one has no effect.
         """
+        check_count("num_layers", num_layers)
         score_norm, node_norm = parse_norm(norm)
         width = heads * hidden_channels
         if encoder_channels is not None and not linear_ends:
@@ -157,7 +159,7 @@ class DeepGraphTransformer(GraphNet):
             in_channels: Number of features.
             hidden_channels: Channels per head.
             out_channels: Number of classes.
-            num_layers: Number of attention layers.
+            num_layers: Number of attention layers, at least 1.
             heads: Number of heads.
             norm: Normalization of scores and nodes; see `parse_norm`.
             dropout: Dropout probability before every convolution.
@@ -170,6 +172,7 @@ class DeepGraphTransformer(GraphNet):
         Raises:
             ValueError: If `norm` is unknown, a setting is out of range, or one has no effect.
         """
+        check_count("num_layers", num_layers)
         score_norm, node_norm = parse_norm(norm)
         width = heads * hidden_channels
         channels = _encoder_channels(encoder_channels, width)

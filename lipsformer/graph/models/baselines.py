@@ -3,6 +3,7 @@
 from torch import nn
 from torch_geometric.nn import GatedGraphConv
 
+from lipsformer._arguments import check_count
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.gcn_conv import SparseGCNConv
 from lipsformer.graph.models.stack import ConvLayer, GraphNet
@@ -47,14 +48,16 @@ class GCN(GraphNet):
             in_channels: Number of features.
             hidden_channels: Width of the layers.
             out_channels: Number of classes.
-            num_layers: Number of convolutions, including the last one, which returns the logits.
+            num_layers: Number of convolutions, at least 1, including the last one, which returns
+                the logits.
             norm: 'none' or one of `NODE_NORMS`; a GCN has no scores to normalize.
             dropout: Dropout probability before every convolution.
             grad_checkpointing: See `GraphNet`.
 
         Raises:
-            ValueError: If `norm` is unknown or normalizes scores.
+            ValueError: If `norm` is unknown or normalizes scores, or if a setting is out of range.
         """
+        check_count("num_layers", num_layers)
         score_norm, node_norm = parse_norm(norm)
         if score_norm is not None:
             raise ValueError(f"norm={norm!r} is not for GCN, which has no scores")
@@ -102,12 +105,13 @@ class GGNN(GraphNet):
             in_channels: Number of features.
             hidden_channels: Width of the state.
             out_channels: Number of classes.
-            num_layers: Number of propagation steps.
+            num_layers: Number of propagation steps, at least 1.
             dropout: Dropout probability of the features and of the last state.
 
         Raises:
-            ValueError: If the dropout probability is out of range.
+            ValueError: If a setting is out of range.
         """
+        check_count("num_layers", num_layers)
         encoder = nn.Sequential(Dropout(dropout), nn.Linear(in_channels, hidden_channels))
         head = nn.Sequential(nn.ReLU(), Dropout(dropout), nn.Linear(hidden_channels, out_channels))
         super().__init__(encoder, [GatedGraphConv(hidden_channels, num_layers)], head)

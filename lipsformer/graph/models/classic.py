@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.utils import dropout_edge
 
-from lipsformer._arguments import check_fraction
+from lipsformer._arguments import check_count, check_fraction
 from lipsformer.graph.dropout import Dropout
-from lipsformer.graph.edge_attention.csr import SortedEdges, plain_edges
+from lipsformer.graph.edge_attention.csr import SortedEdges, listed_edges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.gcn_conv import SparseGCNConv
 from lipsformer.graph.models.stack import GraphNet
@@ -112,7 +112,7 @@ class ClassicGNN(GraphNet):
             in_channels: Number of features.
             hidden_channels: Width of the layers, or of each head.
             out_channels: Number of classes.
-            num_layers: Number of convolutions, which all come before the linear head.
+            num_layers: Number of convolutions, at least 1, which all come before the linear head.
             conv: 'gcn', or 'gat' for `LipschitzGATConv`.
             heads: Number of heads of 'gat'; must be 1 for 'gcn'.
             norm: Normalization of scores and nodes; see `parse_norm`.
@@ -127,9 +127,10 @@ class ClassicGNN(GraphNet):
             grad_checkpointing: See `GraphNet`.
 
         Raises:
-            ValueError: If a name is unknown, if a probability is out of range, or if 'gcn' gets
+            ValueError: If a name is unknown, if a setting is out of range, or if 'gcn' gets
                 heads, attention dropout or a normalization of scores.
         """
+        check_count("num_layers", num_layers)
         score_norm, node_norm = parse_norm(norm)
         if conv not in ("gcn", "gat"):
             raise ValueError(f"conv={conv!r} is not known; choose gcn or gat")
@@ -170,6 +171,5 @@ class ClassicGNN(GraphNet):
     def _edges(self, edge_index: Tensor | SortedEdges, num_nodes: int) -> Tensor | SortedEdges:
         """Return the edges, in training without those that DropEdge leaves out of this step."""
         if self.training and self.edge_dropout:
-            plain = plain_edges(edge_index)
-            edge_index = dropout_edge(plain, self.edge_dropout)[0]
+            edge_index = dropout_edge(listed_edges(edge_index), self.edge_dropout)[0]
         return super()._edges(edge_index, num_nodes)

@@ -57,8 +57,6 @@ def create_model(
     """
     if name not in _MODELS:
         raise ValueError(f"model {name!r} is not known; choose one of {', '.join(_MODELS)}")
-    if num_layers < 1:
-        raise ValueError(f"num_layers={num_layers} must be at least 1")
     allowed = _keyword_arguments(_MODELS[name])
     for key in kwargs:
         if key not in allowed:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lipsformer._arguments import check_count
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.gcn_conv import SparseGCN2Conv
@@ -86,7 +87,7 @@ class GCN2(GraphNet):
             in_channels: Number of features.
             hidden_channels: Width of the layers.
             out_channels: Number of classes.
-            num_layers: Number of convolutions.
+            num_layers: Number of convolutions, at least 1.
             alpha: Share of the first representations in every layer, in [0, 1].
             theta: Strength of the weights, in (0, e - 1], which keeps every beta in (0, 1].
             weight_norm: 'spectral' or 'none'.
@@ -95,8 +96,9 @@ class GCN2(GraphNet):
             grad_checkpointing: See `GraphNet`.
 
         Raises:
-            ValueError: If `weight_norm` is unknown, or if `alpha` or `theta` is out of range.
+            ValueError: If `weight_norm` is unknown, or if a setting is out of range.
         """
+        check_count("num_layers", num_layers)
         if weight_norm not in ("spectral", "none"):
             raise ValueError(f"weight_norm={weight_norm!r} is not known; choose spectral or none")
         if not 0 <= alpha <= 1:

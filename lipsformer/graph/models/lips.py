@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lipsformer._arguments import check_count
 from lipsformer.graph.cosine_conv import ScaledCosineConv
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
@@ -170,7 +171,7 @@ class LipsGraphTransformer(GraphNet):
             in_channels: Number of features.
             hidden_channels: Channels per head.
             out_channels: Number of classes.
-            num_layers: Number of layers.
+            num_layers: Number of layers, at least 1.
             heads: Number of heads.
             mlp_ratio: Hidden width of the MLP divided by the width of the layer; 0 for no MLP.
             share_projection: See `ScaledCosineConv`.
@@ -186,6 +187,7 @@ class LipsGraphTransformer(GraphNet):
         Raises:
             ValueError: If a setting is out of range.
         """
+        check_count("num_layers", num_layers)
         width = heads * hidden_channels
         if residual_scale is None:
             residual_scale = 1 / (num_layers * (2 if mlp_ratio > 0 else 1))

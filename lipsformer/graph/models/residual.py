@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lipsformer._arguments import check_count
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import SortedEdges
 from lipsformer.graph.gat_conv import LipschitzGATConv
@@ -72,7 +73,8 @@ class ResidualLayer(nn.Module):
 def _drop_scaled_weight(
     linear: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    state_dict.pop(f"{prefix}weight", None)
+    if parametrize.is_parametrized(linear, "weight"):  # it may have been removed
+        state_dict.pop(f"{prefix}weight", None)
 
 
 def _residual_layers(
@@ -138,7 +140,7 @@ class ResidualGCN(GraphNet):
             in_channels: Number of features.
             hidden_channels: Width of the layers.
             out_channels: Number of classes.
-            num_layers: Number of residual layers.
+            num_layers: Number of residual layers, at least 1.
             weight_norm: 'spectral' or 'none'.
             bound: c > 0; None for `default_bound(num_layers)`.
             residual: Whether layers add their input; False gives a plain deep GCN for comparison.
@@ -147,8 +149,10 @@ class ResidualGCN(GraphNet):
             grad_checkpointing: See `GraphNet`.
 
         Raises:
-            ValueError: If `weight_norm` is unknown, or if `bound` is not positive or has no effect.
+            ValueError: If `weight_norm` is unknown, a setting is out of range, or `bound` has no
+                effect.
         """
+        check_count("num_layers", num_layers)
         convs = [SparseGCNConv(hidden_channels, hidden_channels) for _ in range(num_layers)]
         layers = _residual_layers(convs, weight_norm, bound, residual, dropout)
         encoder = _dropout_linear(input_dropout, in_channels, hidden_channels)
@@ -199,7 +203,7 @@ class ResidualGAT(GraphNet):
             in_channels: Number of features.
             hidden_channels: Channels per head.
             out_channels: Number of classes.
-            num_layers: Number of residual layers.
+            num_layers: Number of residual layers, at least 1.
             heads: Number of heads.
             norm: 'none' or 'lipschitznorm'.
             att_norm: See `LipschitzGATConv`.
@@ -213,8 +217,9 @@ class ResidualGAT(GraphNet):
             grad_checkpointing: See `GraphNet`.
 
         Raises:
-            ValueError: If a name is unknown, or if `bound` is not positive or has no effect.
+            ValueError: If a name is unknown, a setting is out of range, or `bound` has no effect.
         """
+        check_count("num_layers", num_layers)
         score_norm, node_norm = parse_norm(norm)
         if node_norm != "none":
             raise ValueError(f"norm={norm!r} is not for ResidualGAT; choose none or lipschitznorm")
