@@ -323,6 +323,12 @@ def _check_convertible(model: nn.Module) -> None:
     if getattr(model, "attn_pool", None) is not None:
         raise TypeError("attention pooling is not converted: use global_pool='avg' or 'token'")
     of_blocks = {norm for block in _blocks(model) for norm in (block.norm1, block.norm2)}
+    of_attention = {
+        part
+        for block in _blocks(model)
+        for name, part in block.attn.named_children()
+        if name not in ("qkv", "proj", "proj_drop")
+    }
     for name, module in model.named_modules():
         kind = type(module)
         is_norm = isinstance(module, nn.LayerNorm) or "norm" in kind.__name__.lower()
@@ -333,7 +339,7 @@ def _check_convertible(model: nn.Module) -> None:
             )
         if isinstance(module, nn.LayerNorm) and module.weight is None:
             raise TypeError(f"{name} is a LayerNorm without gains, which is not converted")
-        if kind in NORMS or kind in (Attention, WindowAttention):
+        if kind in (*NORMS, Attention, WindowAttention) or module in of_attention:
             if has_hooks(module):
                 raise TypeError(
                     f"{name} has hooks, which would be lost: register them after convert"

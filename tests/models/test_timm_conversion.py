@@ -215,6 +215,10 @@ def hooked_attention(model):
     model.blocks[0].attn.register_forward_pre_hook(lambda *_: None)
 
 
+def hooked_weights(model):
+    model.blocks[0].attn.attn_drop.register_forward_hook(lambda *_: None)
+
+
 def attention_with_its_own_forward(model):
     model.blocks[1].attn.forward = torch.tanh
 
@@ -230,6 +234,7 @@ def pruned(model):
         (identity, "blocks.1.norm2 is a Identity: only LayerNorm over"),
         (hooked_norm, "^norm has hooks, which would be lost: register them after convert"),
         (hooked_attention, "blocks.0.attn has hooks, which would be lost"),
+        (hooked_weights, "blocks.0.attn.attn_drop has hooks, which would be lost"),
         (attention_with_its_own_forward, "blocks.1.attn has a forward function of its own, which"),
         (pruned, "the weight of blocks.0.mlp.fc1 is computed by a parametrization"),
     ],
