@@ -50,11 +50,18 @@ def test_a_cell_shows_a_value_up_to_its_rounding():
     ("training", "runs"),
     [
         ("LipsFormer, 200 epochs in two processes", ["200_epochs: lipsformer, batch 256"]),
-        ("LipsFormer, 100 epochs", ["100_epochs: lipsformer, warmup 0"]),
         (
-            "timm's Swin, 100 epochs, with 10 epochs of warmup / without",
-            ["100_epochs: swin, 10 epochs of warmup", "100_epochs: swin, warmup 0"],
+            "LipsFormer, 100 epochs, lr 4e-3 / 2e-3",
+            ["100_epochs: lipsformer, warmup 0, lr 4e-3", "100_epochs: lipsformer, warmup 0"],
         ),
+        (
+            "timm's Swin, 100 epochs, with 10 epochs of warmup, lr 4e-3 / 2e-3",
+            [
+                "100_epochs: swin, 10 epochs of warmup, lr 4e-3",
+                "100_epochs: swin, 10 epochs of warmup",
+            ],
+        ),
+        ("timm's Swin, 100 epochs", ["100_epochs: swin, warmup 0"]),
         (
             "timm's ViT, 100 epochs, with 10 epochs of warmup / without",
             ["100_epochs: vit, 10 epochs of warmup", "100_epochs: vit, warmup 0"],
