@@ -156,7 +156,10 @@ def _require_affine(layer: nn.Module) -> None:
     """Raise unless a layer is a linear layer or a convolution, adapters and hooks excluded."""
     require_plain(layer)
     if not isinstance(layer, (nn.Linear, nn.Conv2d)):
-        raise TypeError(f"it has a {type(layer).__name__} where the fold knows only linear layers")
+        raise TypeError(
+            f"it has a {type(layer).__name__} where the fold knows only linear layers and "
+            "convolutions"
+        )
 
 
 def _assign(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor | None) -> None:

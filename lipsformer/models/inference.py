@@ -72,7 +72,7 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
     if has_own_forward(model):
         raise TypeError(
             f"this {type(model).__name__} has a forward function of its own, which the folded "
-            "model would lose, as torch.compile and Accelerate set one: pass the model without it"
+            "model would lose (torch.compile and Accelerate set one): pass the model without it"
         )
     folded = copy.deepcopy(model)
     if not any(
