@@ -28,40 +28,40 @@ inline vec add_products(vec sum, __m512bh a, __m512bh b) {
     return reinterpret_cast<vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), a, b));
 }
 
-// f(i, j, x) for the vectors x of c[i][j] = sum_k <a[i][k], b[k][j]>, for M rows and V vectors.
-template <int M, int V, class F>
-inline void pair_block(int64_t i, int64_t j, const pair *a, int64_t a_row, const pair *b,
-                       int64_t b_row, int64_t depth, F f) {
-    vec sums[M][V] = {};
+// c[m][v] = sum_k <a[m][k], b[k][v]> for M rows and V vectors.
+template <int M, int V>
+inline void pair_block(const pair *a, int64_t a_row, const pair *b, int64_t b_row, int64_t depth,
+                       float *c, int64_t c_row) {
+    vec sums[M][V];
+    each_vector<M, V>([&](int64_t m, int64_t v) { sums[m][v] = vec{}; });
     for (int64_t k = 0; k < depth; ++k) {
         __m512bh right[V];
-        for (int v = 0; v < V; ++v) right[v] = load_pairs(b + k * b_row + v * LANES);
-        for (int m = 0; m < M; ++m) {
-            const __m512bh left = splat_pair(a[m * a_row + k]);
-            for (int v = 0; v < V; ++v) sums[m][v] = add_products(sums[m][v], left, right[v]);
-        }
+        for (int64_t v = 0; v < V; ++v) right[v] = load_pairs(b + k * b_row + v * LANES);
+        each_vector<M, V>([&](int64_t m, int64_t v) {
+            sums[m][v] = add_products(sums[m][v], splat_pair(a[m * a_row + k]), right[v]);
+        });
     }
-    for (int m = 0; m < M; ++m)
-        for (int v = 0; v < V; ++v) f(i + m, j + v * LANES, sums[m][v]);
+    each_vector<M, V>([&](int64_t m, int64_t v) { store(c + m * c_row + v * LANES, sums[m][v]); });
 }
 
-template <int M, class F>
-inline void pair_rows(int64_t i, const pair *a, int64_t a_row, const pair *b, int64_t b_row,
-                      int64_t depth, int64_t columns, F f) {
+template <int M>
+inline void pair_rows(const pair *a, int64_t a_row, const pair *b, int64_t b_row, int64_t depth,
+                      float *c, int64_t c_row, int64_t columns) {
     int64_t j = 0;
     for (; j + 2 * LANES <= columns; j += 2 * LANES)
-        pair_block<M, 2>(i, j, a + i * a_row, a_row, b + j, b_row, depth, f);
-    for (; j < columns; j += LANES) pair_block<M, 1>(i, j, a + i * a_row, a_row, b + j, b_row, depth, f);
+        pair_block<M, 2>(a, a_row, b + j, b_row, depth, c + j, c_row);
+    for (; j < columns; j += LANES) pair_block<M, 1>(a, a_row, b + j, b_row, depth, c + j, c_row);
 }
 
-// The same for all rows; columns in multiples of LANES.
-template <class F>
+// c = a b for all rows; columns in multiples of LANES.
 void pair_product(int64_t rows, const pair *a, int64_t a_row, const pair *b, int64_t b_row,
-                  int64_t depth, int64_t columns, F f) {
+                  int64_t depth, float *c, int64_t c_row, int64_t columns) {
     constexpr int M = 7;  // the windows have 49 rows
     int64_t i = 0;
-    for (; i + M <= rows; i += M) pair_rows<M>(i, a, a_row, b, b_row, depth, columns, f);
-    for (; i < rows; ++i) pair_rows<1>(i, a, a_row, b, b_row, depth, columns, f);
+    for (; i + M <= rows; i += M)
+        pair_rows<M>(a + i * a_row, a_row, b, b_row, depth, c + i * c_row, c_row, columns);
+    for (; i < rows; ++i)
+        pair_rows<1>(a + i * a_row, a_row, b, b_row, depth, c + i * c_row, c_row, columns);
 }
 
 // Copy one head's channels of the window's tokens to rows of pairs, with zeros behind them.
@@ -134,17 +134,20 @@ void cosine_windows_forward(const bf16 *qkv, bf16 *out, const float *bias, const
     parallel(threads, [=](const Team &team) {
         std::unique_ptr<int64_t[]> memory(new int64_t[n]);
         int64_t *const place = memory.get();
-        const int64_t lepe_floats = lepe ? heads * 10 * pd : 0, bias_floats = map.wide ? n * pn : 0;
-        Scratch scratch(n * (4 * row + pn + pn / 2 + pd) + row * (pn + 1) + 5 * pn + lepe_floats +
-                        bias_floats);
+        const int64_t lepe_floats = lepe ? heads * 10 * pd + frame_floats(map) : 0;
+        const int64_t bias_floats = map.wide ? n * pn : 0;
+        Scratch scratch(n * (4 * row + pn + pn / 2 + 2 * pd) + row * (pn + 1) + 5 * pn +
+                        lepe_floats + bias_floats);
         const auto take_pairs = [&](int64_t n) { return reinterpret_cast<pair *>(scratch.take(n)); };
         pair *queries = take_pairs(n * row), *keys = take_pairs(n * row);
         pair *values = take_pairs(n * row), *value_pairs = take_pairs((n + 1) * row);
         pair *keys_t = take_pairs(row * pn), *weights = take_pairs(n * (pn / 2));
-        float *scores = scratch.take(n * pn), *result = scratch.take(n * pd);
+        float *scores = scratch.take(n * pn), *attended = scratch.take(n * pd);
+        float *positions = scratch.take(n * pd);
         float *of_queries = scratch.take(pn), *of_keys = scratch.take(pn);
         float *of_values = scratch.take(pn), *sums = scratch.take(pn);
-        float *all_kernels = scratch.take(lepe_floats), *wide_bias = scratch.take(bias_floats);
+        float *wide_bias = scratch.take(bias_floats), *all_kernels = scratch.take(lepe_floats);
+        float *frame = all_kernels + heads * 10 * pd;
         if (lepe) arrange(map, lepe, shift, all_kernels);
         std::fill(of_values, of_values + n, 1.0f);
         team.share(map.windows * heads, [=](int64_t task) {
@@ -161,26 +164,29 @@ void cosine_windows_forward(const bf16 *qkv, bf16 *out, const float *bias, const
             transpose(reinterpret_cast<const float *>(keys), row, n, row,
                       reinterpret_cast<float *>(keys_t), pn);
             pair_up_rows(values, n, row, value_pairs);
-            if (lepe)
-                convolve_positions(map, all_kernels + head * 10 * pd,
-                                   reinterpret_cast<const bf16 *>(values), 2 * row, result);
-            pair_product(n, queries, row, keys_t, pn, (dim + 1) / 2, pn,
-                         [=](int64_t i, int64_t j, vec x) {
-                             x *= of_queries[i] * load(of_keys + j);
-                             store(scores + i * pn + j, x + load(added + i * pn + j));
-                         });
+            if (lepe) {
+                fill_frame(map, reinterpret_cast<const bf16 *>(values), 2 * row, frame);
+                convolve_positions(map, all_kernels + head * 10 * pd, frame, positions);
+            }
+            pair_product(n, queries, row, keys_t, pn, (dim + 1) / 2, scores, pn, pn);
+            for (int64_t i = 0; i < n; ++i)
+                for (int64_t j = 0; j < pn; j += LANES) {
+                    const vec factors = of_queries[i] * load(of_keys + j);
+                    float *const p = scores + i * pn + j;
+                    store(p, load(p) * factors + load(added + i * pn + j));
+                }
             exponentials(scores, n, pn, sums, [=](int64_t i, int64_t j, vec e) {
                 store(reinterpret_cast<bf16 *>(weights) + i * pn + j, e * load(of_values + j));
             });
             for (int64_t t = 0; t < n; t += LANES) store(sums + t, 1.0f / load(sums + t));
-            pair_product(n, weights, pn / 2, value_pairs, 2 * row, (n + 1) / 2, pd,
-                         [=](int64_t t, int64_t c, vec x) {
-                             if (place[t] < 0) return;
-                             x *= sums[t];
-                             if (lepe) x += load(result + t * pd + c);
-                             bf16 *to = part_out + channel + place[t] * map.out_stride + c;
-                             dim - c >= LANES ? store(to, x) : store_first(to, x, dim - c);
-                         });
+            pair_product(n, weights, pn / 2, value_pairs, 2 * row, (n + 1) / 2, attended, pd, pd);
+            for (int64_t t = 0; t < n; ++t)
+                for (int64_t c = 0; c < dim && place[t] >= 0; c += LANES) {
+                    vec x = load(attended + t * pd + c) * sums[t];
+                    if (lepe) x += load(positions + t * pd + c);
+                    bf16 *to = part_out + channel + place[t] * map.out_stride + c;
+                    dim - c >= LANES ? store(to, x) : store_first(to, x, dim - c);
+                }
         });
     });
 }

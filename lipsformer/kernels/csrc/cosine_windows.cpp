@@ -13,18 +13,15 @@ template <int M, int V>
 inline void product_block(const float *a, int64_t a_row, int64_t a_col, const float *b,
                           int64_t b_row, int64_t depth, float *c, int64_t c_row) {
     vec total[M][V];
-    for (int m = 0; m < M; ++m)
-        for (int v = 0; v < V; ++v) total[m][v] = load(c + m * c_row + v * LANES);
+    each_vector<M, V>([&](int64_t m, int64_t v) { total[m][v] = load(c + m * c_row + v * LANES); });
     for (int64_t k = 0; k < depth; ++k) {
         vec right[V];
-        for (int v = 0; v < V; ++v) right[v] = load(b + k * b_row + v * LANES);
-        for (int m = 0; m < M; ++m) {
-            const float left = a[m * a_row + k * a_col];
-            for (int v = 0; v < V; ++v) total[m][v] += left * right[v];
-        }
+        for (int64_t v = 0; v < V; ++v) right[v] = load(b + k * b_row + v * LANES);
+        each_vector<M, V>([&](int64_t m, int64_t v) {
+            total[m][v] += a[m * a_row + k * a_col] * right[v];
+        });
     }
-    for (int m = 0; m < M; ++m)
-        for (int v = 0; v < V; ++v) store(c + m * c_row + v * LANES, total[m][v]);
+    each_vector<M, V>([&](int64_t m, int64_t v) { store(c + m * c_row + v * LANES, total[m][v]); });
 }
 
 template <int M>
@@ -82,21 +79,24 @@ void cosine_windows_forward(const T *qkv, T *out, const float *bias, const float
     parallel(threads, [=](const Team &team) {
         std::unique_ptr<int64_t[]> place(new int64_t[n]), place_next(new int64_t[n]);
         const int64_t lepe_floats = lepe ? heads * 10 * pd : 0;
-        Scratch scratch(n * (pn + 4 * pd) + pd * pn + 2 * pn + lepe_floats);
+        const int64_t in_frame = lepe ? frame_floats(map) : 0;
+        Scratch scratch(n * (pn + 4 * pd) + pd * pn + 2 * pn + lepe_floats + in_frame);
         float *queries = scratch.take(n * pd), *keys = scratch.take(n * pd);
         float *values = scratch.take(n * pd), *result = scratch.take(n * pd);
         float *keys_t = scratch.take(pd * pn), *attn = scratch.take(n * pn);
         float *inverse = scratch.take(n), *sums = scratch.take(n);
-        float *all_kernels = scratch.take(lepe_floats);
+        float *all_kernels = scratch.take(lepe_floats), *frame = scratch.take(in_frame);
         if (lepe) arrange(map, lepe, shift, all_kernels);
         team.share(map.windows * heads, [&](int64_t task) {
             const int64_t head = map.head(task), channel = head * dim;
             const float *kernels = all_kernels + head * 10 * pd;
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
-            if (lepe)
-                convolve_positions(map, kernels, values, pd, result);
-            else
+            if (lepe) {
+                fill_frame(map, values, pd, frame);
+                convolve_positions(map, kernels, frame, result);
+            } else {
                 clear(result, n * pd);
+            }
             map.normalize(queries, part_tau[head], eps, inverse);
             map.normalize(keys, 1.0f, eps, inverse);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse);
@@ -141,12 +141,13 @@ void cosine_windows_backward(const T *qkv, const T *grad_out, const float *bias,
             map.wide ? (team.end(tasks) + map.windows - 1) / map.windows : heads;
         const int64_t bias_floats = grad_bias ? (last_head - first_head) * n * pn : 0;
         const int64_t lepe_floats = lepe ? heads * 10 * pd : 0;
-        Scratch scratch(n * (2 * pn + 8 * pd) + 2 * pd * pn + 4 * pn + round_up(heads) +
-                        bias_floats + 2 * lepe_floats);
+        const int64_t in_frame = lepe ? frame_floats(map) : 0;
+        Scratch scratch(n * (2 * pn + 7 * pd) + 2 * pd * pn + 4 * pn + round_up(heads) +
+                        bias_floats + 2 * lepe_floats + in_frame);
         float *queries = scratch.take(n * pd), *keys = scratch.take(n * pd);
-        float *values = scratch.take(n * pd), *raw = scratch.take(n * pd);
-        float *grads = scratch.take(n * pd), *grad_queries = scratch.take(n * pd);
-        float *grad_keys = scratch.take(n * pd), *grad_values = scratch.take(n * pd);
+        float *values = scratch.take(n * pd), *grads = scratch.take(n * pd);
+        float *grad_queries = scratch.take(n * pd), *grad_keys = scratch.take(n * pd);
+        float *grad_values = scratch.take(n * pd);
         float *keys_t = scratch.take(pd * pn), *values_t = scratch.take(pd * pn);
         float *attn = scratch.take(n * pn), *grad_attn = scratch.take(n * pn);
         float *inverse_q = scratch.take(n), *inverse_k = scratch.take(n);
@@ -154,14 +155,14 @@ void cosine_windows_backward(const T *qkv, const T *grad_out, const float *bias,
         float *all_kernels = scratch.take(lepe_floats);
         if (lepe) arrange(map, lepe, shift, all_kernels);
         float *tau_sums = scratch.take(heads), *bias_sums = scratch.take(bias_floats);
-        float *lepe_sums = scratch.take(lepe_floats);
+        float *lepe_sums = scratch.take(lepe_floats), *frame = scratch.take(in_frame);
         team.share(tasks, [&](int64_t task) {
             const int64_t head = map.head(task), channel = head * dim;
             const float *kernels = all_kernels + head * 10 * pd;
             const float factor = part_tau[head];
             map.gather_task(task, q, k, v, place.get(), place_next.get(), queries, keys, values);
             map.gather(part_grad_out + channel, map.out_stride, place.get(), grads);
-            if (lepe) memcpy(raw, values, n * pd * sizeof(float));
+            if (lepe) fill_frame(map, values, pd, frame);
             map.normalize(queries, factor, eps, inverse_q);
             map.normalize(keys, 1.0f, eps, inverse_k);
             if (nu > 0.0f) map.normalize(values, nu, eps, inverse_v);
@@ -202,23 +203,9 @@ void cosine_windows_backward(const T *qkv, const T *grad_out, const float *bias,
             map.normalize_backward(grad_keys, keys, 1.0f, inverse_k, sums);
             if (nu > 0.0f) map.normalize_backward(grad_values, values, nu, inverse_v, sums);
             if (lepe) {
-                float *total = lepe_sums + head * 10 * pd;
-                for (int64_t tap = 0; tap < 9; ++tap)
-                    for (int64_t c = 0; c < pd; c += LANES) {
-                        const vec factor = load(kernels + tap * pd + c);
-                        vec products = {};
-                        joined(map, tap, [&](int64_t to, int64_t from) {
-                            const vec g = load(grads + to * pd + c);
-                            float *y = grad_values + from * pd + c;
-                            store(y, load(y) + factor * g);
-                            products += load(raw + from * pd + c) * g;
-                        });
-                        store(total + tap * pd + c, load(total + tap * pd + c) + products);
-                    }
-                for (int64_t t = 0; t < n; ++t)
-                    for (int64_t c = 0; c < pd; c += LANES)
-                        store(total + 9 * pd + c,
-                              load(total + 9 * pd + c) + load(grads + t * pd + c));
+                add_position_gradients(map, frame, grads, lepe_sums + head * 10 * pd);
+                fill_frame(map, grads, pd, frame);
+                convolve_positions_backward(map, kernels, frame, grad_values);
             }
             map.scatter(grad_queries, place.get(), map.in_stride, grad_q + channel);
             map.scatter(grad_keys, place.get(), map.in_stride, grad_k + channel);

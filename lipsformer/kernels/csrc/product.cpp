@@ -23,14 +23,6 @@ enum Layout : int64_t {
 // What GELU is applied to.
 enum Act : int64_t { NOTHING, OUTPUT, INPUT };
 
-// f(r, v) for the R rows and the vectors of a tile.
-template <int64_t R, class F>
-inline void each_vector(F f) {
-#pragma GCC unroll 14
-    for (int64_t r = 0; r < R; ++r)
-        for (int64_t v = 0; v < VECS; ++v) f(r, v);
-}
-
 struct Product {
     const float *a;     // [rows, inputs], or its transpose
     const float *b;     // as layout says
@@ -125,7 +117,7 @@ struct Product {
             __builtin_prefetch(next, 0, 2);
             vec weights[VECS];
             for (int64_t v = 0; v < VECS; ++v) weights[v] = load(w + v * LANES);
-            each_vector<R>([&](int64_t r, int64_t v) {
+            each_vector<R, VECS>([&](int64_t r, int64_t v) {
                 sums[r][v] += splat(copy[r * STRIDE + k]) * weights[v];
             });
         }
@@ -147,12 +139,12 @@ struct Product {
     void finish(vec (&sums)[R][VECS], bool first, bool last, const float *offset, float *to,
                 int64_t stride) const {
         if (!first)
-            each_vector<R>([&](int64_t r, int64_t v) {
+            each_vector<R, VECS>([&](int64_t r, int64_t v) {
                 sums[r][v] += load(to + r * stride + v * LANES);
             });
         else if (offset != nullptr)
-            each_vector<R>([&](int64_t r, int64_t v) { sums[r][v] += load(offset + v * LANES); });
-        each_vector<R>([&](int64_t r, int64_t v) {
+            each_vector<R, VECS>([&](int64_t r, int64_t v) { sums[r][v] += load(offset + v * LANES); });
+        each_vector<R, VECS>([&](int64_t r, int64_t v) {
             store(to + r * stride + v * LANES, sums[r][v]);
         });
         for (int64_t r = 0; r < R && last && act == OUTPUT; ++r)

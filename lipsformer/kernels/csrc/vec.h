@@ -198,6 +198,16 @@ static inline vec gelu(vec z) {
     return z * value;
 }
 
+// f(m, v) for m < M and v < V. The loops are unrolled before anything else: of an array of sums that is
+// not unrolled by then, GCC 11 and 12 often store every element in each step that adds to it.
+template <int64_t M, int64_t V, class F>
+inline void each_vector(F f) {
+#pragma GCC unroll 14
+    for (int64_t m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < V; ++v) f(m, v);
+}
+
 // bfloat16: the upper half of a float, rounded to nearest even.
 struct bf16 {
     uint16_t bits;

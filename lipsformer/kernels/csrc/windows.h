@@ -186,13 +186,31 @@ std::unique_ptr<float[]> pad_bias(const Map &map, const float *bias) {
     return padded;
 }
 
-// LePE, a depthwise 3x3 convolution inside the window: f(to, from) for the places that a tap joins.
-template <typename F>
-inline void joined(const Map &map, int64_t tap, F f) {
-    const int64_t dy = tap / 3 - 1, dx = tap % 3 - 1;
-    for (int64_t y = std::max<int64_t>(0, -dy); y < map.h - std::max<int64_t>(0, dy); ++y)
-        for (int64_t x = std::max<int64_t>(0, -dx); x < map.w - std::max<int64_t>(0, dx); ++x)
-            f(y * map.w + x, (y + dy) * map.w + x + dx);
+// LePE, a depthwise 3x3 convolution inside the window, reads a head's channels from a frame: the
+// window with zeros around it, [h + 2][w + 2][padded_dim].
+int64_t frame_floats(const Map &map) { return (map.h + 2) * (map.w + 2) * map.padded_dim; }
+
+// Copy a head's channels, which lie in rows of `row` numbers, into a frame.
+template <typename T>
+void fill_frame(const Map &map, const T *x, int64_t row, float *frame) {
+    const int64_t pd = map.padded_dim;
+    for (int64_t t = 0; t < map.n; ++t) {
+        float *to = frame + ((t / map.w + 1) * (map.w + 2) + t % map.w + 1) * pd;
+        for (int64_t c = 0; c < pd; c += LANES) store(to + c, load(x + t * row + c));
+    }
+}
+
+// f(t, neighbors) for every token t of the window; neighbor(map, neighbors, tap) is one of the 3x3
+// vectors around it.
+template <class F>
+inline void each_token(const Map &map, const float *frame, F f) {
+    for (int64_t i = 0; i < map.h; ++i)
+        for (int64_t j = 0; j < map.w; ++j)
+            f(i * map.w + j, frame + (i * (map.w + 2) + j) * map.padded_dim);
+}
+
+inline vec neighbor(const Map &map, const float *neighbors, int64_t tap) {
+    return load(neighbors + (tap / 3 * (map.w + 2) + tap % 3) * map.padded_dim);
 }
 
 // LePE's parameters by head and then by tap, in rows of padded_dim; the tenth row is its bias.
@@ -204,20 +222,54 @@ void arrange(const Map &map, const float *lepe, const float *shift, float *kerne
     }
 }
 
-// y = LePE of one head's values, which lie in rows of `row` numbers; y has rows of padded_dim.
-template <typename T>
-void convolve_positions(const Map &map, const float *kernels, const T *values, int64_t row,
-                        float *y) {
+// y = LePE of the values in a frame; y has rows of padded_dim.
+void convolve_positions(const Map &map, const float *kernels, const float *frame, float *y) {
     const int64_t pd = map.padded_dim;
-    for (int64_t t = 0; t < map.n; ++t) memcpy(y + t * pd, kernels + 9 * pd, pd * sizeof(float));
-    for (int64_t tap = 0; tap < 9; ++tap)
-        for (int64_t c = 0; c < pd; c += LANES) {
-            const vec factor = load(kernels + tap * pd + c);
-            joined(map, tap, [&](int64_t to, int64_t from) {
-                float *sum = y + to * pd + c;
-                store(sum, load(sum) + factor * load(values + from * row + c));
-            });
-        }
+    for (int64_t c = 0; c < pd; c += LANES) {
+        vec factors[9];
+        for (int64_t tap = 0; tap < 9; ++tap) factors[tap] = load(kernels + tap * pd + c);
+        const vec shift = load(kernels + 9 * pd + c);
+        each_token(map, frame + c, [&](int64_t t, const float *neighbors) {
+            vec total = shift;
+            for (int64_t tap = 0; tap < 9; ++tap)
+                total += factors[tap] * neighbor(map, neighbors, tap);
+            store(y + t * pd + c, total);
+        });
+    }
+}
+
+// grad_values += the gradient of LePE's values, from the gradients of its results in a frame.
+void convolve_positions_backward(const Map &map, const float *kernels, const float *frame,
+                                 float *grad_values) {
+    const int64_t pd = map.padded_dim;
+    for (int64_t c = 0; c < pd; c += LANES) {
+        vec factors[9];
+        for (int64_t tap = 0; tap < 9; ++tap) factors[tap] = load(kernels + tap * pd + c);
+        each_token(map, frame + c, [&](int64_t t, const float *neighbors) {
+            float *y = grad_values + t * pd + c;
+            vec total = load(y);
+            for (int64_t tap = 0; tap < 9; ++tap)
+                total += factors[tap] * neighbor(map, neighbors, 8 - tap);
+            store(y, total);
+        });
+    }
+}
+
+// sums += the gradients of LePE's parameters, in their arrangement, from the values in a frame and
+// the gradients of the results.
+void add_position_gradients(const Map &map, const float *frame, const float *grads, float *sums) {
+    const int64_t pd = map.padded_dim;
+    for (int64_t c = 0; c < pd; c += LANES) {
+        vec products[9] = {}, total = load(sums + 9 * pd + c);
+        each_token(map, frame + c, [&](int64_t t, const float *neighbors) {
+            const vec g = load(grads + t * pd + c);
+            for (int64_t tap = 0; tap < 9; ++tap) products[tap] += neighbor(map, neighbors, tap) * g;
+            total += g;
+        });
+        for (int64_t tap = 0; tap < 9; ++tap)
+            store(sums + tap * pd + c, load(sums + tap * pd + c) + products[tap]);
+        store(sums + 9 * pd + c, total);
+    }
 }
 
 }  // namespace
