@@ -194,7 +194,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def is_observed() -> bool:
     """Return whether something that cannot see our kernels records or replaces the operators."""
     depth = torch._C._len_torch_dispatch_stack()
-    return depth > 0 and (depth > 1 or current_recorder() is None)
+    recorded = depth > 0 and (depth > 1 or current_recorder() is None)
+    return recorded or torch._C._is_tracing()
 
 
 def refuse_second_derivatives(*grads: Tensor) -> None:
@@ -295,9 +296,7 @@ def _onednn_bfloat16_obstacle() -> str | None:
 
 
 def _csrc_obstacle(x: Tensor, others: tuple[Tensor, ...]) -> str | None:
-    """Return why the compiled kernels, which no tracer or counter can see, may not be used."""
-    if torch._C._is_tracing():
-        return "something records the operators"
+    """Return why the compiled kernels, which read memory themselves, may not be used."""
     for tensor in (x, *others):
         if type(tensor) not in (Tensor, nn.Parameter) or not torch._C._has_storage(tensor):
             return "a tensor is of a subclass or has no storage"

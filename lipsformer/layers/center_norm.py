@@ -79,7 +79,11 @@ class CenterNorm(nn.Module):
         if kernels.usable("center_norm", x, self.weight, training=self.training):
             return kernels.center_affine(x, self.weight, self.bias)
         centered = x - x.mean(dim=-1, keepdim=True)
-        return torch.addcmul(self.bias, centered, self.weight * (self.dim / (self.dim - 1)))
+        y = torch.addcmul(self.bias, centered, self.weight * (self.dim / (self.dim - 1)))
+        # The next layer needs the type of the input, unless autocast casts it there. There is no
+        # autocast on the meta device.
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        return y if autocast else y.to(x.dtype)
 
     def extra_repr(self) -> str:
         """Show the number of channels."""

@@ -106,7 +106,17 @@ class WeightedResidual(nn.Module):
     def init_non_persistent_buffers(self) -> None:
         """Fill the buffer of drop path; timm calls this after `to_empty`."""
         if self.keep_rate is not None:
-            nn.init.constant_(self.keep_rate, 1.0 - self.drop_path)
+            keep = 1.0 - self.drop_path
+            self.keep_rate = torch.full_like(
+                self.keep_rate, keep, device=self.residual_scale.device
+            )
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any
+    ) -> None:
+        """Fill the buffer too, which no checkpoint holds: a model from the meta device lacks it."""
+        super()._load_from_state_dict(*args)
+        self.init_non_persistent_buffers()
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
         """Return `x + residual_scale * drop_path(branch(x))`.

@@ -156,14 +156,24 @@ class TimmInterface(nn.Module):
 
         Returns:
             The indices of the stages that are returned.
+
+        Raises:
+            ValueError: If the classifier would stay and could not take the last stage's output.
         """
         take_indices, max_index = feature_take_indices(len(self.stages), indices)
         shortened = max_index < len(self.stages) - 1
+        channels = self.feature_info[max_index]["num_chs"]
+        keeps_head = not (prune_head or shortened)
+        if prune_norm and keeps_head and channels != self.num_features:
+            raise ValueError(
+                f"without {type(self.norm).__name__} the last stage has {channels} channels, but "
+                f"the classifier takes {self.num_features}: use prune_head=True too, or "
+                "prune_norm=False"
+            )
         self.stages = self.stages[: max_index + 1]
         if prune_norm or shortened:
             self.norm = nn.Identity()
-        if shortened:
-            self.num_features = self.head_hidden_size = self.feature_info[max_index]["num_chs"]
+            self.num_features = self.head_hidden_size = channels
         if prune_head or shortened:
             self.reset_classifier(0, "")
         return take_indices

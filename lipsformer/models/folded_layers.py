@@ -82,8 +82,6 @@ class FrozenLinear(nn.Linear):
         """Return why the packed copy of the weight may not be used, or None."""
         if type(input) is not Tensor:
             return "the input is of a subclass"
-        if torch.jit.is_tracing():
-            return "torch.jit can keep no packed weight"
         if any(tensor.is_inference() for tensor in self._tensors()):
             return "a parameter was made in inference mode"
         return None
@@ -170,6 +168,9 @@ class FoldedResidual(nn.Module):
         if self.gain is None:
             return x + self.branch(x)
         return kernels.center(x, self.gain, self.branch(x))
+
+
+register_notrace_module(FoldedResidual)  # FX cannot trace the choice of a kernel
 
 
 class FoldedConv(nn.Module):

@@ -60,7 +60,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
         NothingToFoldError: If the model has no layer of LipsFormer.
         TypeError: If the model is folded already, has a forward function of its own, or a module
             that would be folded is used twice, was replaced, has hooks or belongs to an adapter
-            such as LoRA, so that the folded model would compute something else.
+            such as LoRA, so that the folded model would compute something else. Also if a hook
+            computes a weight, as in pruned models.
     """
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
@@ -74,6 +75,13 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
             f"this {type(model).__name__} has a forward function of its own, which the folded "
             "model would lose (torch.compile and Accelerate set one): pass the model without it"
         )
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                raise TypeError(
+                    f"{name}.{key} is computed by a hook, as by torch.nn.utils.prune: make it a "
+                    "parameter again, for example by prune.remove or remove_weight_norm"
+                )
     folded = copy.deepcopy(model)
     if not any(
         isinstance(module, (CenterNorm, ScaledCosineAttention)) for module in folded.modules()

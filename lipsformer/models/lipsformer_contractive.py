@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import torch
 from timm.layers import ClassifierHead, register_notrace_module, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from lipsformer._arguments import check_count, check_depths, check_fraction, check_positive
 from lipsformer.layers import FoldShift, JoinTokens, Linear, ScaledCosineAttention
 from lipsformer.layers.contractive import orthogonal_parts
 from lipsformer.layers.spectral import require_own_weights
-from lipsformer.models._timm import TimmInterface, model_cfg
+from lipsformer.models._timm import TimmInterface, create, model_cfg
 from lipsformer.models.embed import PatchEmbed
 from lipsformer.models.lipsformer import LipsFormerStage
 from lipsformer.models.lipsformer_swin import PatchMerging, WindowAttention, checkpoint_filter_fn
@@ -378,11 +378,6 @@ default_cfgs = generate_default_cfgs(
 @register_with_weights
 def lipsformer_contractive_nano(pretrained: bool = False, **kwargs: Any) -> LipsFormerContractive:
     """LipsFormer of layers with the constant 1, for images of 8 to 64 px; not from the paper."""
-    return build_model_with_cfg(
-        LipsFormerContractive,
-        "lipsformer_contractive_nano",
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": (0, 1, 2), "flatten_sequential": True},
-        **kwargs,
-    )
+    args = {"dims": (48, 192, 384), "depths": (1, 3, 3), "window_size": (4, 8, 4)}
+    name = "lipsformer_contractive_nano"
+    return create(LipsFormerContractive, name, pretrained, checkpoint_filter_fn, args, kwargs)

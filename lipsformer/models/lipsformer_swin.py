@@ -107,8 +107,7 @@ class WindowAttention(nn.Module):
         h, w = self.window_size
         table = torch.empty((2 * h - 1) * (2 * w - 1), num_heads, device=device, dtype=dtype)
         self.relative_position_bias_table = nn.Parameter(table)
-        index = torch.empty(h, w, h, w, device=device, dtype=torch.long)
-        self.register_buffer("relative_position_index", index, persistent=False)
+        self.register_buffer("relative_position_index", None, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -118,8 +117,15 @@ class WindowAttention(nn.Module):
 
     def init_non_persistent_buffers(self) -> None:
         """Fill the index of the table; timm calls this after `to_empty`."""
-        index = relative_position_index(self.window_size, self.relative_position_index.device)
-        self.relative_position_index.copy_(index)
+        device = self.relative_position_bias_table.device
+        self.relative_position_index = relative_position_index(self.window_size, device)
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any
+    ) -> None:
+        """Fill the index too, which no checkpoint holds: a model from the meta device lacks it."""
+        super()._load_from_state_dict(*args)
+        self.init_non_persistent_buffers()
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
         """Change the largest window and interpolate the table of biases.

@@ -169,8 +169,6 @@ def _number_of_parts(x: Tensor) -> int:
 
 def _obstacle() -> str | None:
     """Return why a call can neither be recorded nor take a recording, or None."""
-    if torch.jit.is_tracing():
-        return "something records the operators"
     if torch.nn.modules.module._has_any_global_hook():
         return "a hook of all modules is registered"
     return None

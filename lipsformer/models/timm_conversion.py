@@ -153,6 +153,7 @@ class CosineWindowAttention(WindowAttention):
         self.qkv = original.qkv
         self.proj = original.proj
         self.proj_drop = original.proj_drop
+        del self.attn_drop, self.softmax  # timm's, which are not called
         self.relative_position_bias_table = original.relative_position_bias_table
         self.attention = make_core(attn, self.num_heads, original.attn_drop.p, **options, **dd)
 
@@ -169,7 +170,7 @@ class CosineWindowAttention(WindowAttention):
             x = _attend_in_one_row(qkv, self.attention, bias)
         else:
             bias = bias + mask.unsqueeze(1).to(qkv.dtype)
-            bias = bias.repeat(len(qkv) // len(mask), 1, 1, 1)
+            bias = bias.repeat(qkv.shape[0] // mask.shape[0], 1, 1, 1)
             x = _attend_with_mask(qkv, self.attention, bias)
         return self.proj_drop(self.proj(x))
 
@@ -240,12 +241,12 @@ def convert(
     if residual_scale is not None and not math.isfinite(residual_scale):
         raise ValueError(f"residual_scale={residual_scale} must be finite")
     make_core(attn, 1, 0.0, **options)  # raises if a number is out of range
-    _check_convertible(model)
+    keep = not spectral_init
+    keeps_scales = keep and residual_scale is None
+    _check_convertible(model, keeps_scales)
     if spectral_init:
         require_own_weights(model)
     blocks = _blocks(model)
-    keep = not spectral_init
-    keeps_scales = keep and residual_scale is None
     scale = 1.0 / len(blocks) if residual_scale is None else residual_scale
     for block in blocks:
         in_vit = isinstance(block, Block)
@@ -257,7 +258,7 @@ def convert(
             held = getattr(block, place)
             if not in_vit:  # Swin has no place for the weight alone
                 setattr(block, place, nn.Sequential(weight, held))
-            elif not (keeps_scales and isinstance(held, LayerScale)):
+            elif not _is_kept(held, keeps_scales):
                 setattr(block, place, weight)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -299,7 +300,12 @@ def _blocks(model: nn.Module) -> list[Any]:
     )
 
 
-def _check_convertible(model: nn.Module) -> None:
+def _is_kept(scale: nn.Module, keeps_scales: bool) -> bool:
+    """Return whether a ViT block keeps what follows a branch in the place of a layer scale."""
+    return keeps_scales and isinstance(scale, LayerScale)
+
+
+def _check_convertible(model: nn.Module, keeps_scales: bool) -> None:
     for block in _blocks(model):
         if type(block) not in (Block, SwinTransformerBlock):
             raise TypeError(f"{type(block).__name__} is not converted: only plain pre-norm blocks")
@@ -329,6 +335,13 @@ def _check_convertible(model: nn.Module) -> None:
         for name, part in block.attn.named_children()
         if name not in ("qkv", "proj", "proj_drop")
     }
+    scales = {
+        scale
+        for block in _blocks(model)
+        if isinstance(block, Block)
+        for scale in (block.ls1, block.ls2)
+        if not _is_kept(scale, keeps_scales)
+    }
     for name, module in model.named_modules():
         kind = type(module)
         is_norm = isinstance(module, nn.LayerNorm) or "norm" in kind.__name__.lower()
@@ -339,7 +352,7 @@ def _check_convertible(model: nn.Module) -> None:
             )
         if isinstance(module, nn.LayerNorm) and module.weight is None:
             raise TypeError(f"{name} is a LayerNorm without gains, which is not converted")
-        if kind in (*NORMS, Attention, WindowAttention) or module in of_attention:
+        if kind in (*NORMS, Attention, WindowAttention) or module in of_attention | scales:
             if has_hooks(module):
                 raise TypeError(
                     f"{name} has hooks, which would be lost: register them after convert"

@@ -83,3 +83,17 @@ def test_the_gradient_of_the_gain_survives_a_large_bias(offset, path):
     centered = (x - x.mean(-1, keepdim=True)).double() * 11 / 10
     expected = (centered * upstream.double()).sum(0)
     torch.testing.assert_close(norm.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_in_float32_keeps_the_type_of_a_half_precision_model(dtype, training):
+    """As in a model in half precision whose norms stay in float32; no autocast casts there."""
+    torch.manual_seed(0)
+    norm = CenterNorm(11).train(training)
+    x = torch.randn(2, 3, 11, dtype=dtype)
+    y = norm(x)
+    assert y.dtype == dtype
+    expected = x.double() @ center_norm_matrix(norm.weight.double()).T
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=2e-2)
+    assert norm.to("meta")(x.to("meta")).dtype == dtype

@@ -289,6 +289,27 @@ def test_fewer_stages_than_a_variant_has_take_the_first_of_its_settings(name):
     assert model.num_heads == heads[:2]
 
 
+def test_a_contractive_model_of_other_stages_returns_a_map_of_each():
+    sizes = {"dims": (8, 16), "depths": (1, 1), "features_only": True}
+    maps = create("lipsformer_contractive_nano", **sizes)(torch.randn(1, 3, 32, 32))
+    assert [tuple(one.shape) for one in maps] == [(1, 16, 16, 8), (1, 8, 8, 16)]
+
+
+def test_a_classifier_of_joined_tokens_is_not_pruned_away_from_their_joining():
+    sizes = {"dims": (8, 16, 24), "depths": (1, 1, 1)}
+    model = create("lipsformer_contractive_nano", **sizes)
+    images = torch.randn(2, 3, 32, 32)
+    before = model(images)
+    message = "without JoinTokens the last stage has 24 channels, but the classifier takes 384"
+    with pytest.raises(ValueError, match=message):
+        model.prune_intermediate_layers(prune_norm=True, prune_head=False)
+    assert torch.equal(model(images), before)
+    model.prune_intermediate_layers(prune_norm=True)
+    assert model(images).shape == (2, 4, 4, model.num_features)
+    model.reset_classifier(5, "avg")
+    assert model(images).shape == (2, 5)
+
+
 def test_images_that_do_not_fit_the_patches_are_named():
     model = create("lipsformer_nano")
     with pytest.raises(ValueError, match="image size 32x33 is not a multiple of the patch size 2"):

@@ -6,8 +6,10 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.models._features_fx import create_feature_extractor
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import orthogonal
 
 import lipsformer
@@ -160,6 +162,29 @@ def test_one_graph_of_the_compiler_and_a_trace_hold_a_folded_model(form):
             torch.testing.assert_close(other_form(others), expected)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+@pytest.mark.parametrize("form", ["nano", "swin_nano"])
+@torch.no_grad()
+def test_a_trace_holds_a_model_that_is_not_folded(form):
+    """As TensorBoard's `add_graph` and OpenVINO's converter make it."""
+    model = randomize(make(form))
+    traced = torch.jit.trace(model, torch.randn(2, 3, 32, 32))
+    images = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(traced(images), model(images))
+
+
+@torch.no_grad()
+def test_timm_extracts_features_of_a_folded_model():
+    folded = lipsformer.optimize_for_inference(randomize(make("nano")))
+    images = torch.randn(2, 3, 32, 32)
+    features = create_feature_extractor(folded, ["stages.1.blocks.0.mlp", "stages.3"])(images)
+    found = []
+    for name in features:
+        folded.get_submodule(name).register_forward_hook(lambda *args: found.append(args[2]))
+    folded(images)
+    torch.testing.assert_close(list(features.values()), found)
+
+
 @pytest.mark.parametrize("img_size", [56, 60])
 def test_windows_padded_behind_the_norm_stay_exact(img_size):
     """60 px are 15 tokens, three windows of 7 with padding: norm1 must stay there."""
@@ -255,6 +280,11 @@ def subclass_attention(model: nn.Module) -> None:
     attn.__class__ = type("Mine", (type(attn),), {})
 
 
+def prune_layer(model: nn.Module) -> None:
+    layer = model.get_submodule("stages.1.blocks.0.mlp.branch.fc1")
+    prune.l1_unstructured(layer, "weight", 0.3)
+
+
 def share_a_module(model: nn.Module) -> None:
     blocks = model.get_submodule("stages.2.blocks")
     blocks[1].mlp.branch = blocks[0].mlp.branch
@@ -271,6 +301,7 @@ def share_a_module(model: nn.Module) -> None:
             r"^stages.0.blocks.0 cannot be folded: its MLP is a timm.layers.mlp.Mlp, and",
         ),
         (set_forward, r"0 cannot be folded: CenterNorm has a forward function of its own$"),
+        (prune_layer, r"^stages.1.blocks.0.mlp.branch.fc1.weight is computed by a hook, as by"),
         (share_a_module, r"^stages.2.blocks.0.mlp.branch and stages.2.blocks.1.mlp.branch are one"),
         (set_forward_of_model, r"^this LipsFormerCSwin has a forward function of its own, which"),
         (replace_norm, r"^stages.0.blocks.0 cannot be folded: it has a LayerNorm where the fold"),

@@ -114,6 +114,29 @@ def test_meta_then_load_equals_the_source_once_timm_fills_the_buffers(name):
         assert torch.equal(found, expected), name
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, "lipsformer_contractive_nano"])
+def test_meta_then_load_equals_the_source(name, assign):
+    options = {} if name == "lipsformer_contractive_nano" else {"drop_path_rate": 0.4}
+    source = timm.create_model(name, **options).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in source.named_parameters():
+            if parameter_name.endswith("relative_position_bias_table"):
+                nn.init.normal_(parameter)
+    with torch.device("meta"):
+        model = timm.create_model(name, **options).eval()
+    if not assign:
+        model.to_empty(device="cpu")
+        for buffer in model.buffers():
+            buffer.fill_(0)
+    model.load_state_dict(source.state_dict(), assign=assign)
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(images), source(images))
+    expected = dict(source.named_buffers())
+    for buffer_name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[buffer_name]), buffer_name
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_released_form_keeps_pytorch_convolution_biases(name):
     model = create(name, official_compat=True)

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from timm.layers import LayerNorm2d, LayerScale, SwiGLU
+from timm.utils import AttentionExtract
 from torch.nn.utils import prune
 
 import lipsformer
@@ -215,6 +216,10 @@ def hooked_attention(model):
     model.blocks[0].attn.register_forward_pre_hook(lambda *_: None)
 
 
+def hooked_scale(model):
+    model.blocks[1].ls2.register_forward_hook(lambda *_: None)
+
+
 def hooked_weights(model):
     model.blocks[0].attn.attn_drop.register_forward_hook(lambda *_: None)
 
@@ -235,6 +240,7 @@ def pruned(model):
         (hooked_norm, "^norm has hooks, which would be lost: register them after convert"),
         (hooked_attention, "blocks.0.attn has hooks, which would be lost"),
         (hooked_weights, "blocks.0.attn.attn_drop has hooks, which would be lost"),
+        (hooked_scale, "blocks.1.ls2 has hooks, which would be lost"),
         (attention_with_its_own_forward, "blocks.1.attn has a forward function of its own, which"),
         (pruned, "the weight of blocks.0.mlp.fc1 is computed by a parametrization"),
     ],
@@ -247,6 +253,35 @@ def test_models_that_would_compute_something_else_are_refused_unchanged(change, 
     with pytest.raises(TypeError, match=message):
         lipsformer.convert(model)
     assert str(model) == text
+
+
+def test_hooks_of_a_layer_scale_that_stays_are_called():
+    small = {"img_size": 32, "embed_dim": 8, "depth": 1, "num_heads": 2, "init_values": 0.3}
+    model = timm.create_model("vit_tiny_patch16_224", **small)
+    called = []
+    model.blocks[0].ls1.register_forward_hook(lambda *_: called.append(True))
+    lipsformer.convert(model, spectral_init=False)(torch.zeros(1, 3, 32, 32))
+    assert called == [True]
+
+
+def small_swin():
+    small = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16, "num_classes": 5}
+    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(2,), num_heads=(2,), **small)
+    return lipsformer.convert(model).eval()
+
+
+def test_what_extracts_attention_finds_no_module_that_is_never_called():
+    with pytest.raises(RuntimeError, match="No module names found matching"):
+        AttentionExtract(small_swin(), method="hook")
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+@torch.no_grad()
+def test_a_trace_of_shifted_windows_holds_for_other_batches():
+    model = small_swin()
+    traced = torch.jit.trace(model, torch.randn(2, 3, 32, 32))
+    images = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(traced(images), model(images))
 
 
 def test_gated_mlps_are_refused():
