@@ -44,20 +44,11 @@ def cosine_normalize(
     Reference:
         Qi et al. 2023 (LipsFormer), scaled cosine similarity attention.
     """
-    if kernels.usable(
-        "cosine_normalize", x, training=training, unless=lambda: _length_obstacle(length)
-    ):
+    if kernels.usable("cosine_normalize", x, training=training):
         return kernels.normalize_rows(x, eps, length)
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     inverse = torch.rsqrt((wide * wide).sum(dim=-1, keepdim=True) + eps)
     return (wide * (inverse * length)).to(x.dtype)
-
-
-def _length_obstacle(length: Tensor | float) -> str | None:
-    """Return why the kernel may not normalize to a length, or None."""
-    if isinstance(length, Tensor) and not length.all():
-        return "a length is 0, by which the gradient of the kernel divides"
-    return None
 
 
 class ScaledCosineAttention(nn.Module):

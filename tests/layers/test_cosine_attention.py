@@ -97,15 +97,6 @@ def test_float32_training_gradients_equal_float64(value_scale, with_bias):
         torch.testing.assert_close(fast.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-def test_a_value_scale_that_a_user_sets_to_zero_gives_no_gradients_but_zero():
-    layer = ScaledCosineAttention(H).train()
-    layer.value_scale.zero_()
-    copies = [x.requires_grad_() for x in heads(dtype=torch.float32)]
-    layer(*copies).sum().backward()
-    for x in copies:
-        assert torch.equal(x.grad, torch.zeros_like(x))
-
-
 def test_dropout_leaves_the_mean():
     torch.manual_seed(0)
     q, k, v = heads(dtype=torch.float32)
