@@ -19,7 +19,7 @@ def test_neighbor_norm_equals_a_loop_over_nodes(dtype, rtol):
     edge_index = torch.cat([torch.randint(3, (2, 11)), torch.randint(3, 7, (2, 613))], dim=1)
     edge_index[1, 23:] = 5
     x = x.to(dtype)
-    out = NeighborNorm(eps=1e-5)(x, edge_index)
+    out = NodeNorm("neighbornorm", 5)(x, edge_index)
     assert out.dtype is dtype
     x = x.double()
     for i in range(7):
