@@ -6,7 +6,7 @@ from torch_geometric.data import Data
 from torch_geometric.explain import AttentionExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.loader import NeighborLoader
-from torch_geometric.nn import GATConv, GCNConv, TransformerConv
+from torch_geometric.nn import GATConv, GCNConv, TransformerConv, to_hetero
 from torch_geometric.utils import k_hop_subgraph, to_torch_csr_tensor
 
 from lipsformer.graph import (
@@ -192,6 +192,15 @@ def test_reversed_flow_equals_reversed_edges(graph):
             reverse.att_src = reverse.att_dst = conv.att_dst = conv.att_src
         expected = conv(x, edge_index)
         torch.testing.assert_close(reverse(x, edge_index.flip(0)), expected)
+
+
+def test_reversed_flow_of_two_kinds_of_nodes_equals_reversed_edges(graph):
+    """PyG sends from the first to the second kind in both flows, and needs as many of each."""
+    x, edge_index, _ = graph
+    conv = make(LipschitzGATConv, add_self_loops=False)
+    reverse = make(LipschitzGATConv, add_self_loops=False, flow="target_to_source")
+    expected = conv((x, 3 * x.sin()), edge_index)
+    torch.testing.assert_close(reverse((x, 3 * x.sin()), edge_index.flip(0)), expected)
 
 
 def test_neighborhood_subgraphs_give_the_full_result(graph):
@@ -401,6 +410,44 @@ def test_exported_layers_take_any_number_of_nodes_and_edges(graph, layer):
             (torch.cat([x, x]), torch.cat([edge_index, edge_index], 1)),
         ):
             torch.testing.assert_close(exported(*inputs), model(*inputs))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated, and it warns of sizes
+@pytest.mark.parametrize(
+    "layer", [ScaledCosineConv, LipschitzGATConv, LipschitzTransformerConv, SparseGCNConv]
+)
+def test_traced_layers_take_any_number_of_nodes_and_edges(graph, layer):
+    x, edge_index, _ = graph
+    torch.manual_seed(1)
+    conv = layer(FEATURES, CHANNELS).double().eval()
+    traced = torch.jit.trace(conv, (x, edge_index), check_trace=False)
+    more = torch.cat([x, 2 * x.sin()]), torch.cat([edge_index, edge_index[:, 3:20] + NODES], dim=1)
+    torch.testing.assert_close(traced(*more), conv(*more))
+
+
+def test_hetero_networks_are_made_of_layers_and_not_of_networks(graph):
+    x, edge_index, _ = graph
+    kinds = (["paper"], [("paper", "cites", "paper")])
+    inputs = {"paper": x}, {("paper", "cites", "paper"): edge_index}
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = make(LipschitzGATConv)
+
+        def forward(self, x, edge_index):
+            return self.conv(x, edge_index)
+
+    expected = make(LipschitzGATConv)(x, edge_index)
+    torch.testing.assert_close(to_hetero(Model(), kinds)(*inputs)["paper"], expected)
+    with pytest.raises(TypeError, match=r"torch.fx, which PyG's to_hetero uses, cannot trace Lips"):
+        to_hetero(LipsGAT(FEATURES, CHANNELS, 3, num_layers=2), kinds)
+
+
+def test_channels_that_pygs_layers_would_infer_are_refused_in_one_sentence():
+    for channels in ((-1, 4), (5, 0)):
+        with pytest.raises(ValueError, match=r"(in|out)_channels=(-1|0) must be at least 1"):
+            ScaledCosineConv(*channels)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 3, 5), (torch.zeros(3, 5), torch.zeros(3, 5))])

@@ -3,6 +3,7 @@ import importlib
 import itertools
 import math
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -190,6 +191,7 @@ def fused_calls(monkeypatch):
         (LipschitzGATConv, {"add_self_loops": False, "concat": False}, True),
         (LipschitzGATConv, {"att_norm": 1e-3, "scale_individually": False}, False),
         (LipschitzGATConv, {"min_att_norm": 0.3}, False),
+        (LipschitzGATConv, {"negative_slope": -0.7, "add_self_loops": False}, False),
         (LipschitzGATConv, {"score_norm": None, "bias": False}, False),
         (LipschitzTransformerConv, {}, False),
         (LipschitzTransformerConv, {"concat": False, "beta": True}, True),
@@ -360,6 +362,14 @@ class TestSortedEdges:
         x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
         for own in (conv, message_by_message(conv)):
             assert torch.equal(own(x, SortedEdges(edge_index, SOURCES)), own(x, edge_index))
+
+    @pytest.mark.parametrize("layer", [*CONVS, SparseGCNConv])
+    def test_copies_of_edges_that_were_sorted_give_the_same(self, layer):
+        conv = layer(FEATURES, CHANNELS)
+        x, edges = torch.randn(SOURCES, FEATURES), SortedEdges(random_edges(), SOURCES)
+        expected = conv(x, edges)
+        for other in (pickle.loads(pickle.dumps(edges)), copy.deepcopy(edges)):
+            assert torch.equal(conv(x, other), expected)
 
     @pytest.mark.parametrize("layer", CONVS)
     def test_edges_sorted_in_inference_mode_can_be_trained_on(self, layer):
