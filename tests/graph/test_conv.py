@@ -74,7 +74,8 @@ def loop_transformer(conv, x, edge_index, edge_attr):
     incoming = [(edge_index[1] == i).nonzero().flatten().tolist() for i in range(len(x))]
     out = torch.zeros(len(x), HEADS, CHANNELS, dtype=x.dtype)
     for head in range(HEADS):
-        u = torch.stack([q[i, head] for i in range(len(x)) if incoming[i]]).norm()
+        counted = [edges if conv.released_code else edges[:1] for edges in incoming]
+        u = torch.stack([q[i, head] for i, edges in enumerate(counted) for _ in edges]).norm()
         for i, edges in enumerate(incoming):
             if not edges:
                 continue
@@ -92,8 +93,9 @@ def test_gat_paper_mode_equals_a_loop_over_heads(graph):
     torch.testing.assert_close(conv(x, edge_index), loop_gat(conv, x, edge_index))
 
 
-def test_transformer_paper_mode_equals_a_loop_over_heads(graph):
-    conv = make(LipschitzTransformerConv, edge_dim=EDGE_DIM)
+@pytest.mark.parametrize("released_code", [False, True])
+def test_transformer_equals_a_loop_over_heads(graph, released_code):
+    conv = make(LipschitzTransformerConv, edge_dim=EDGE_DIM, released_code=released_code)
     torch.testing.assert_close(conv(*graph), loop_transformer(conv, *graph))
 
 
@@ -192,6 +194,21 @@ def test_reversed_flow_equals_reversed_edges(graph):
             reverse.att_src = reverse.att_dst = conv.att_dst = conv.att_src
         expected = conv(x, edge_index)
         torch.testing.assert_close(reverse(x, edge_index.flip(0)), expected)
+
+
+def test_targets_without_features_count_as_zeros(graph):
+    x, edge_index, _ = graph
+    edge_index = torch.stack([edge_index[0], edge_index[1] % TARGETS])
+    conv = make(LipschitzGATConv, add_self_loops=False)
+    expected = conv((x, 0 * x[:TARGETS]), edge_index)
+    torch.testing.assert_close(conv((x, None), edge_index, size=(NODES, TARGETS)), expected)
+
+
+def test_reset_sets_a_constant_that_learns_to_its_start():
+    conv = make(LipschitzGATConv, min_att_norm=0.3)
+    conv.log_att_norm.data.fill_(0.7)
+    conv.reset_parameters()
+    assert conv.current_att_norm().tolist() == [4.0] * HEADS
 
 
 def test_reversed_flow_of_two_kinds_of_nodes_equals_reversed_edges(graph):
@@ -313,6 +330,7 @@ def test_scaled_cosine_conv_equals_dense_attention_among_neighbors(graph, comple
     bias = torch.zeros(NODES, NODES, dtype=torch.double).masked_fill(~neighbors, -math.inf)
     expected = conv.attention(q, k, v, bias)[0].transpose(0, 1).flatten(1)
     torch.testing.assert_close(conv(x, edge_index), expected)
+    assert not conv.lin.bias.any()  # at the start
     for weight in conv.lin.weight.split(HEADS * CHANNELS):
         sigma = torch.linalg.matrix_norm(weight, 2)
         torch.testing.assert_close(sigma, torch.ones_like(sigma))

@@ -218,6 +218,21 @@ def test_convolution_equals_its_messages(fused_calls, layer, kwargs, bipartite):
 
 
 @pytest.mark.parametrize("layer", CONVS)
+def test_a_layer_drops_attention_weights_in_training_only(fused_calls, layer):
+    torch.manual_seed(4)
+    conv, edges = layer(FEATURES, CHANNELS, HEADS), SortedEdges(random_edges(), SOURCES)
+    x, draws = torch.randn(SOURCES, FEATURES), 499
+    expected = conv(x, edges)
+    conv.dropout = 0.37
+    torch.testing.assert_close(conv.eval()(x, edges), expected)
+    outs = torch.stack([conv.train()(x, edges) for _ in range(draws)])
+    error = outs.std(0) / math.sqrt(draws)
+    assert error.amax() > 0
+    assert ((outs.mean(0) - expected).abs() <= 5 * error + 1e-6).all()
+    assert len(fused_calls) == draws + 2
+
+
+@pytest.mark.parametrize("layer", CONVS)
 @pytest.mark.parametrize("way", ["vectorize", "jacrev", "vmap"])
 def test_batches_of_gradients_equal_single_ones(fused_calls, layer, way):
     torch.manual_seed(3)

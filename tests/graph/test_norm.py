@@ -55,6 +55,13 @@ def test_layer_norm_is_per_node():
     torch.testing.assert_close(norm(x, None)[0], norm(changed, None)[0])
 
 
+def test_center_norm_is_per_node_and_keeps_the_scale():
+    torch.manual_seed(2)
+    x = torch.randn(7, 5, dtype=torch.double)
+    expected = (x - x.mean(1, keepdim=True)) * 5 / 4
+    torch.testing.assert_close(NodeNorm("centernorm", 5).double()(x, None), expected)
+
+
 @pytest.mark.parametrize(
     ("norm", "expected"),
     [
