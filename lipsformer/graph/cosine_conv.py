@@ -76,8 +76,11 @@ class ScaledCosineConv(MessagePassing):
             dropout: Dropout probability of the attention weights in training.
 
         Raises:
-            ValueError: If `heads`, `logit_scale`, `value_scale` or `dropout` is out of range.
+            ValueError: If a number of channels or heads, `logit_scale`, `value_scale` or `dropout`
+                is out of range.
         """
+        check_count("in_channels", in_channels)  # PyG's layers infer it if it is -1
+        check_count("out_channels", out_channels)
         check_count("heads", heads)
         check_fraction("dropout", dropout)
         super().__init__(aggr="add", node_dim=0)

@@ -259,12 +259,11 @@ class LipschitzGATConv(GATConv):
                 edge_index, edge_attr, num_nodes=num_nodes, fill_value=self.fill_value
             )
         norm_sq = (None, None) if self.score_norm is None else _squared_norms(source, target)
-        # edge_updater_type: (alpha: OptPairTensor, norm_sq: OptPairTensor, target_sq: OptTensor, edge_attr: OptTensor)  # noqa: E501
+        # edge_updater_type: (alpha: OptPairTensor, norm_sq: OptPairTensor, edge_attr: OptTensor)
         attn = self.edge_updater(
             edge_index,
             alpha=self._score_terms(source, target),
             norm_sq=norm_sq,
-            target_sq=norm_sq[1 if self.flow == "source_to_target" else 0],
             edge_attr=edge_attr,
             size=size,
         )
@@ -280,7 +279,7 @@ class LipschitzGATConv(GATConv):
         ptr: OptTensor,
         dim_size: int,
         norm_sq_j: OptTensor,
-        target_sq: OptTensor,
+        norm_sq_i: OptTensor,
     ) -> Tensor:
         """Return the attention weights of all edges, [E, H]."""
         score = alpha_j if alpha_i is None else alpha_j + alpha_i
@@ -302,10 +301,12 @@ class LipschitzGATConv(GATConv):
                     norm_sq_j, index=index, num_nodes=dim_size, **settings
                 )
             else:
-                reduce = partial(segment_max, index=index, num_segments=dim_size)
-                target_sq = norm_sq_j.new_zeros(()) if target_sq is None else target_sq
-                scale = linear_scale(norm_sq_j, target_sq, reduce=reduce, **settings)
-                scale = scale.index_select(0, index)
+
+                def largest(norm_sq: Tensor) -> Tensor:
+                    return segment_max(norm_sq, index, dim_size).index_select(0, index)
+
+                target_sq = 0.0 if norm_sq_i is None else norm_sq_i
+                scale = linear_scale(norm_sq_j, target_sq, reduce=largest, **settings)
             score = score * scale
         attn = softmax(score, index, ptr, dim_size).to(dtype)
         return F.dropout(attn, p=self.dropout, training=self.training)

@@ -67,6 +67,9 @@ class NeighborNorm(nn.Module):
 class NodeNorm(nn.Module):
     """Apply the normalization of node representations called `name`, or none.
 
+    'pairnorm' takes the mean over all nodes. Those of a batch of graphs are then one graph, so the
+    result for a graph depends on the others.
+
     Shape:
         x: [V, C]. edge_index: [2, E] or a `SortedEdges`. The output has the shape of x.
 

@@ -184,6 +184,12 @@ def test_a_gat_with_edge_features_has_no_bound():
         lipschitz_bound(layer, graph_domain(edges, 3, radius=0.01))
 
 
+@pytest.mark.parametrize("kind", [GCNConv, LipschitzGATConv, LipschitzTransformerConv])
+def test_a_layer_that_has_not_seen_its_input_has_no_bound(kind):
+    with pytest.raises(UnknownModuleError, match="no weight yet: run one batch through the model"):
+        lipschitz_bound(kind(-1, 3), graph_domain(DIRECTED, NODES))
+
+
 def test_a_domain_keeps_the_edges_with_which_it_was_made():
     """The norm of the adjacency is that of the star, and not of what its tensor holds later."""
     star = torch.stack([torch.zeros(NODES - 1).long(), torch.arange(1, NODES)])

@@ -424,6 +424,16 @@ def test_a_dilated_convolution_is_capped_although_its_stride_is_its_kernel_size(
     assert 0.5 < torch.linalg.svdvals(operator)[0].item() < 1.0 + 1e-6
 
 
+def test_a_cap_leaves_the_groups_of_a_patch_convolution_at_the_norm_of_the_largest():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 6, 2, 2, groups=2, bias=False)
+    nn.init.normal_(conv.weight, std=3.0)
+    SpectralCap(nn.Sequential(conv), 1.0).before_eval()
+    groups = conv.weight.detach().double().flatten(1).view(2, 3, 8)
+    largest = torch.linalg.svdvals(groups).amax().item()
+    assert 0.99 < largest < 1.0 + 1e-6 < torch.linalg.svdvals(groups.flatten(0, 1))[0].item()
+
+
 LOW_RANK = {
     "one": torch.outer(torch.linspace(-1, 2, 31), torch.linspace(3, -1, 17)),
     "a row of tiny numbers": torch.eye(31, 17)[:1].expand(31, 17) + 1e-12 * torch.randn(31, 17),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageFilter
 
-from data import UnreadableImageError
+from data import UnreadableImageError, images
 from data.images import EncodedPicture, read_picture
 from tests.data.photos import encoded, photo
 
@@ -145,6 +145,20 @@ def test_reduced_pixels_are_a_smaller_image(reduction):
 def test_a_gray_file_has_one_channel_and_others_have_three(mode, kind, channels):
     picture = EncodedPicture(encoded(Image.new(mode, (5, 3)), kind), "a picture")
     assert picture.channels == channels
+
+
+def test_pixels_of_an_image_that_is_copied_in_bands_are_its_own():
+    array = np.arange(2063 * 2053 * 3).astype(np.uint8).reshape(2063, 2053, 3)
+    picture = EncodedPicture(encoded(Image.fromarray(array), "BMP"), "a large image")
+    assert np.array_equal(picture.pixels(), array)
+
+
+def test_a_sound_jpeg_with_too_many_pixels_is_refused(monkeypatch):
+    monkeypatch.setattr(images, "MAX_PIXELS", 53 * 41 - 1)
+    for use in ("size", "pixels", "image"):
+        picture = EncodedPicture(encoded(photo(53, 41)), "a photo")
+        with pytest.raises(UnreadableImageError, match="53x41 pixels, at most 2172 allowed"):
+            getattr(picture, use)()
 
 
 def test_a_missing_file_is_named():

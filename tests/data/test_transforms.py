@@ -13,7 +13,7 @@ from data.images import ArrayPicture, EncodedPicture
 from data.resize import resize
 from data.rng import preserve_rng, seed_all
 from data.sources import ArraySource
-from data.transforms import EvalTransform, FastEvalTransform, TrainTransform
+from data.transforms import EvalTransform, FastEvalTransform, TrainTransform, _crop
 from tests.data.photos import encoded, photo
 
 
@@ -109,6 +109,7 @@ def test_crop_and_flip_equal_timms_up_to_rounding(size):
     [
         ({"color_jitter": 0.4}, 0.5),
         ({"auto_augment": "rand-m9-mstd0.5-inc1"}, 1.5),
+        ({"auto_augment": "rand-m9-n3", "mean": (0.9, 0.1, 0.5)}, 4),
         ({"auto_augment": "rand-m7-n3-p0.9"}, 4),
         ({"auto_augment": "rand-m9-t3a", "color_jitter": 0.3}, 1),
         ({"auto_augment": "rand-m9-tweights"}, 2),
@@ -174,6 +175,15 @@ def test_a_large_jpeg_decodes_at_a_reduced_size_with_the_same_crop(scale, reduct
         expected = np.asarray(image.resize((37, 37), Image.Resampling.BICUBIC, box=box))
         assert np.abs(output.numpy().astype(int) - expected).mean() < 1.5
     assert used == [reduction] * 10
+
+
+def test_the_short_side_of_a_crop_decides_at_which_size_a_jpeg_decodes(monkeypatch):
+    used, pixels = [], EncodedPicture.pixels
+    monkeypatch.setattr(
+        EncodedPicture, "pixels", lambda *args: used.append(args[1]) or pixels(*args)
+    )
+    _crop(EncodedPicture(encoded(photo(801, 603)), "a photo"), (11, 7, 79, 613), 37, "bicubic")
+    assert used == [2]
 
 
 def test_contradicting_recipes_are_one_clear_error():

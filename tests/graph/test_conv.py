@@ -6,7 +6,7 @@ from torch_geometric.data import Data
 from torch_geometric.explain import AttentionExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.loader import NeighborLoader
-from torch_geometric.nn import GATConv, GCNConv, TransformerConv
+from torch_geometric.nn import GATConv, GCNConv, TransformerConv, to_hetero
 from torch_geometric.utils import k_hop_subgraph, to_torch_csr_tensor
 
 from lipsformer.graph import (
@@ -74,7 +74,8 @@ def loop_transformer(conv, x, edge_index, edge_attr):
     incoming = [(edge_index[1] == i).nonzero().flatten().tolist() for i in range(len(x))]
     out = torch.zeros(len(x), HEADS, CHANNELS, dtype=x.dtype)
     for head in range(HEADS):
-        u = torch.stack([q[i, head] for i in range(len(x)) if incoming[i]]).norm()
+        counted = [edges if conv.released_code else edges[:1] for edges in incoming]
+        u = torch.stack([q[i, head] for i, edges in enumerate(counted) for _ in edges]).norm()
         for i, edges in enumerate(incoming):
             if not edges:
                 continue
@@ -92,8 +93,9 @@ def test_gat_paper_mode_equals_a_loop_over_heads(graph):
     torch.testing.assert_close(conv(x, edge_index), loop_gat(conv, x, edge_index))
 
 
-def test_transformer_paper_mode_equals_a_loop_over_heads(graph):
-    conv = make(LipschitzTransformerConv, edge_dim=EDGE_DIM)
+@pytest.mark.parametrize("released_code", [False, True])
+def test_transformer_equals_a_loop_over_heads(graph, released_code):
+    conv = make(LipschitzTransformerConv, edge_dim=EDGE_DIM, released_code=released_code)
     torch.testing.assert_close(conv(*graph), loop_transformer(conv, *graph))
 
 
@@ -192,6 +194,30 @@ def test_reversed_flow_equals_reversed_edges(graph):
             reverse.att_src = reverse.att_dst = conv.att_dst = conv.att_src
         expected = conv(x, edge_index)
         torch.testing.assert_close(reverse(x, edge_index.flip(0)), expected)
+
+
+def test_targets_without_features_count_as_zeros(graph):
+    x, edge_index, _ = graph
+    edge_index = torch.stack([edge_index[0], edge_index[1] % TARGETS])
+    conv = make(LipschitzGATConv, add_self_loops=False)
+    expected = conv((x, 0 * x[:TARGETS]), edge_index)
+    torch.testing.assert_close(conv((x, None), edge_index, size=(NODES, TARGETS)), expected)
+
+
+def test_reset_sets_a_constant_that_learns_to_its_start():
+    conv = make(LipschitzGATConv, min_att_norm=0.3)
+    conv.log_att_norm.data.fill_(0.7)
+    conv.reset_parameters()
+    assert conv.current_att_norm().tolist() == [4.0] * HEADS
+
+
+def test_reversed_flow_of_two_kinds_of_nodes_equals_reversed_edges(graph):
+    """PyG sends from the first to the second kind in both flows, and needs as many of each."""
+    x, edge_index, _ = graph
+    conv = make(LipschitzGATConv, add_self_loops=False)
+    reverse = make(LipschitzGATConv, add_self_loops=False, flow="target_to_source")
+    expected = conv((x, 3 * x.sin()), edge_index)
+    torch.testing.assert_close(reverse((x, 3 * x.sin()), edge_index.flip(0)), expected)
 
 
 def test_neighborhood_subgraphs_give_the_full_result(graph):
@@ -304,6 +330,7 @@ def test_scaled_cosine_conv_equals_dense_attention_among_neighbors(graph, comple
     bias = torch.zeros(NODES, NODES, dtype=torch.double).masked_fill(~neighbors, -math.inf)
     expected = conv.attention(q, k, v, bias)[0].transpose(0, 1).flatten(1)
     torch.testing.assert_close(conv(x, edge_index), expected)
+    assert not conv.lin.bias.any()  # at the start
     for weight in conv.lin.weight.split(HEADS * CHANNELS):
         sigma = torch.linalg.matrix_norm(weight, 2)
         torch.testing.assert_close(sigma, torch.ones_like(sigma))
@@ -401,6 +428,44 @@ def test_exported_layers_take_any_number_of_nodes_and_edges(graph, layer):
             (torch.cat([x, x]), torch.cat([edge_index, edge_index], 1)),
         ):
             torch.testing.assert_close(exported(*inputs), model(*inputs))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated, and it warns of sizes
+@pytest.mark.parametrize(
+    "layer", [ScaledCosineConv, LipschitzGATConv, LipschitzTransformerConv, SparseGCNConv]
+)
+def test_traced_layers_take_any_number_of_nodes_and_edges(graph, layer):
+    x, edge_index, _ = graph
+    torch.manual_seed(1)
+    conv = layer(FEATURES, CHANNELS).double().eval()
+    traced = torch.jit.trace(conv, (x, edge_index), check_trace=False)
+    more = torch.cat([x, 2 * x.sin()]), torch.cat([edge_index, edge_index[:, 3:20] + NODES], dim=1)
+    torch.testing.assert_close(traced(*more), conv(*more))
+
+
+def test_hetero_networks_are_made_of_layers_and_not_of_networks(graph):
+    x, edge_index, _ = graph
+    kinds = (["paper"], [("paper", "cites", "paper")])
+    inputs = {"paper": x}, {("paper", "cites", "paper"): edge_index}
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = make(LipschitzGATConv)
+
+        def forward(self, x, edge_index):
+            return self.conv(x, edge_index)
+
+    expected = make(LipschitzGATConv)(x, edge_index)
+    torch.testing.assert_close(to_hetero(Model(), kinds)(*inputs)["paper"], expected)
+    with pytest.raises(TypeError, match=r"torch.fx, which PyG's to_hetero uses, cannot trace Lips"):
+        to_hetero(LipsGAT(FEATURES, CHANNELS, 3, num_layers=2), kinds)
+
+
+def test_channels_that_pygs_layers_would_infer_are_refused_in_one_sentence():
+    for channels in ((-1, 4), (5, 0)):
+        with pytest.raises(ValueError, match=r"(in|out)_channels=(-1|0) must be at least 1"):
+            ScaledCosineConv(*channels)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 3, 5), (torch.zeros(3, 5), torch.zeros(3, 5))])

@@ -47,6 +47,7 @@ def test_mean_cosine_equals_the_mean_over_pairs(graph):
 
 def test_dirichlet_energy_equals_a_loop_over_edges(graph):
     x, edge_index = graph
+    edge_index = edge_index[:, edge_index[0] < edge_index[1]]  # so that in- and out-degrees differ
     counts = [1 + (edge_index[1] == i).sum().item() for i in range(NODES)]
     total = 0.0
     for j, i in edge_index.T.tolist():
@@ -60,6 +61,8 @@ def test_attention_statistics_in_closed_form():
     entropy, spread = attention_statistics(attn, target, 3)
     assert entropy == pytest.approx((1.5 * math.log(2) / math.log(3) + 1) / 2)
     assert spread == pytest.approx(math.log(2))
+    entropy, spread = attention_statistics(torch.eye(2)[:, :1], torch.zeros(2).long(), 1)
+    assert entropy == 0.0 and math.isfinite(spread)  # a weight has underflowed
 
 
 @pytest.mark.parametrize("att_norm", [1.0, pytest.param(4.0, marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@ import importlib
 import itertools
 import math
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -190,6 +191,7 @@ def fused_calls(monkeypatch):
         (LipschitzGATConv, {"add_self_loops": False, "concat": False}, True),
         (LipschitzGATConv, {"att_norm": 1e-3, "scale_individually": False}, False),
         (LipschitzGATConv, {"min_att_norm": 0.3}, False),
+        (LipschitzGATConv, {"negative_slope": -0.7, "add_self_loops": False}, False),
         (LipschitzGATConv, {"score_norm": None, "bias": False}, False),
         (LipschitzTransformerConv, {}, False),
         (LipschitzTransformerConv, {"concat": False, "beta": True}, True),
@@ -213,6 +215,21 @@ def test_convolution_equals_its_messages(fused_calls, layer, kwargs, bipartite):
         results.append((out, source.grad, grads))
     torch.testing.assert_close(*results)
     assert len(fused_calls) == 1 and len(reference.calls) == 1
+
+
+@pytest.mark.parametrize("layer", CONVS)
+def test_a_layer_drops_attention_weights_in_training_only(fused_calls, layer):
+    torch.manual_seed(4)
+    conv, edges = layer(FEATURES, CHANNELS, HEADS), SortedEdges(random_edges(), SOURCES)
+    x, draws = torch.randn(SOURCES, FEATURES), 499
+    expected = conv(x, edges)
+    conv.dropout = 0.37
+    torch.testing.assert_close(conv.eval()(x, edges), expected)
+    outs = torch.stack([conv.train()(x, edges) for _ in range(draws)])
+    error = outs.std(0) / math.sqrt(draws)
+    assert error.amax() > 0
+    assert ((outs.mean(0) - expected).abs() <= 5 * error + 1e-6).all()
+    assert len(fused_calls) == draws + 2
 
 
 @pytest.mark.parametrize("layer", CONVS)
@@ -360,6 +377,14 @@ class TestSortedEdges:
         x, edge_index = torch.randn(SOURCES, FEATURES), random_edges()
         for own in (conv, message_by_message(conv)):
             assert torch.equal(own(x, SortedEdges(edge_index, SOURCES)), own(x, edge_index))
+
+    @pytest.mark.parametrize("layer", [*CONVS, SparseGCNConv])
+    def test_copies_of_edges_that_were_sorted_give_the_same(self, layer):
+        conv = layer(FEATURES, CHANNELS)
+        x, edges = torch.randn(SOURCES, FEATURES), SortedEdges(random_edges(), SOURCES)
+        expected = conv(x, edges)
+        for other in (pickle.loads(pickle.dumps(edges)), copy.deepcopy(edges)):
+            assert torch.equal(conv(x, other), expected)
 
     @pytest.mark.parametrize("layer", CONVS)
     def test_edges_sorted_in_inference_mode_can_be_trained_on(self, layer):

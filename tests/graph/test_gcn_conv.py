@@ -74,6 +74,18 @@ def test_edge_weights_enter_as_in_pyg():
     ours = derivatives(layer, SortedEdges(EDGES, NODES), weight)
     for own, theirs in zip(ours, derivatives(peer, EDGES, weight), strict=True):
         torch.testing.assert_close(own, theirs, rtol=1e-12, atol=1e-12)
+    layer, peer = gcnii_layers()
+    own, theirs = (conv(features(), features() ** 2, EDGES, weight) for conv in (layer, peer))
+    torch.testing.assert_close(own, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_reset_draws_the_weights_of_pyg_again():
+    for layer, peer in (layers(), gcnii_layers()):
+        for conv in (layer, peer):
+            torch.manual_seed(5)
+            conv.reset_parameters()
+        for own, theirs in zip(layer.parameters(), peer.parameters(), strict=True):
+            assert torch.equal(own, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

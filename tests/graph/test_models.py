@@ -301,6 +301,9 @@ def test_residual_gcn_layer_on_a_directed_star_has_the_reported_bound():
     labels, mask = torch.zeros(NODES, dtype=torch.long), torch.ones(NODES, dtype=torch.bool)
     reported = layer_profile(model, features, edge_index, labels, mask)["layer_bound"]
     assert reported == pytest.approx([1.0 + 0.5 * norm] * LAYERS)
+    plain = make("residual_gcn", bound=0.5, residual=False)
+    without = layer_profile(plain, features, edge_index, labels, mask)["layer_bound"]
+    assert without == pytest.approx([0.5 * norm] * LAYERS)
     assert exact <= reported[0]
     assert norm > 1.5
 

@@ -19,7 +19,7 @@ def test_neighbor_norm_equals_a_loop_over_nodes(dtype, rtol):
     edge_index = torch.cat([torch.randint(3, (2, 11)), torch.randint(3, 7, (2, 613))], dim=1)
     edge_index[1, 23:] = 5
     x = x.to(dtype)
-    out = NeighborNorm(eps=1e-5)(x, edge_index)
+    out = NodeNorm("neighbornorm", 5)(x, edge_index)
     assert out.dtype is dtype
     x = x.double()
     for i in range(7):
@@ -53,6 +53,13 @@ def test_layer_norm_is_per_node():
     norm, x = NodeNorm("layernorm", 5), torch.randn(7, 5)
     changed = torch.cat([x[:1], 10 * x[1:]])
     torch.testing.assert_close(norm(x, None)[0], norm(changed, None)[0])
+
+
+def test_center_norm_is_per_node_and_keeps_the_scale():
+    torch.manual_seed(2)
+    x = torch.randn(7, 5, dtype=torch.double)
+    expected = (x - x.mean(1, keepdim=True)) * 5 / 4
+    torch.testing.assert_close(NodeNorm("centernorm", 5).double()(x, None), expected)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch_geometric.nn import GCN2Conv, GCNConv, SumAggregation
 from torch_geometric.nn.dense.linear import Linear as PygLinear
 from torch_geometric.utils import scatter
@@ -141,6 +142,8 @@ def _check_messages(module: Any, kind: Any) -> None:
 
 
 def _weight(linear: Any, *, without_bias: bool = False) -> Tensor:
+    if is_lazy(linear.weight):
+        raise _refuse(linear, "it has no weight yet: run one batch through the model first")
     require_unchanged(linear, PygLinear, nn.Linear)
     if without_bias and linear.bias is not None:
         raise _refuse(linear, "use no bias before the messages, as PyG does")

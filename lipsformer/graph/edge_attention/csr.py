@@ -58,6 +58,10 @@ class SortedEdges:
         self.num_targets = num_sources if num_targets is None else num_targets
         self._normalized: dict[torch.dtype, Adjacency] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies sort anew: PyTorch can neither pickle nor copy the normalized adjacency."""
+        return SortedEdges, (self.edge_index, self.num_sources, self.num_targets)
+
     @staticmethod
     def of(edge_index: "Tensor | SortedEdges", num_sources: int, num_targets: int) -> "SortedEdges":
         """Return `edge_index` itself if it is a `SortedEdges`, and a new object otherwise.

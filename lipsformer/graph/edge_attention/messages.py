@@ -69,6 +69,8 @@ def why_messages(
 def _unsupported_context(x: Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile needs plain operators"
+    if torch.jit.is_tracing():
+        return "torch.jit.trace needs plain operators"
     if (transform := kernels.active_transform()) is not None:
         return transform
     if torch._C._len_torch_dispatch_stack() > 0:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
 from lipsformer.graph.dropout import Dropout
@@ -91,6 +92,11 @@ class GraphNet(nn.Module):
         return self.head(deque(states, maxlen=1).pop())
 
     def _edges(self, edge_index: Tensor | SortedEdges, num_nodes: int) -> Tensor | SortedEdges:
+        if isinstance(edge_index, Proxy):
+            raise TypeError(
+                f"torch.fx, which PyG's to_hetero uses, cannot trace {type(self).__name__}: write "
+                "a module that calls the convolutions of lipsformer.graph, and trace that"
+            )
         edges = SortedEdges.of(edge_index, num_nodes, num_nodes)
         return edges if self.takes_sorted_edges else edges.edge_index
 
