@@ -352,7 +352,8 @@ def _check_convertible(model: nn.Module, keeps_scales: bool) -> None:
             )
         if isinstance(module, nn.LayerNorm) and module.weight is None:
             raise TypeError(f"{name} is a LayerNorm without gains, which is not converted")
-        if kind in (*NORMS, Attention, WindowAttention) or module in of_attention | scales:
+        lost = module in of_attention or module in scales
+        if lost or kind in (*NORMS, Attention, WindowAttention):
             if has_hooks(module):
                 raise TypeError(
                     f"{name} has hooks, which would be lost: register them after convert"
