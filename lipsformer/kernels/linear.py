@@ -33,7 +33,7 @@ from lipsformer.kernels.product import (
 _LARGEST_REUSED = 32 << 20  # bytes; the C library returns any larger tensor to the system
 _BLOCK = 8 << 20  # bytes that stay in the cache between two operators
 # With more tokens per input channel, another library computes the gradient of a weight faster.
-_MAX_TOKENS_PER_CHANNEL = 64 if AVX512 else 1
+_MAX_TOKENS_PER_CHANNEL = 512
 _MKL = torch.backends.mkl.is_available() and (INTEL or not AVX512)
 
 

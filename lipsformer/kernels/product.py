@@ -1,15 +1,14 @@
 """Our own product of matrices in float32, for the processors on which it is the fastest.
 
-These have AVX2 and no AVX-512, or are AMD's of the fourth generation (Zen 4). With products of
-the tiny models on two cores of an EPYC of the third generation, csrc/product.cpp reaches 75 to 85 %
-of what they can compute, oneDNN and MKL 65 to 75 %. On the fourth generation a forward pass takes
-0.85 to 0.9 of oneDNN's time for single images, and about as much time as oneDNN's for batches. On
-Intel's processors MKL is kept where the weight is not packed; nothing has been measured on one with
-AVX2 only.
+These have AVX2 and no AVX-512, or are AMD's with AVX-512 (Zen 4 and 5), where MKL uses no more than
+AVX2. With products of the tiny models on two cores of an EPYC of the third generation,
+csrc/product.cpp reaches 75 to 85 % of what they can compute, oneDNN and MKL 65 to 75 %. On the
+fifth generation it is as fast as oneDNN's product in the forward pass, and in the layers with few
+tokens twice as fast in the gradients of the weights. On Intel's processors MKL is kept where the
+weight is not packed; nothing has been measured on one with AVX2 only.
 """
 
 import math
-import re
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -26,10 +25,10 @@ _CPU = _PROC.read_text() if _PROC.exists() else ""
 INTEL = "GenuineIntel" in _CPU
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 _AVX2_ONLY = torch.backends.cpu.get_cpu_capability() == "AVX2"
-_ZEN_4 = AVX512 and "AuthenticAMD" in _CPU and re.search(r"cpu family\s*: 25\b", _CPU) is not None
-USE_OWN_PACKED = _AVX2_ONLY or _ZEN_4  # for folded models, whose weights are packed
+_AMD_AVX512 = AVX512 and "AuthenticAMD" in _CPU
+USE_OWN_PACKED = _AVX2_ONLY or _AMD_AVX512  # for folded models, whose weights are packed
 USE_OWN = USE_OWN_PACKED and not INTEL  # for weights that are not packed
-_PANEL = 16  # outputs that lie side by side in the layout of csrc/product.cpp
+_PANEL = 32 if AVX512 else 16  # outputs side by side in the layout of csrc/product.cpp
 
 
 class _Layout(IntEnum):
@@ -37,7 +36,7 @@ class _Layout(IntEnum):
 
     PLAIN = 0  # [C_in, C_out]
     TRANSPOSED = 1  # [C_out, C_in]
-    PANELS = 2  # [C_out / 16, C_in, 16], with zeros after the last output
+    PANELS = 2  # [C_out / _PANEL, C_in, _PANEL], with zeros after the last output
 
 
 class _Act(IntEnum):

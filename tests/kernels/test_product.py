@@ -85,6 +85,21 @@ def test_the_product_of_two_maps_equals_float64(rows, inputs, outputs):
     torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=atol)
 
 
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize(("rows", "outputs"), [(29, 37), (211, 13)])
+def test_threads_that_share_a_long_sum_equal_float64(rows, outputs, threads):
+    torch.manual_seed(0)
+    a, b = torch.randn(1, 5003, rows), torch.randn(5003, outputs)
+    expected, atol = exact_linear(a[0].T, b.T, None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        y = own_transposed_product(a, b)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=atol)
+
+
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1009, 401, 37), (53, 401, 1009)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layer_has_the_same_bits_for_any_number_of_threads(layout, rows, inputs, outputs):

@@ -177,17 +177,17 @@ static inline vec expm1(vec x) {
     return p * scale + (scale - 1.0f);
 }
 
-// The normal distribution's value and density at x (Abramowitz and Stegun 7.1.26, 1e-7).
+// The normal distribution's value and density at x (Abramowitz and Stegun 7.1.26 for x / sqrt(2), of
+// which half is the tail; 1e-7).
 static inline void normal(vec x, vec &value, vec &density) {
-    vec z = (x < 0.0f ? -x : x) * 0.70710678f;
-    vec gauss = exp(-(z * z));
-    vec t = 1.0f / (1.0f + 0.3275911f * z);
-    vec p = splat(1.061405429f);
-    p = p * t - 1.453152027f;
-    p = p * t + 1.421413741f;
-    p = p * t - 0.284496736f;
-    p = p * t + 0.254829592f;
-    vec tail = 0.5f * (p * t) * gauss;
+    vec gauss = exp(-0.5f * (x * x));
+    vec t = 1.0f / (1.0f + 0.23164189f * (x < 0.0f ? -x : x));
+    vec p = splat(0.5307027145f);
+    p = p * t - 0.7265760135f;
+    p = p * t + 0.7107068705f;
+    p = p * t - 0.142248368f;
+    p = p * t + 0.127414796f;
+    vec tail = (p * t) * gauss;
     value = x < 0.0f ? tail : 1.0f - tail;
     density = gauss * 0.39894228f;
 }
