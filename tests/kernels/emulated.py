@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipsformer.kernels import bindings, dispatch
+from lipsformer.kernels import bindings, dispatch, product
 
 FOLDER = Path(os.environ["EMULATED"])
 LIBRARIES = "/usr/aarch64-linux-gnu"  # where Debian has those of aarch64
@@ -59,6 +59,7 @@ def emulated(kernel: str) -> Callable[..., None]:
 
 bindings._function = emulated
 dispatch.compiled_library = lambda: FOLDER  # not None
+product._PANEL = 16  # also if this machine has AVX-512
 
 
 def pytest_sessionfinish() -> None:
