@@ -82,12 +82,12 @@ struct Product {
     void compute(int64_t row, int64_t last_row, int64_t panel, int64_t last_panel) const {
         // Together too large for the stack of a small thread.
         static thread_local float copy[BLOCK_ROWS * STRIDE], packed[DEPTH * COLUMNS];
-        const int64_t sums = sum_end - sum_begin, parts = (sums + DEPTH - 1) / DEPTH;
+        const int64_t length = sum_end - sum_begin, parts = (length + DEPTH - 1) / DEPTH;
         for (; row < last_row; row += BLOCK_ROWS) {
             const int64_t n = std::min(BLOCK_ROWS, last_row - row);
             for (int64_t part = 0; part < parts; ++part) {
-                const int64_t begin = sum_begin + sums * part / parts;
-                const int64_t end = sum_begin + sums * (part + 1) / parts;
+                const int64_t begin = sum_begin + length * part / parts;
+                const int64_t end = sum_begin + length * (part + 1) / parts;
                 copy_rows(row, n, begin, end, copy);
                 for (int64_t p = panel; p < last_panel; ++p) {
                     if (layout != PANELS) pack(p, begin, end, packed);
@@ -141,15 +141,14 @@ struct Product {
         const bool first = begin == sum_begin, last = end == inputs;
         const int64_t column = panel * COLUMNS, columns = std::min(COLUMNS, outputs - column);
         const float *offset = bias == nullptr ? nullptr : bias + column;
-        float *target = y + row * outputs + column;
-        if (columns == COLUMNS) return finish(sums, first, last, offset, target, outputs);
+        float *to = y + row * outputs + column;
+        if (columns == COLUMNS) return finish(sums, first, last, offset, to, outputs);
         float whole[R * COLUMNS] = {}, whole_offset[COLUMNS] = {};
         for (int64_t r = 0; r < R && !first; ++r)
-            std::copy_n(target + r * outputs, columns, whole + r * COLUMNS);
+            std::copy_n(to + r * outputs, columns, whole + r * COLUMNS);
         if (offset != nullptr) std::copy_n(offset, columns, whole_offset);
         finish(sums, first, last, whole_offset, whole, COLUMNS);
-        for (int64_t r = 0; r < R; ++r)
-            std::copy_n(whole + r * COLUMNS, columns, target + r * outputs);
+        for (int64_t r = 0; r < R; ++r) std::copy_n(whole + r * COLUMNS, columns, to + r * outputs);
     }
 
     // Add the bias to the sums of the first part, and what lies in y to those of the others.
@@ -192,7 +191,8 @@ struct Product {
         });
     }
 
-    // A thread has a share of the inputs. Then the threads add their sums to those of the first.
+    // A thread has a share of the inputs. Then the threads add their sums to those of the first. A
+    // bias would be added by each.
     void run_shares_of_inputs(int64_t threads) const {
         const int64_t n = rows * outputs;
         std::unique_ptr<float[]> memory(new float[(threads - 1) * n]);
