@@ -1,16 +1,20 @@
 """Inference on a CPU: eager, folded and compiled PyTorch, ONNX Runtime and OpenVINO.
 
-    python -m benchmarks.deployment --output benchmarks/results/deployment_cpu.json
+    python -m benchmarks.deployment --batch-size 1 --rounds 41 \
+        --output benchmarks/results/deployment_cpu.json
+    python -m benchmarks.deployment --batch-size 8 32 \
+        --output benchmarks/results/deployment_cpu.json
     python -m benchmarks.deployment --table benchmarks/results/deployment_cpu.json
     python -m benchmarks.deployment --accuracy outputs/demo --output benchmarks/results/int8.json
     python -m benchmarks.deployment --accuracy weights/lipsformer_swin_nano.cifar10 \
         --config configs/cifar10/small_40ep.yaml \
         --output benchmarks/results/int8_cifar10.json
 
-A piece of the first command is one model at one batch size beside the first model. The forms of
-both take turns in random order within every round, so that a busy machine slows all alike. The JSON
-file is written after every piece, and the same command goes on where it was stopped. Exports stay
-in --exports.
+A piece of the first two commands is one model at one batch size beside the first model. The forms
+of both take turns in random order within every round, so that a busy machine slows all alike. A
+call with a single image is so short that it takes many rounds to compare two forms. The JSON file
+is written after every piece, and the same command goes on where it was stopped. Exports stay in
+--exports.
 
 `--accuracy` takes a trained run instead, and compares what all forms answer to its validation
 images. A folder of weights without a config needs `--config`, which names the images.
@@ -104,7 +108,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {
         "machine": machine(torch.device("cpu")),
         "commit": commit(),
-        "rounds": options.rounds,
         "pieces": [],
     }
     if options.output is not None and options.output.exists():
@@ -202,11 +205,20 @@ def table(record: dict[str, Any]) -> str:
         return title + markdown(header, rows)
     loads = [piece["load"] for piece in record["pieces"]]
     title = (
-        f"{host['cpu']}, {host['threads']} threads, torch {host['torch']}, {record['rounds']} "
-        f"rounds, {host['date']}; load average at the start of a piece {min(loads):.1f} to "
+        f"{host['cpu']}, {host['threads']} threads, torch {host['torch']}, {_rounds(record)}, "
+        f"{host['date']}; load average at the start of a piece {min(loads):.1f} to "
         f"{max(loads):.1f}\n\n"
     )
     return title + _speed(record) + "\n\n" + _fastest(record)
+
+
+def _rounds(record: dict[str, Any]) -> str:
+    """Return how many rounds there were at every batch size."""
+    rounds = {piece["batch"]: len(piece["seconds"][0][-1]) for piece in record["pieces"]}
+    if len({*rounds.values()}) == 1:
+        return f"{next(iter(rounds.values()))} rounds"
+    own = [f"{count} rounds at batch {batch}" for batch, count in sorted(rounds.items())]
+    return f"{', '.join(own[:-1])} and {own[-1]}"
 
 
 def _speed(record: dict[str, Any]) -> str:
