@@ -105,7 +105,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = documented_parser(__doc__)
-    parser.add_argument("--config", help="file of the run")
+    parser.add_argument("--config", default="configs/cifar10/small.yaml", help="file of the run")
     parser.add_argument("--set", nargs="*", default=[], help="settings as for train.py")
     parser.add_argument("--turns", type=int, default=60, help="updates of each kind")
     run(parser, measure, table)
