@@ -23,7 +23,8 @@ COMPILERS = (
 
 def run_the_tests(compiler, cache, variables):
     """Run the kernels' tests in a process whose kernels a compiler builds into a new cache."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, FILES)]
+    options = ["-q", "-s", "-p", "no:cacheprovider"]  # -s, or a sanitizer's report would be lost
+    command = [sys.executable, "-m", "pytest", *options, *map(str, FILES)]
     run = subprocess.run(
         command,
         cwd=FOLDER.parents[1],
