@@ -136,10 +136,14 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 def _features(schema, file: str) -> tuple[str, str, tuple[str, ...]]:
     """Return the image column, the label column and the class names."""
-    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = metadata.get("info", {}).get("features", {})
+    try:
+        features = dict(json.loads(schema.metadata[b"huggingface"])["info"]["features"])
+    except (KeyError, TypeError, ValueError):  # other metadata than Hugging Face's, or none
+        features = {}
+    # Hugging Face describes a column of lists by a list.
+    single = {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     of_kind = {
-        kind: [name for name, feature in features.items() if feature.get("_type") == kind]
+        kind: [name for name, feature in single.items() if feature.get("_type") == kind]
         for kind in ("Image", "ClassLabel")
     }
     for kind, names in of_kind.items():

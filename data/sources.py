@@ -58,7 +58,8 @@ def held_out(labels: np.ndarray, share: float) -> np.ndarray:
     chosen = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         (members,) = np.nonzero(labels == label)
-        steps = np.floor(np.arange(len(members) + 1) * share)
+        # 100 * 0.29 is a little less than 29 in floating point.
+        steps = np.floor(np.arange(len(members) + 1) * share + 1e-9)
         chosen[members] = np.diff(steps) > 0
     return chosen
 

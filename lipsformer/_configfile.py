@@ -61,7 +61,8 @@ def make_config(
     Args:
         schema: A frozen dataclass.
         layers: Nested mappings. A later one overrides an earlier one.
-        overrides: Dotted assignments, which override all layers. Values are read as YAML.
+        overrides: Dotted assignments, which override all layers. Values are read as YAML. A mapping
+            changes the keys that it names, and an empty one removes all keys.
         origin: Where the mappings come from; messages begin with it.
 
     Raises:
@@ -136,8 +137,7 @@ def _override(config: Any, override: str) -> None:
     """Replace one `key=value` of a config.
 
     Raises:
-        ConfigError: If the value does not fit or is ???, or if a part of it would be lost as a
-            comment.
+        ConfigError: If the value is ???, or if a part of it would be lost as a comment.
     """
     value = override.partition("=")[2]
     node = yaml.compose(value)
@@ -151,10 +151,14 @@ def _override(config: Any, override: str) -> None:
         raise ConfigError(
             f"{', '.join(missing)} is ???, which stands for a missing value: give one"
         )
+    replaces = isinstance(node, yaml.MappingNode) and not node.value  # a merge would keep all keys
     try:
         config.merge_with(given)
-    except TypeError:  # a list in place of a mapping
-        raise ConfigError(f"{override} is not possible: must be a mapping") from None
+    except TypeError:  # a list in place of a mapping, or the reverse, which `_check_keys` refuses
+        replaces = True
+    if replaces:
+        key = override.partition("=")[0]
+        OmegaConf.update(config, key, OmegaConf.select(given, key), merge=False)
 
 
 def _check_value(path: str, value: Any, hint: Any) -> None:

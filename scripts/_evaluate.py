@@ -32,13 +32,20 @@ def data_of(
     Args:
         weights: The weights to evaluate.
         config: The config of the run, or the one that the user gave.
-        settings: `key=value` of `--data`, used where there is no config.
+        settings: `key=value` of `--data`, which the config has already.
         imagenet: Whether the images are sets of ImageNet, each in a folder.
 
     Raises:
-        ConfigError: If neither a config nor timm's description is there.
+        ConfigError: If neither a config nor timm's description is there, or if the settings name a
+            split and the run evaluates images that it has held out.
     """
     if config is not None:
+        split, share = config.data.val_split, config.data.holdout
+        if share > 0 and any(setting.startswith("val_split=") for setting in settings):
+            raise ConfigError(
+                f"--data val_split={split} has no effect, because data.holdout={share:g} evaluates "
+                f"images of {config.data.train_split} that training leaves out: add holdout=0"
+            )
         return config.data
     known = weights.timm_config()
     if known is None:

@@ -29,7 +29,7 @@ def unpack(folder: Path, split: str) -> None:
     """Unpack a split's archive into folder/split, which exists only when it is complete.
 
     Raises:
-        DataError: If an archive is missing or damaged.
+        DataError: If an archive is missing or damaged, or the split cannot be written.
     """
     part = f"{split}.part"
     shutil.rmtree(folder / part, ignore_errors=True)
@@ -47,6 +47,11 @@ def unpack(folder: Path, split: str) -> None:
         ) from error
     except RuntimeError as error:  # not present or corrupted
         raise DataError(" ".join(str(error).split())) from error
+    except OSError as error:
+        raise DataError(
+            f"{folder / split} cannot be written: {error}; make room on the disk and repeat the "
+            "command, which unpacks this split from its beginning"
+        ) from error
     (folder / part).rename(folder / split)
 
 

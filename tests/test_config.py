@@ -79,6 +79,25 @@ def test_a_quoted_override_is_taken_as_it_is(minimal: Path, name: str) -> None:
     assert config.run.output_dir == name
 
 
+def test_an_empty_mapping_removes_all_keys_and_another_one_changes_its_own(minimal: Path) -> None:
+    given = ["model.kwargs={depth: 3, drop_path_rate: 0.1}", "model.kwargs={depth: 4}"]
+    assert read_config(Config, minimal, given).model.kwargs == {"depth": 4, "drop_path_rate": 0.1}
+    for empty in ("model.kwargs={}", "model.kwargs={ }"):
+        assert read_config(Config, minimal, [*given, empty]).model.kwargs == {}
+    later = read_config(Config, minimal, [*given, "model.kwargs={}", "model.kwargs.depth=5"])
+    assert later.model.kwargs == {"depth": 5}
+    assert "optim.lr" in refusal(minimal, "optim={}")
+    assert "unknown key model.kwarg={}" in refusal(minimal, "model.kwarg={}")
+
+
+@pytest.mark.parametrize("value", ["{}", "{a: 1}"])
+def test_a_mapping_in_place_of_a_list_is_named_as_such(minimal: Path, value: str) -> None:
+    message = refusal(minimal, "run.trackers=[tensorboard]", f"run.trackers={value}")
+    assert "must be a list of values" in message
+    message = refusal(minimal, f"optim.kwargs={value}", "optim.kwargs=[a]")
+    assert "optim.kwargs=['a'] is not possible: must be a mapping" in message
+
+
 def test_config_is_frozen(minimal: Path) -> None:
     with pytest.raises(AttributeError):
         read_config(Config, minimal).optim.lr = 1.0

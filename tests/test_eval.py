@@ -158,6 +158,17 @@ def test_images_and_classes_that_the_model_does_not_take_end_in_one_line(
     assert error.count("\n") == 1 and "have 10 classes and the model 7 outputs" in error
 
 
+def test_a_split_is_not_mistaken_for_the_held_out_images(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    options = ["--checkpoint", str(run), "--data", "val_split=val", "holdout=0.1"]
+    assert evaluation.main(options) == 2
+    assert "val_split=val has no effect, because data.holdout=0.1" in capsys.readouterr().err
+    (held_out,) = evaluate(tmp_path, *options[:3], "holdout=0.1")
+    (split,) = evaluate(tmp_path, *options[:-1], "holdout=0")
+    assert (held_out["images"], split["images"]) == (139, 360)
+
+
 def test_a_run_folder_tells_how_it_was_made(run: Path) -> None:
     (start,) = json.loads((run / "environment.json").read_text())
     assert start["world_size"] == 1

@@ -8,7 +8,7 @@ A study is a base config and named rows of `key=value` settings. Every (row, see
 command continues interrupted runs exactly and skips finished ones, which are lines of the study's
 JSONL file. A run that diverged is finished too, because it would diverge again. `--table` prints
 the table of the finished runs and lists what was not run. A message names every finished run that
-had other settings than the study has now.
+had other settings than the study has now. A second queue of the same JSONL file is refused.
 
 Exit codes: 0 no run failed; 1 a run crashed; 2 a mistake in what was given, or in a run's settings
 or data; 75 a signal stopped the queue, after the runs had been saved.
@@ -23,9 +23,8 @@ from benchmarks.study.plan import Study, stale
 from benchmarks.study.pool import run
 from benchmarks.study.table import plot, table
 from lipsformer._checks import require
-from lipsformer._commands import documented_parser, quiet_pipe
+from lipsformer._commands import documented_parser, user_errors
 from lipsformer._configfile import read_config
-from lipsformer.engine.exits import EXIT_USER_ERROR
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,22 +39,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@quiet_pipe()
+@user_errors(ValueError)  # a `ConfigError`, or of `read_jsonl`
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(argv)
-    try:
-        study = read_config(Study, options.study)
-        for row, seed in study.runs():  # every config is read before the first run starts
-            study.run_config(row, seed)
-        unknown = sorted(set(options.only) - set(study.rows))
-        require(options.workers >= 1, "--workers", options.workers, "must be >= 1")
-        require(not unknown, "--only", unknown, f"must name rows: {', '.join(study.rows)}")
-        changed = stale(study)
-    except ValueError as error:  # a `ConfigError`, or of `read_jsonl`
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    for sentence in changed:
+    study = read_config(Study, options.study)
+    for row, seed in study.runs():  # every config is read before the first run starts
+        study.run_config(row, seed)
+    unknown = sorted(set(options.only) - set(study.rows))
+    require(options.workers >= 1, "--workers", options.workers, "must be >= 1")
+    require(not unknown, "--only", unknown, f"must name rows: {', '.join(study.rows)}")
+    for sentence in stale(study):
         print(sentence, file=sys.stderr)
     if options.plot is not None:
         plot(study, options.plot)

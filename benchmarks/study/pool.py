@@ -17,6 +17,7 @@ from benchmarks.study.plan import ROOT, Study
 from benchmarks.study.record import LOGS, record
 from benchmarks.study.table import outcome
 from lipsformer.engine.exits import EXIT_STOPPED, EXIT_USER_ERROR, FINAL
+from lipsformer.engine.lock import FolderLock
 from lipsformer.jsonl import append_jsonl
 
 STOPPED = (EXIT_STOPPED, -signal.SIGINT, -signal.SIGTERM)  # the last two before train.py listens
@@ -81,11 +82,27 @@ def run(study: Study, name: str, runs: Path, workers: int, only: Sequence[str]) 
 
     Returns:
         The exit code of the command.
+
+    Raises:
+        ConfigError: If another queue of these results is running. Both would add a line for a run
+            that one of them starts after the other one has finished it.
     """
+    path = ROOT / study.results
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(path.with_name(f"{path.name}.lock"))
+    lock.acquire()
+    try:
+        return _train_missing(study, name, runs, workers, only, path)
+    finally:
+        lock.release()
+
+
+def _train_missing(
+    study: Study, name: str, runs: Path, workers: int, only: Sequence[str], path: Path
+) -> int:
     done = {(line["row"], line["seed"]) for line in study.lines()}
     missing = [r for r in study.runs() if r not in done and (not only or r[0] in only)]
-    path, lock = ROOT / study.results, threading.Lock()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = threading.Lock()
 
     def work(job: tuple[str, int]) -> int:
         if processes.stopped:

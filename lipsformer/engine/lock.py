@@ -75,7 +75,7 @@ class FolderLock:
             if not self._is_dead(owner) or time.monotonic() > deadline:
                 raise ConfigError(
                     f"{self.path.parent} is in use by {_describe(owner)}: wait for its end, stop "
-                    f"it, or choose another output_dir; if it is dead, remove {self.path}"
+                    f"it, or choose another folder; if it is dead, remove {self.path}"
                 )
             if self._follow(owner):
                 break

@@ -106,7 +106,9 @@ def _find_start(config: Config) -> Path | None:
     run = RunFolder(output_dir)
     named = None if resume in ("auto", "none") else Path(resume)
     # A repeated command names the checkpoint from which the run began: then the run goes on.
-    if run.exists() and not (resume == "auto" or (named and _began_with(run, named))):
+    origin = _origin(run)
+    repeated = named is not None and origin is not None and named.resolve() == origin.resolve()
+    if run.exists() and not (resume == "auto" or repeated):
         raise ConfigError(
             f"run.output_dir={str(output_dir)!r} already holds a run: continue it with "
             "run.resume=auto or name another folder"
@@ -129,6 +131,11 @@ def _find_start(config: Config) -> Path | None:
     if newest is not None:
         _require_records(run, newest)
         return newest
+    if named is None and origin is not None:
+        raise ConfigError(
+            f"run.output_dir={str(output_dir)!r} began with {origin}, but holds no checkpoint yet: "
+            f"repeat the command with run.resume={origin}, or name another folder"
+        )
     if named is None:
         return None
     if not named.is_dir():
@@ -171,10 +178,10 @@ def _check_folder(output_dir: Path) -> None:
         raise ConfigError(f"{where} cannot be written: {reason}; name another folder") from None
 
 
-def _began_with(run: RunFolder, checkpoint: Path) -> bool:
-    """Return whether the first start of a run continued this checkpoint."""
+def _origin(run: RunFolder) -> Path | None:
+    """Return the checkpoint that the first start of a run continued; None if it began anew."""
     first = next(iter(run.environment()), {}).get("from")
-    return first is not None and Path(first).resolve() == checkpoint.resolve()
+    return None if first is None else Path(first)
 
 
 def _require_format(start: Path) -> None:

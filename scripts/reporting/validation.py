@@ -162,10 +162,13 @@ def certificate_figures(
 
 
 def readable(classes: Sequence[str]) -> list[str]:
-    """Return the names of classes; replace WordNet numbers of ImageNet by words."""
+    """Return the names of classes; replace WordNet numbers of ImageNet by words.
+
+    Bytes of a folder's name that are not UTF-8 are escaped, because no page can hold them.
+    """
     imagenet = ImageNetInfo()
     if not set(classes) <= set(imagenet.label_names()):
-        return list(classes)
+        return [name.encode("utf-8", "backslashreplace").decode() for name in classes]
     words = [imagenet.label_name_to_description(name).partition(",")[0] for name in classes]
     return [
         word if words.count(word) == 1 else f"{word} ({name})"

@@ -250,6 +250,21 @@ sys.exit(3 if row == "diverges" else 75)
     assert queue.run("--only", "stopped", "diverges") == 0
 
 
+def test_two_queues_do_not_share_a_file_of_results(tmp_path, monkeypatch, capsys):
+    queue = Queue(tmp_path, monkeypatch, {"a": ""}, "records()\nsys.exit(3)")
+    lock = FolderLock(tmp_path / "results.jsonl.lock")
+    lock.acquire()
+    assert queue.run() == 2
+    assert "results.jsonl.lock is in use by process" in capsys.readouterr().err
+    assert queue.starts() == []
+    assert queue.run("--table") == 0
+    lock.release()
+    assert queue.run() == 0
+    assert queue.run() == 0
+    assert queue.starts() == ["a"]
+    assert [path.name for path in tmp_path.glob("results.jsonl*")] == ["results.jsonl"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_queue_stops_its_trainings(tmp_path, monkeypatch, number):
     body = """

@@ -31,6 +31,7 @@ FEATURES = {
     "image": {"_type": "Image"},
     "label": {"names": CLASSES, "_type": "ClassLabel"},
     "caption": {"dtype": "string", "_type": "Value"},
+    "tags": [{"dtype": "string", "_type": "Value"}],  # a column of lists
 }
 
 
@@ -46,6 +47,7 @@ def write(
     table = pa.table(
         {
             "caption": ["a caption"] * len(images),
+            "tags": [["a tag", "another"]] * len(images),
             "image": pa.array(images, struct),
             "label": pa.array(labels, pa.int64()),
         }
@@ -188,6 +190,16 @@ def test_mistakes_are_one_clear_error(tmp_path, files, message):
     with pytest.raises(DataError, match=message) as caught:
         ParquetSource(tmp_path, "val").load(1)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "null", "[]", '{"info": null}', '{"info": {}}'])
+def test_metadata_that_are_not_hugging_faces_describe_no_columns(tmp_path, text):
+    file = tmp_path / "val-0.parquet"
+    write(file, [image()], [0])
+    table = pq.read_table(file).replace_schema_metadata({"huggingface": text})
+    pq.write_table(table, file)
+    with pytest.raises(DataError, match=r"val-0.parquet: 0 columns of Hugging Face's feature Im"):
+        ParquetSource(tmp_path, "val")
 
 
 def test_without_pyarrow_it_says_what_to_install(made, monkeypatch):

@@ -295,6 +295,13 @@ def test_held_out_images_are_the_same_share_of_every_class_and_never_trained_on(
     assert np.array_equal(*pixels)
 
 
+def test_the_number_of_held_out_images_is_that_of_the_decimal_share():
+    for thousandths in range(1, 1000):
+        for count in (100, 1300, 6000):
+            chosen = held_out(np.zeros(count, np.int64), thousandths / 1000)
+            assert chosen.sum() == count * thousandths // 1000
+
+
 @pytest.mark.parametrize("share", [0.03, 0.7])
 def test_a_share_of_the_training_images_comes_as_often_as_the_epoch_is_long(share):
     data = DataConfig(source="digits", img_size=8, holdout=0.2, train_share=share)

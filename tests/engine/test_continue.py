@@ -250,6 +250,9 @@ def test_a_start_that_was_killed_while_it_copied_is_repeated(
                 run(*command)
         assert not (new / "checkpoints").exists()
         (new / LOCK).unlink()  # its owner is this process, which a real start would find dead
+    code, text = run(command[1])  # without run.resume it must not begin at update 0
+    assert code == 2
+    assert f"began with {finished}/checkpoints/update-000000004" in text
     code, text = run(*command)
     assert code == 0, text
     assert "from update 4" in text

@@ -13,6 +13,7 @@ from torchvision.datasets import imagenet
 from data.sources import FolderSource
 from scripts import prepare_imagenet
 from tests.data.photos import encoded, photo
+from tests.full_disk import full_disk
 
 IMAGE = encoded(photo(5, 3))
 INFO = ImageNetInfo("imagenet-1k")
@@ -97,6 +98,16 @@ def test_archives_become_folders_in_the_standard_order(folder, capsys):
     (folder / "train" / WNIDS[3]).rmdir()
     assert prepare_imagenet.main([str(folder)]) == 2
     assert f"1 unexpected or missing classes, such as {WNIDS[3]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [len(IMAGE) - 1, 20_000])
+def test_a_full_disk_is_one_line_and_the_same_command_continues(folder, capsys, size):
+    with full_disk(size):
+        assert prepare_imagenet.main([str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be written: " in error and "File too large" in error
+    assert error.count("\n") == 1
+    assert prepare_imagenet.main([str(folder)]) == 0
 
 
 def test_missing_and_damaged_archives_are_one_line(folder, capsys):

@@ -4,6 +4,7 @@ import errno
 import html.parser
 import json
 import logging
+import os
 import re
 import shutil
 import sys
@@ -388,6 +389,13 @@ def test_wordnet_numbers_are_shown_as_words() -> None:
         "crane (n03126707)",
     ]
     assert readable(["n01440764", "cat"]) == ["n01440764", "cat"]
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_shown_with_its_bytes(run: Path, tmp_path: Path):
+    names = readable([os.fsdecode(b"caf\xe9"), "café"])
+    assert names == ["caf\\udce9", "café"]
+    drawing = confusion_figure(read_runs([run])[0], np.eye(2, dtype=int), names)
+    drawing.figure.savefig(tmp_path / "names.svg")
 
 
 def test_a_full_disk_ends_in_one_line(
