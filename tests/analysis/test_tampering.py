@@ -27,6 +27,7 @@ from lipsformer.graph import (
     LipschitzTransformerConv,
     ScaledCosineConv,
 )
+from lipsformer.graph.models import GraphNet
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.layers import (
     CenterNorm,
@@ -197,6 +198,13 @@ def test_a_bias_before_the_messages_is_refused():
     for module in (conv, model):
         with pytest.raises(UnknownModuleError, match="no bias before the messages"):
             lipschitz_bound(module.eval(), graph_domain(EDGES, 4, radius=1.0))
+
+
+def test_a_linear_layer_takes_no_edges_for_a_switch():
+    """Graph networks call `layer(x, edges)`, and edges would switch on the GELU before it."""
+    model = GraphNet(nn.Identity(), [Linear(3, 3)], nn.Identity()).eval()
+    with pytest.raises(TypeError):
+        model(torch.randn(4, 3), EDGES)
 
 
 def replaced(conv, **attributes):
