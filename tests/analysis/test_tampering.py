@@ -558,6 +558,14 @@ def test_a_bias_that_is_not_a_number_is_not_hidden_by_a_weight_of_zero():
     assert certified_radius(logits, bound).item() == 0.0
 
 
+def test_a_tensor_that_is_no_parameter_and_not_finite_makes_the_bound_infinite():
+    layer = nn.Linear(3, 2)
+    del layer.bias
+    layer.bias = torch.tensor([math.nan, 0.0])  # pyright: ignore[reportAttributeAccessIssue]
+    assert layer(torch.zeros(1, 3)).isnan().any()
+    assert lipschitz_bound(nn.Sequential(layer), TOKENS).value == math.inf
+
+
 def test_settings_that_are_not_numbers_have_no_finite_bound():
     graph, mixing = graph_domain(EDGES, 4), contractive()
     mixing.mix.data.fill_(math.nan)
