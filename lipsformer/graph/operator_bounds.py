@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.nn import GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import degree, scatter
 
@@ -17,7 +18,26 @@ __all__ = [
     "attention_column_sum",
     "gat_attention_bound",
     "normalized_adjacency",
+    "takes_normalized_adjacency",
 ]
+
+
+def takes_normalized_adjacency(conv: GCNConv) -> bool:
+    """Return whether a graph convolution multiplies by the matrix of `normalized_adjacency`.
+
+    Other settings or messages of `GCNConv` give another matrix, whose norm may be larger.
+
+    Args:
+        conv: The layer.
+
+    Example:
+        >>> from lipsformer.graph import SparseGCNConv
+        >>> from lipsformer.graph.operator_bounds import takes_normalized_adjacency
+        >>> [takes_normalized_adjacency(SparseGCNConv(3, 3, normalize=n)) for n in (True, False)]
+        [True, False]
+    """
+    usual = conv.normalize and conv.add_self_loops and not (conv.improved or conv.cached)
+    return usual and changed_messages(conv, GCNConv) is None
 
 
 def normalized_adjacency(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
