@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers import ClassifierHead, SelectAdaptivePool2d
 from timm.layers.adaptive_avgmax_pool import FastAdaptiveAvgPool
 from torch import Tensor, nn
 
@@ -24,7 +25,8 @@ from lipsformer.analysis.bounds import (
 from lipsformer.analysis.bounds.layers import PASSIVE
 from lipsformer.analysis.local_layers import Layer, Pooling, layers_of, written_out
 from lipsformer.analysis.local_norms import jacobian_sigma_bound, probed_sigma_bound
-from lipsformer.models.lipsformer import LipsFormer
+from lipsformer.layers import Linear
+from lipsformer.models.lipsformer import LipsFormer, LipsFormerStage
 from lipsformer.models.lipsformer_cswin import LipsFormerCSwin
 from lipsformer.models.lipsformer_swin import LipsFormerSwin
 
@@ -117,11 +119,20 @@ def segments(model: LipsFormer, images: Tensor, failure: float) -> list[Segment]
 
 
 def parts(model: LipsFormer) -> list[nn.Module]:
-    """Return the modules that a model applies one after the other up to the pooled features."""
+    """Return the modules that a model applies one after the other up to the pooled features.
+
+    Raises:
+        UnknownModuleError: If the model, or a part that is taken apart here, has a subclass that
+            computes something else. Such a class may have a bound rule of its own.
+    """
+    require_unchanged(model, LipsFormerSwin, LipsFormerCSwin)
+    require_unchanged(model.stages, nn.Sequential)
     found: list[nn.Module] = [model.patch_embed]
     stages: Any = model.stages
     for stage in stages:
-        if not isinstance(stage.downsample, nn.Identity):
+        require_unchanged(stage, LipsFormerStage)
+        require_unchanged(stage.blocks, nn.Sequential)
+        if type(stage.downsample) is not nn.Identity:
             found.append(stage.downsample)
         found += stage.blocks
     return [*found, Pooling(model.norm)]
@@ -263,7 +274,10 @@ def local_certificates(
         raise UnknownModuleError(f"no local bound is known for {type(model).__name__}")
     if model.head.global_pool.pool_type != "avg" or not isinstance(model.head.fc, nn.Linear):
         raise UnknownModuleError("a local bound needs average pooling and a linear classifier")
+    require_unchanged(model.head, ClassifierHead)
+    require_unchanged(model.head.global_pool, SelectAdaptivePool2d)
     require_unchanged(model.head.global_pool.pool, FastAdaptiveAvgPool)
+    require_unchanged(model.head.fc, nn.Linear, Linear)
     require_unchanged(model.head.drop, *PASSIVE)
     model = copy.deepcopy(model).cpu().double().eval()
     images = images.cpu().double()

@@ -321,6 +321,10 @@ def layers_of(module: Any, x: Tensor, single: Any = None, failure: float = 0.0) 
     Raises:
         UnknownModuleError: If no local bound of the part is known.
     """
+    kinds = (LipsFormerBlock, Pooling, PatchMerging, PatchEmbed, ConvMerging)
+    if not isinstance(module, kinds):
+        raise UnknownModuleError(f"no local bound is known for {type(module).__name__}")
+    require_unchanged(module, *kinds)
     if isinstance(module, LipsFormerBlock):
         return block_layers(module, x, single, failure)
     if isinstance(module, Pooling):
@@ -331,8 +335,6 @@ def layers_of(module: Any, x: Tensor, single: Any = None, failure: float = 0.0) 
         weight = module.reduction.weight
         matrix = weight @ norm_matrix(module.norm, weight.shape[1], x.dtype)
         return [linear_layer(module, x, matrix)]
-    if isinstance(module, (PatchEmbed, ConvMerging)):
-        weight = patch_matrix(module.proj if isinstance(module, PatchEmbed) else module.conv)
-        matrix = norm_matrix(module.norm, len(weight), x.dtype) @ weight
-        return [linear_layer(module, x, matrix)]
-    raise UnknownModuleError(f"no local bound is known for {type(module).__name__}")
+    weight = patch_matrix(module.proj if isinstance(module, PatchEmbed) else module.conv)
+    matrix = norm_matrix(module.norm, len(weight), x.dtype) @ weight
+    return [linear_layer(module, x, matrix)]

@@ -16,7 +16,11 @@ from lipsformer.graph.edge_attention.csr import SortedEdges, listed_edges
 from lipsformer.graph.gat_conv import LipschitzGATConv
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.models.stack import GraphNet
-from lipsformer.graph.operator_bounds import adjacency_sigma_bound, gat_attention_bound
+from lipsformer.graph.operator_bounds import (
+    adjacency_sigma_bound,
+    gat_attention_bound,
+    takes_normalized_adjacency,
+)
 
 __all__ = [
     "attention_statistics",
@@ -166,7 +170,8 @@ def layer_profile(
         `distance_from_mean`, `gradient_distance_from_mean` (of dLoss/dX), `mean_cosine`,
         `dirichlet_energy`. Lists with one entry per layer: `gradient_norm` (of all parameters of
         the layer), for GAT layers `attention_entropy`, `score_spread`, `attention_bound`, and for
-        residual GCN layers `layer_bound`, the Lipschitz constant 1 + |W|_2 |A|_2.
+        residual GCN layers `layer_bound`, the Lipschitz constant 1 + |W|_2 |A|_2. It is inf if the
+        convolution does not multiply by the normalized adjacency A.
 
     Example:
         >>> import torch
@@ -211,7 +216,9 @@ def _profile(
             conv, measured = getattr(layer, "conv", None), {}
             if isinstance(layer, ResidualLayer) and isinstance(conv, GCNConv):
                 sigma = torch.linalg.matrix_norm(conv.lin.weight.double(), 2).item()
-                bound = sigma * norm_of_graph(edge_index, x.size(0)) + float(layer.residual)
+                usual = takes_normalized_adjacency(conv)
+                norm = norm_of_graph(edge_index, x.size(0)) if usual else math.inf
+                bound = sigma * norm + float(layer.residual)
                 measured = {"layer_bound": bound}
             if isinstance(conv, LipschitzGATConv):
                 _, (edges, attn) = conv(state, sorted_edges, return_attention_weights=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.nn import GCNConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import degree, scatter
 
@@ -17,7 +18,26 @@ __all__ = [
     "attention_column_sum",
     "gat_attention_bound",
     "normalized_adjacency",
+    "takes_normalized_adjacency",
 ]
+
+
+def takes_normalized_adjacency(conv: GCNConv) -> bool:
+    """Return whether a graph convolution multiplies by the matrix of `normalized_adjacency`.
+
+    Other settings or messages of `GCNConv` give another matrix, whose norm may be larger.
+
+    Args:
+        conv: The layer.
+
+    Example:
+        >>> from lipsformer.graph import SparseGCNConv
+        >>> from lipsformer.graph.operator_bounds import takes_normalized_adjacency
+        >>> [takes_normalized_adjacency(SparseGCNConv(3, 3, normalize=n)) for n in (True, False)]
+        [True, False]
+    """
+    usual = conv.normalize and conv.add_self_loops and not (conv.improved or conv.cached)
+    return usual and changed_messages(conv, GCNConv) is None
 
 
 def normalized_adjacency(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
@@ -133,8 +153,8 @@ def gat_attention_bound(
 
     A slope of LeakyReLU above 1 multiplies 1/c. The proof is in docs/theorems.md. The constants
     are infinite without LipschitzNorm, and for layers that the proof does not cover: with separate
-    maps of sources and targets, another direction or aggregation of the messages, or overridden
-    messages.
+    maps of sources and targets, another direction or aggregation of the messages, overridden
+    messages, or a c that is neither one number nor one per head.
 
     Args:
         conv: The layer; c is its `current_att_norm()`.
@@ -152,15 +172,16 @@ def gat_attention_bound(
         >>> [f"{constant:.3f}" for constant in constants]
         ['1.923', '1.923']
     """
+    learns = conv.min_att_norm is not None
+    c = conv.min_att_norm if reachable and learns else conv.current_att_norm(torch.float64)
+    c = torch.as_tensor(c, dtype=torch.float64, device="cpu")
     other = changed_messages(conv, LipschitzGATConv) is not None or conv.lin is None
+    other |= c.shape not in ((), (conv.heads,))  # a c of [V, 1] would differ between nodes
     if conv.score_norm is None or conv.released_code or other:
         return torch.full((conv.heads,), math.inf, dtype=torch.float64)
     edges = SortedEdges.of(edge_index, num_nodes, num_nodes)
     csr = edges.csr_with_self_loops if conv.add_self_loops else edges.csr
-    learns = conv.min_att_norm is not None
-    c = conv.min_att_norm if reachable and learns else conv.current_att_norm(torch.float64)
-    c = torch.as_tensor(c, dtype=torch.float64, device="cpu").view(-1)
-    inverse = max(abs(conv.negative_slope), 1.0) / c.abs()  # in this order NaN stays NaN
+    inverse = max(abs(conv.negative_slope), 1.0) / c.view(-1).abs()  # in this order NaN stays NaN
     s = attention_column_sum(csr, inverse)
     d = csr.ptr_t.diff().max().item()
     return (s.sqrt() + inverse * ((s + 1).sqrt() + math.sqrt(d + 1))).expand(conv.heads)

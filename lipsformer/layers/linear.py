@@ -25,8 +25,8 @@ class Linear(nn.Linear):
         torch.Size([2, 7, 5])
     """
 
-    def forward(
-        self, input: Tensor, act_before: bool = False, output_scale: Tensor | None = None
+    def forward(  # by name only, so that no edges of a graph are taken for `act_before`
+        self, input: Tensor, *, act_before: bool = False, output_scale: Tensor | None = None
     ) -> Tensor:
         """Apply the layer.
 

@@ -402,3 +402,14 @@ def test_certified_radius_is_reached_by_a_linear_classifier_and_never_passed():
     move = torch.randn_like(x)
     move = move / move.norm(dim=1, keepdim=True) * certified_radius(module(x), bound)[:, None]
     assert (module(x + move).argmax(1) == module(x).argmax(1)).all()
+
+
+def test_a_bound_stays_that_of_the_weights_it_was_computed_from():
+    """Training goes on, or averaged weights are swapped out, between the bound and its use."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(3, 2), torch.randn(7, 3)
+    logits, bound = module(x), lipschitz_bound(module, Domain(size=()))
+    before = certified_radius(logits, bound)
+    with torch.no_grad():
+        module.weight.mul_(0.1)
+    assert certified_radius(logits, bound).equal(before)

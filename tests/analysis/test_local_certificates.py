@@ -14,7 +14,15 @@ from torch import Tensor, nn
 import lipsformer
 from lipsformer.analysis import local_attention, local_layers, local_norms
 from lipsformer.analysis import local_certificates as local
-from lipsformer.analysis.bounds import Domain, UnknownModuleError, lipschitz_bound
+from lipsformer.analysis.bounds import (
+    Domain,
+    UnknownModuleError,
+    bound_rule,
+    compose,
+    core,
+    lipschitz_bound,
+    simple_bound,
+)
 from lipsformer.analysis.bounds.layers import GELU_BOUND, depthwise_sigma_bounds
 from lipsformer.analysis.certificates import certified_radius, local_bounds, watch_norms
 from lipsformer.analysis.local_attention import LocalAttention
@@ -525,6 +533,44 @@ def test_replaced_parts_are_refused(name):
     model, (path, make) = trained("swin"), REPLACED[name]
     model.set_submodule(path, make())
     lipschitz_bound(model.double().eval(), Domain(size=(20, 20)))
+    with pytest.raises(UnknownModuleError):
+        local.local_certificates(model, torch.zeros(1, 3, 20, 20))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "patch_embed",
+        "stages",
+        "stages.0",
+        "stages.0.downsample",
+        "stages.0.blocks",
+        "stages.0.blocks.0",
+        "stages.1.downsample",
+        "head",
+        "head.global_pool",
+        "head.fc",
+    ],
+)
+def test_a_subclass_with_a_rule_of_its_own_is_not_taken_for_its_base(path, monkeypatch):
+    """A user may register the bound of a subclass that computes something else."""
+    model = trained("swin")
+    part = model.get_submodule(path)
+    base = type(part)
+
+    class Tripled(base):
+        def forward(self, x):
+            return 3.0 * super().forward(x)
+
+    def bound_of_tripled(module, domain, scale):
+        bound = core.registration_of(base).bound(module, domain, scale)
+        return compose(bound, simple_bound(3.0, bound.output, radius=3.0 * bound.output.radius))
+
+    monkeypatch.setattr(core, "_REGISTERED", dict(core._REGISTERED))
+    bound_rule(Tripled)(bound_of_tripled)
+    part.__class__ = Tripled
+    lipschitz_bound(model, Domain(size=(20, 20)))
     with pytest.raises(UnknownModuleError):
         local.local_certificates(model, torch.zeros(1, 3, 20, 20))
 

@@ -27,6 +27,7 @@ from lipsformer.graph import (
     LipschitzTransformerConv,
     ScaledCosineConv,
 )
+from lipsformer.graph.models import GraphNet
 from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.layers import (
     CenterNorm,
@@ -197,6 +198,13 @@ def test_a_bias_before_the_messages_is_refused():
     for module in (conv, model):
         with pytest.raises(UnknownModuleError, match="no bias before the messages"):
             lipschitz_bound(module.eval(), graph_domain(EDGES, 4, radius=1.0))
+
+
+def test_a_linear_layer_takes_no_edges_for_a_switch():
+    """Graph networks call `layer(x, edges)`, and edges would switch on the GELU before it."""
+    model = GraphNet(nn.Identity(), [Linear(3, 3)], nn.Identity()).eval()
+    with pytest.raises(TypeError):
+        model(torch.randn(4, 3), EDGES)
 
 
 def replaced(conv, **attributes):
@@ -469,6 +477,27 @@ def test_graph_layers_of_other_heads_than_their_weights_are_refused(kind):
         lipschitz_bound(conv, graph_domain(EDGES, 4, radius=1.0))
 
 
+def a_learned_constant_of_two_nodes():
+    conv = LipschitzGATConv(2, 2, heads=2, min_att_norm=0.01)
+    return replaced(conv, log_att_norm=nn.Parameter(torch.tensor([[20.0], [-30.0]])))
+
+
+def a_fixed_constant_of_two_nodes():
+    return replaced(LipschitzGATConv(2, 2, heads=2), att_norm=torch.tensor([[1e6], [0.01]]))
+
+
+@pytest.mark.parametrize("make", [a_learned_constant_of_two_nodes, a_fixed_constant_of_two_nodes])
+def test_a_constant_of_each_node_is_not_taken_for_one_of_each_head(make):
+    """The head with the large constant has the small one at the second node."""
+    torch.manual_seed(0)
+    conv, pair = make().double().eval(), torch.tensor([[0, 1], [1, 0]])
+    conv.lin.weight.data = torch.eye(4, 2, dtype=torch.float64)  # the second head is zero
+    attend = lambda x: torch.stack([conv(nodes, pair) for nodes in x])  # noqa: E731
+    constants = top_singular(attend, torch.randn(30, 2, 2).double())[0]
+    assert constants.max() > 1.1  # 1 for the large constant, with which all weights are 1/2
+    assert lipschitz_bound(conv, graph_domain(pair, 2)).value == math.inf
+
+
 @pytest.mark.parametrize("name", ["lin_query", "lin_key", "lin_value"])
 def test_projections_of_other_widths_are_refused(name):
     """In evaluation, their rows would be taken for those of other nodes."""
@@ -548,6 +577,14 @@ def test_a_bias_that_is_not_a_number_is_not_hidden_by_a_weight_of_zero():
     assert bound.value == bound.parts["0"].value == math.inf
     logits = torch.tensor([[3.0, 1.0]])  # of another computation
     assert certified_radius(logits, bound).item() == 0.0
+
+
+def test_a_tensor_that_is_no_parameter_and_not_finite_makes_the_bound_infinite():
+    layer = nn.Linear(3, 2)
+    del layer.bias
+    layer.bias = torch.tensor([math.nan, 0.0])  # pyright: ignore[reportAttributeAccessIssue]
+    assert layer(torch.zeros(1, 3)).isnan().any()
+    assert lipschitz_bound(nn.Sequential(layer), TOKENS).value == math.inf
 
 
 def test_settings_that_are_not_numbers_have_no_finite_bound():

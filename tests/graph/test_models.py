@@ -5,11 +5,18 @@ import torch
 from torch.nn.utils import parametrize
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from lipsformer.graph import LipschitzGATConv, NeighborNorm, ResidualGCN, create_model
+from lipsformer.graph import (
+    LipschitzGATConv,
+    NeighborNorm,
+    ResidualGCN,
+    SparseGCNConv,
+    create_model,
+)
 from lipsformer.graph.diagnostics import layer_profile
 from lipsformer.graph.dropout import Dropout
 from lipsformer.graph.edge_attention.csr import silence_beta_notice
-from lipsformer.graph.models import default_bound
+from lipsformer.graph.models import GraphNet, default_bound
+from lipsformer.graph.models.residual import ResidualLayer
 from lipsformer.graph.operator_bounds import adjacency_sigma_bound, gat_attention_bound
 
 NAMES = [
@@ -306,6 +313,21 @@ def test_residual_gcn_layer_on_a_directed_star_has_the_reported_bound():
     assert without == pytest.approx([0.5 * norm] * LAYERS)
     assert exact <= reported[0]
     assert norm > 1.5
+
+
+@pytest.mark.parametrize("changed", ["normalize", "add_self_loops"])
+def test_a_residual_gcn_layer_of_another_matrix_has_no_finite_reported_bound(changed):
+    """The norm of the other matrix exceeds that of the usual one on this directed graph."""
+    edge_index = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [1, 0, 0, 0, 2, 3, 3, 2]])
+    layer = ResidualLayer(SparseGCNConv(1, 1, bias=False, **{changed: False}), None, True, 0.0)
+    torch.nn.init.ones_(layer.conv.lin.weight)
+    model = GraphNet(torch.nn.Identity(), [layer], torch.nn.Linear(1, 2)).double()
+    x = torch.ones(4, 1, dtype=torch.double)
+    jacobian = torch.autograd.functional.jacobian(lambda v: layer(v, edge_index), x)
+    exact = torch.linalg.matrix_norm(jacobian.reshape(4, 4), 2).item()
+    assert exact > 1.0 + adjacency_sigma_bound(edge_index, 4)
+    labels, mask = torch.zeros(4, dtype=torch.long), torch.ones(4, dtype=torch.bool)
+    assert layer_profile(model, x, edge_index, labels, mask)["layer_bound"] == [math.inf]
 
 
 def test_the_bound_of_the_adjacency_is_one_for_undirected_graphs_and_never_too_small(graph):

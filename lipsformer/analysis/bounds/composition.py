@@ -92,7 +92,7 @@ class Last(NamedTuple):
 
     Attributes:
         log10: Of the bound of its constant.
-        weight: Its weight, [K, n].
+        weight: A copy of its weight, [K, n], so that the bound stays that of this weight.
         error: Largest distance between the computed and the exact input, as a 2-norm.
         rounding: The error that float32 adds to each output for an input of one token, [K].
 

@@ -197,8 +197,8 @@ def _name(cls: type) -> str:
 def lipschitz_bound(module: nn.Module, domain: Domain, scale: Tensor | None = None) -> Bound:
     """Return the proved Lipschitz bound of a module on a domain, in evaluation mode.
 
-    The bound is inf if any parameter or buffer of the module, or what a parametrization makes of
-    one, is NaN or infinite, biases included.
+    The bound is inf if any parameter, buffer or other tensor of the module, or what a
+    parametrization makes of one, is NaN or infinite, biases included.
 
     Args:
         module: Layer, block, stage or model.
@@ -239,6 +239,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
     for part in module.modules():
+        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
         if parametrize.is_parametrized(part):
             yield from (getattr(part, name) for name in cast(nn.ModuleDict, part.parametrizations))
 

@@ -60,6 +60,7 @@ from lipsformer.graph.operator_bounds import (
     attention_column_sum,
     gat_attention_bound,
     normalized_adjacency,
+    takes_normalized_adjacency,
 )
 from lipsformer.graph.transformer_conv import LipschitzTransformerConv
 from lipsformer.layers import LipschitzNormAttention
@@ -201,8 +202,7 @@ def _adjacency(edges: SortedEdges) -> tuple[float, float]:
 def _gcn(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     norm, row_sum = _adjacency(_edges(module, domain))
     _check_messages(module, GCNConv)
-    usual = module.normalize and module.add_self_loops and not module.improved
-    if not usual or module.cached:
+    if not takes_normalized_adjacency(module):
         raise _refuse(module, "use the default normalization, without cached edges")
     sigma = linear_sigma_bound(_weight(module.lin, without_bias=True), scale)
     radius = row_sum * sigma * domain.radius

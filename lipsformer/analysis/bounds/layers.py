@@ -208,7 +208,8 @@ def _linear(module: nn.Linear, domain: Domain, scale: Tensor | None) -> Bound:
     rows = norm_bound(module.weight, dim=1) * (domain.norm + domain.error)
     rows = rows if module.bias is None else rows + module.bias.detach().double().abs()
     added = rows * ((gamma(4) + gamma(channels + 1) * (1.0 + gamma(channels + 1))) * OUTWARD)
-    return replace(bound, last=Last(bound.log10, module.weight, domain.error, added))
+    copied = module.weight.detach().clone()
+    return replace(bound, last=Last(bound.log10, copied, domain.error, added))
 
 
 @bound_rule(CenterNorm)
