@@ -110,7 +110,6 @@ def record_of(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         settings = [
             f"model.name={options.model}",
-            "model.kwargs={}",
             f"data.img_size={options.img_size}",
             f"train.global_batch_size={options.batch_size}",
             "train.ema_decay=0.999",
