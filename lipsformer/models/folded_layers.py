@@ -218,6 +218,8 @@ class FoldedConv(nn.Module):
             return "the convolution has hooks"
         if self.residual_scale is not None and kernels.product_dtype(x) != x.dtype:
             return "the sum keeps the type of the input, which autocast changes"
+        if self.residual_scale is not None and self.residual_scale.shape != (self.depthwise.dim,):
+            return "the residual scale has another shape"
         return self.depthwise.obstacle(x)
 
 
