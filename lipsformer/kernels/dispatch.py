@@ -28,6 +28,7 @@ LOG = "kernels" in os.environ.get("LIPSFORMER_LOG", "").split(",")
 _FLOAT32 = (torch.float32,)
 _FLOAT32_BFLOAT16 = (torch.float32, torch.bfloat16)
 _HALF = (torch.bfloat16, torch.float16)
+_PLAIN_CLASSES = {Tensor, nn.Parameter}
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -260,6 +261,8 @@ def _obstacle(needs: Needs, x: Tensor, others: tuple[Tensor, ...], training: boo
         return "gradients outside training may be differentiated twice"
     if device_type(x) != "cpu":
         return f"the input is on {device_type(x)}"
+    if not {type(tensor) for tensor in (x, *others)} <= _PLAIN_CLASSES:
+        return "a tensor is of a subclass, which may not know oneDNN's operators"
     if not torch._C._is_tracing() and x.numel() == 0:  # a tracer warns about such a choice
         return "the input is empty"
     if x.ndim < needs.min_dims:
@@ -298,8 +301,8 @@ def _onednn_bfloat16_obstacle() -> str | None:
 def _csrc_obstacle(x: Tensor, others: tuple[Tensor, ...]) -> str | None:
     """Return why the compiled kernels, which read memory themselves, may not be used."""
     for tensor in (x, *others):
-        if type(tensor) not in (Tensor, nn.Parameter) or not torch._C._has_storage(tensor):
-            return "a tensor is of a subclass or has no storage"
+        if not torch._C._has_storage(tensor):
+            return "a tensor has no storage"
         if tensor.is_neg():
             return "a tensor is a view with the opposite sign of what lies in memory"
     return None if compiled_library() is not None else "the kernels could not be compiled"

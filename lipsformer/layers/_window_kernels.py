@@ -87,6 +87,12 @@ def _size_obstacle(channels: int, arrangement: Arrangement) -> str | None:
     heads = attentions[0].num_heads
     if any(attention.num_heads != heads for attention in attentions):
         return "the partitions have different numbers of heads"
+    for attention in attentions:
+        scale, value_scale = attention.log_logit_scale, attention.value_scale
+        if scale is not None and scale.shape != (heads, 1, 1):
+            return f"the logit scale has the shape {tuple(scale.shape)}"
+        if value_scale is not None and value_scale.numel() != 1:
+            return f"the value scale has the shape {tuple(value_scale.shape)}"
     if channels % heads:
         return "the heads do not divide the channels"
     tokens = math.prod(windows[0])

@@ -76,7 +76,9 @@ class CenterNorm(nn.Module):
                 f"x has {x.shape[-1]} channels, but CenterNorm({self.dim}) takes {self.dim}, in "
                 "the last dimension"
             )
-        if kernels.usable("center_norm", x, self.weight, training=self.training):
+        if kernels.usable(
+            "center_norm", x, self.weight, training=self.training, unless=self.obstacle
+        ):
             return kernels.center_affine(x, self.weight, self.bias)
         centered = x - x.mean(dim=-1, keepdim=True)
         y = torch.addcmul(self.bias, centered, self.weight * (self.dim / (self.dim - 1)))
@@ -84,6 +86,12 @@ class CenterNorm(nn.Module):
         # autocast on the meta device.
         autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         return y if autocast else y.to(x.dtype)
+
+    def obstacle(self) -> str | None:
+        """Return why the CPU's kernel does not compute the norm, or None."""
+        if not self.weight.shape == self.bias.shape == (self.dim,):
+            return "the gain or the bias was replaced by one of another shape"
+        return None
 
     def extra_repr(self) -> str:
         """Show the number of channels."""

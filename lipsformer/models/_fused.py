@@ -281,4 +281,7 @@ def _module_obstacle(block: Any, modules: list[tuple[str, Any]], x: Tensor) -> s
     # The kernels would read beyond tensors of other shapes. Products have shapes of their own.
     if attn.qkv.weight.shape[0] != 3 * x.shape[-1]:
         return "the projection to queries, keys and values was replaced by one of another shape"
+    for norm in (block.norm1, block.norm2):
+        if isinstance(norm, CenterNorm) and (obstacle := norm.obstacle()) is not None:
+            return obstacle
     return conv1.depthwise.obstacle(x) or conv2.depthwise.obstacle(x)

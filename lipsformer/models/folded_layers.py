@@ -63,7 +63,7 @@ class FrozenLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer to `input` ([..., C_in])."""
         if input.numel() > 0 and kernels.usable(
-            "packed_linear", input, self.weight, unless=lambda: self._obstacle(input)
+            "packed_linear", input, *self._tensors(), unless=self._obstacle
         ):
             dtype = kernels.product_dtype(input)
             packed = self.packed  # read once: another thread may replace it
@@ -78,10 +78,8 @@ class FrozenLinear(nn.Linear):
     def _tensors(self) -> list[Tensor]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
-    def _obstacle(self, input: Tensor) -> str | None:
+    def _obstacle(self) -> str | None:
         """Return why the packed copy of the weight may not be used, or None."""
-        if type(input) is not Tensor:
-            return "the input is of a subclass"
         if any(tensor.is_inference() for tensor in self._tensors()):
             return "a parameter was made in inference mode"
         return None
@@ -220,6 +218,8 @@ class FoldedConv(nn.Module):
             return "the convolution has hooks"
         if self.residual_scale is not None and kernels.product_dtype(x) != x.dtype:
             return "the sum keeps the type of the input, which autocast changes"
+        if self.residual_scale is not None and self.residual_scale.shape != (self.depthwise.dim,):
+            return "the residual scale has another shape"
         return self.depthwise.obstacle(x)
 
 

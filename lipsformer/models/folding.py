@@ -122,7 +122,7 @@ def fold_norm_before(norm: CenterNorm, linear: nn.Linear) -> None:
     require_kind(norm, CenterNorm)
     _require_affine(linear)
     weight = linear.weight.double()
-    shift = weight @ norm.bias.double()
+    shift = weight @ norm.bias.double().expand(norm.dim)
     centered = weight * full_gain(norm)
     centered -= centered.mean(1, keepdim=True)
     bias = shift if linear.bias is None else linear.bias.double() + shift

@@ -173,6 +173,11 @@ def widen_the_queries(block):
     block.attn.branch.qkv.weight = nn.Parameter(torch.randn(6 * DIM, DIM))
 
 
+def share_a_bias(block):
+    """The kernel would read the memory after it."""
+    block.norm2.bias = nn.Parameter(torch.randn(1))
+
+
 def turn_a_sign(block):
     """The kernel would read what lies in memory, which is the opposite of the parameter."""
     block.mlp.branch.fc1.bias = nn.Parameter(torch._neg_view(torch.randn(3 * DIM)))
@@ -182,7 +187,7 @@ CHANGES = [
     *(second_pointwise, exchange_a_norm, leave_a_norm_out, put_a_layer_behind_the_attention),
     *(remove_a_positional_encoding, enlarge_a_depthwise_kernel, shorten_a_depthwise_bias),
     *(widen_the_queries, turn_a_sign, hook, adapt, subclass, dropout, freeze, widen),
-    replace_forward,
+    *(replace_forward, share_a_bias),
 ]
 
 

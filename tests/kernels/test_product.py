@@ -14,6 +14,7 @@ from lipsformer.kernels.product import (
     pack_weight,
     packed_linear,
 )
+from lipsformer.layers import Linear
 from lipsformer.models.folded_layers import FrozenLinear
 
 
@@ -185,6 +186,29 @@ def test_a_bias_without_memory_of_its_own_is_added(act_before):
     x, weight = torch.zeros(2, 5, 37), torch.randn(23, 37)
     y = linear.fused_linear(x, weight, Wrapped(torch.ones(23)), act_before)
     assert torch.equal(y, torch.ones(2, 5, 23))
+
+
+class WithoutOneDnn(Wrapped):
+    """It knows PyTorch's operators only, as quantized and distributed tensors do."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function.namespace == "mkldnn":
+            raise NotImplementedError(function)
+        if function is torch.ops.aten.detach.default:  # a parameter is made of it
+            return cls(args[0].inner)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+@pytest.mark.parametrize("kind", ["training", "evaluation", "frozen"])
+def test_weights_of_a_subclass_meet_no_operator_of_onednn(kind):
+    layer, x = Linear(37, 23), torch.randn(2, 5, 37)
+    expected = x.double() @ layer.weight.double().T + layer.bias.double()
+    layer.weight = nn.Parameter(WithoutOneDnn(layer.weight.detach()), requires_grad=False)
+    layer = FrozenLinear(layer) if kind == "frozen" else layer
+    with torch.set_grad_enabled(kind == "training"):
+        y = layer(x)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

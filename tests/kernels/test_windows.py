@@ -212,6 +212,18 @@ def test_partitions_with_different_numbers_of_heads_are_computed_by_plain_operat
     assert calls == []
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"), [("log_logit_scale", (1, 1, 1)), ("value_scale", (3, 1, 1))]
+)
+def test_scales_of_another_shape_are_multiplied_by_plain_operators(calls, name, shape):
+    attention = ScaledCosineAttention(3, learn_logit_scale=True)
+    setattr(attention, name, nn.Parameter(torch.rand(shape), name == "log_logit_scale"))
+    qkv = torch.randn(2, 5, 7, 3, 1, 6)
+    result = attend_in_windows(qkv, [(5, 2)], [attention])
+    torch.testing.assert_close(result, reference(qkv, [(5, 2)], [attention], None, []))
+    assert calls == []
+
+
 @pytest.mark.parametrize("channels", [4, 16])
 def test_a_positional_encoding_of_other_channels_is_refused(calls, channels):
     """The kernel would read beyond its weights, or give channels the weights of others."""

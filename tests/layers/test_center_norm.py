@@ -73,6 +73,23 @@ def test_another_number_of_channels_is_refused(path):
         CenterNorm(4)(torch.randn(3, 1))
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_one_number_for_all_channels(name, path):
+    torch.manual_seed(0)
+    norm, x = CenterNorm(11).train(), torch.randn(2, 3, 11, requires_grad=True)
+    setattr(norm, name, torch.nn.Parameter(torch.rand(1)))
+    inputs = [x, norm.weight, norm.bias]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    centered = exact[0] - exact[0].mean(-1, keepdim=True)
+    expected = 11 / 10 * exact[1] * centered + exact[2]
+    y, upstream = norm(x), torch.randn(2, 3, 11)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    own = torch.autograd.grad(y, inputs, upstream)
+    truth = torch.autograd.grad(expected, exact, upstream.double())
+    for ours, theirs in zip(own, truth, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("offset", [1e2, 1e4, 1e6])
 def test_the_gradient_of_the_gain_survives_a_large_bias(offset, path):
     torch.manual_seed(0)

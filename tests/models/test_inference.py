@@ -14,7 +14,13 @@ from torch.nn.utils.parametrizations import orthogonal
 
 import lipsformer
 from lipsformer.kernels import product
-from lipsformer.layers import CenterNorm, DepthwiseConv2d, Linear
+from lipsformer.layers import (
+    CenterNorm,
+    DepthwiseConv2d,
+    Linear,
+    ScaledCosineAttention,
+    WeightedResidual,
+)
 from lipsformer.models.folded_layers import FoldedConv, FrozenLinear
 from lipsformer.models.lipsformer_swin import WindowAttention
 from tests.oracles import depthwise_conv
@@ -394,6 +400,40 @@ def test_tied_weights_hooks_of_blocks_and_other_gelus_stay_exact():
     with torch.no_grad():
         expected, actual = model(images), lipsformer.optimize_for_inference(model)(images)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+SHARED = [
+    (WeightedResidual, "residual_scale"),
+    (CenterNorm, "weight"),
+    (CenterNorm, "bias"),
+    (ScaledCosineAttention, "log_logit_scale"),
+]
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+@pytest.mark.parametrize(("kind", "name"), SHARED)
+@pytest.mark.parametrize("body", ["nano", "swin_nano"])
+def test_one_number_for_all_channels_or_heads_is_not_read_as_many(body, kind, name):
+    model = randomize(make(f"{body}-learned"))
+    exact = copy.deepcopy(model).double()
+    for module, other in zip(model.modules(), exact.modules(), strict=True):
+        if isinstance(module, kind):
+            full = getattr(other, name)
+            setattr(module, name, nn.Parameter(torch.full([1] * full.ndim, 0.7)))
+            nn.init.constant_(full, getattr(module, name).item())
+    images = torch.randn(2, 3, 32, 32)
+    expected = exact(images.double())
+    with torch.no_grad():
+        folded = lipsformer.optimize_for_inference(model)(images)
+    logits = model.train()(images)
+    for found in (folded, logits):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    parameters = [
+        getattr(next(m for m in of.modules() if isinstance(m, kind)), name) for of in (model, exact)
+    ]
+    (gradient,) = torch.autograd.grad(logits.square().sum(), parameters[0])
+    (every,) = torch.autograd.grad(expected.square().sum(), parameters[1])
+    torch.testing.assert_close(gradient.double().sum(), every.sum(), rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
