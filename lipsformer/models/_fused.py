@@ -204,7 +204,8 @@ def residuals(block: Any) -> tuple[Any, ...]:
 
 def _gpu_obstacle(block: Any, x: Tensor) -> str | None:
     """Return why the GPU's kernels would not compute what the modules of a block compute."""
-    obstacle = _module_obstacle(block, _modules(block), x)
+    modules = _modules(block)
+    obstacle = _module_obstacle(block, modules, x) or _memory_obstacle(block, modules, x)
     if obstacle is not None:
         return obstacle
     for residual in residuals(block)[:2]:
@@ -212,6 +213,22 @@ def _gpu_obstacle(block: Any, x: Tensor) -> str | None:
             return "a depthwise convolution has a size that no Triton kernel has"
     arrangement = block.attn.branch.arrangement(x.shape[1], x.shape[2])
     return gpu_obstacle(x.shape[-1] // len(arrangement.attentions), arrangement)
+
+
+def _memory_obstacle(block: Any, modules: list[tuple[str, Any]], x: Tensor) -> str | None:
+    """Return why the Triton kernels would read elsewhere in memory than in the parameters."""
+    for _, module in modules:
+        parameters = module._parameters
+        for parameter in parameters.values():
+            if parameter is not None and not parameter.is_contiguous():
+                return "a parameter is not contiguous"
+        if isinstance(module, Linear):
+            bias = parameters["bias"]
+            if bias is None or bias.shape != parameters["weight"].shape[:1]:
+                return "a linear layer has no bias, or one of another shape"
+    if any(residual.residual_scale.shape != x.shape[-1:] for residual in residuals(block)):
+        return "a residual scale was replaced by one of another shape"
+    return None
 
 
 def _cpu_obstacle(block: Any, x: Tensor) -> str | None:

@@ -1,5 +1,6 @@
 """Which blocks the kernels for a GPU take, and what they compute, without a GPU."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -63,6 +64,32 @@ def test_bfloat16_training_takes_the_kernels_and_nothing_else_does():
     with torch.autocast("cpu", torch.float16):
         assert not _fused.usable_on_gpu(block(), x)  # the stream could overflow
     assert not _fused.usable_on_gpu(block(), x)  # float32
+
+
+BIASES = [f"{place}.bias" for place in ("conv1.branch.pointwise", "attn.branch.qkv")]
+BIASES += [f"{place}.bias" for place in ("attn.branch.proj", "mlp.branch.fc1", "mlp.branch.fc2")]
+PARAMETERS = [*BIASES, "conv1.residual_scale", "conv2.branch.depthwise.bias", "norm2.weight"]
+CHANGES = {
+    "one number": lambda old: old.detach()[:1].clone(),
+    "every second number": lambda old: old.detach().repeat_interleave(2)[::2],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [*itertools.product(PARAMETERS, CHANGES), *((name, "none") for name in BIASES)],
+)
+def test_parameters_that_the_kernels_would_read_wrongly_are_left_to_plain_operators(name, change):
+    """The kernels read as many numbers as there are channels, one after the other."""
+    pytest.importorskip("triton", reason="the kernels are Triton's")
+    changed, (place, _, leaf) = block(), name.rpartition(".")
+    module = changed.get_submodule(place)
+    new = None if change == "none" else nn.Parameter(CHANGES[change](getattr(module, leaf)))
+    module.register_parameter(leaf, new)
+    x = torch.randn(2, 5, 7, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _fused.usable_on_gpu(block(), x)
+        assert not _fused.usable_on_gpu(changed, x)
 
 
 @pytest.mark.slow
