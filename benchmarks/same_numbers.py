@@ -156,6 +156,8 @@ def main() -> int:
         return 0
     if options.old is None:
         parser.error("name the other checkout")
+    if not Path(options.old, "lipsformer", "__init__.py").is_file():
+        parser.error(f"{options.old} is no checkout: the installed library would be taken for it")
     with tempfile.TemporaryDirectory() as folder:
         old = in_checkout(options.old.resolve(), Path(folder, "old.pt"))
         new = in_checkout(Path(__file__).parents[1], Path(folder, "new.pt"))

@@ -1,9 +1,10 @@
-"""The commands of the GPU run, which nothing else reads until there is a GPU."""
+"""Commands that no other test runs: those of the GPU run, the studies, and the comparison."""
 
 import shlex
 
 import pytest
 
+from benchmarks import same_numbers
 from benchmarks.gpu import COMMANDS
 from benchmarks.study.plan import ROOT, Study
 from lipsformer._configfile import read_config
@@ -22,3 +23,11 @@ def test_every_run_of_a_study_is_a_model_and_a_config(path):
     study = read_config(Study, path)
     for row, seed in dict(study.runs()).items():  # one seed of every row
         check_training(study.config, tuple(study.settings(row, seed)))
+
+
+def test_models_are_not_compared_with_a_folder_that_is_no_checkout(tmp_path, monkeypatch, capsys):
+    """Its process would import the installed library, and find the same numbers."""
+    monkeypatch.setattr("sys.argv", ["same_numbers", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        same_numbers.main()
+    assert f"{tmp_path} is no checkout" in capsys.readouterr().err
