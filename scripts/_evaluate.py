@@ -32,7 +32,7 @@ def data_of(
     Args:
         weights: The weights to evaluate.
         config: The config of the run, or the one that the user gave.
-        settings: `key=value` of `--data`, which the config has already.
+        settings: `key=value` of `--data`. `config` contains them already.
         imagenet: Whether the images are sets of ImageNet, each in a folder.
 
     Raises:

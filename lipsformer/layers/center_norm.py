@@ -88,7 +88,7 @@ class CenterNorm(nn.Module):
         return y if autocast else y.to(x.dtype)
 
     def obstacle(self) -> str | None:
-        """Return why the CPU's kernel does not compute the norm, or None."""
+        """Return why the kernels do not compute the norm, or None."""
         if not self.weight.shape == self.bias.shape == (self.dim,):
             return "the gain or the bias was replaced by one of another shape"
         return None
