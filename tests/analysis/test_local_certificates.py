@@ -70,17 +70,36 @@ def test_norms_are_bounded_from_above(monkeypatch):
             assert (found >= exact * (1 - 1e-12)).all() and (found <= 1.04 * exact + 1e-9).all()
 
 
+def test_a_norm_that_power_iteration_misses_is_found():
+    """The start of the iteration is orthogonal to the direction of the largest eigenvalue."""
+    size = local_norms.MAX_ITERATED + 3
+    hidden = torch.zeros(size, dtype=torch.float64)
+    hidden[:2] = torch.tensor([1.0, -1.0])
+    matrix = torch.eye(size, dtype=torch.float64) + torch.outer(hidden, hidden)
+    assert 3.0 <= gram_sigma_bound(matrix).item() <= 3.04  # all other singular values are 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_matrix_that_is_not_finite_has_no_finite_norm(value):
+    for size in (5, local_norms.MAX_ITERATED + 3):
+        matrices = torch.eye(size, dtype=torch.float64).repeat(2, 1, 1)
+        matrices[0, 1, 2] = value
+        found = gram_sigma_bound(matrices)
+        assert not found[0].isfinite() and 1.0 <= found[1] <= 1.04
+
+
 def test_the_largest_norm_needs_few_channels():
     """It is that of all channels, whichever of them the first bounds let pass."""
     torch.manual_seed(0)
-    matrices = torch.randn(3, 11, 5, 7, dtype=torch.float64)
+    matrices = torch.randn(17, 11, 5, 7, dtype=torch.float64)
     all_norms, measured = gram_sigma_bound(matrices), []
 
     def channels(chosen: Tensor) -> Tensor:
         measured.append(chosen)
-        return matrices[torch.arange(3), chosen]
+        return matrices[torch.arange(17), chosen]
 
-    above = all_norms * (1.0 + 0.2 * torch.rand(3, 11, dtype=torch.float64))
+    above = all_norms * (1.0 + 0.2 * torch.rand(17, 11, dtype=torch.float64))
     assert torch.equal(largest_sigma_bound(channels, above), all_norms.amax(1))
     assert len(measured) < 11
 
