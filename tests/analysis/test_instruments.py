@@ -5,6 +5,8 @@ import pytest
 import timm
 import torch
 from accelerate.state import AcceleratorState
+from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d
+from timm.layers.std_conv import StdConv2dSame
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -497,6 +499,20 @@ def test_layers_that_a_cap_cannot_follow_are_refused():
     for layer in (*others, nn.LSTM(3, 3), nn.GRUCell(3, 3), nn.Bilinear(3, 3, 3)):
         with pytest.raises(ValueError, match=r"1 is of .*, which cannot be capped"):
             SpectralCap(nn.Sequential(nn.Linear(3, 3), layer), 1.0)
+
+
+@pytest.mark.parametrize("kind", [StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame])
+def test_convolutions_that_standardize_their_weight_are_refused(kind):
+    """A weight a thousand times as large gives the same outputs, so its norm says nothing."""
+    torch.manual_seed(0)
+    layer, x = kind(3, 5, 3, padding=1), torch.randn(2, 3, 7, 7)
+    before = layer(x)
+    with torch.no_grad():
+        layer.weight *= 1e3
+    torch.testing.assert_close(layer(x), before, rtol=0.01, atol=1e-3)
+    for make in (lambda model: SpectralCap(model, 1.0), lambda model: Monitor(model, print)):
+        with pytest.raises(ValueError, match=rf"^0 is of {kind.__name__}, which standardizes"):
+            make(nn.Sequential(layer))
 
 
 @pytest.mark.parametrize("weight_norm", ["none", "spectral"])
