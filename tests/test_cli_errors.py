@@ -96,6 +96,24 @@ def test_wrong_setting(
 
 
 @pytest.mark.parametrize(
+    ("name", "override", "part"),
+    [
+        ("ecaresnet26t", "lipschitz.sigma_cap=1", "layer1.0.se.conv is of Conv1d"),
+        ("test_nfnet", "lipschitz.sigma_cap=1", "stem.conv1 is of ScaledStdConv2d"),
+        ("test_nfnet", "lipschitz.monitor_every=1", "stem.conv1 is of ScaledStdConv2d"),
+    ],
+)
+def test_an_instrument_that_cannot_follow_a_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture, name: str, override: str, part: str
+) -> None:
+    config = write_config(tmp_path, {**DIGITS, "model": {"name": name}}, tmp_path / "out")
+    error = refused(capsys, "--config", str(config), override)
+    assert "the section lipschitz does not fit the model" in error
+    assert part in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("classes", "part"),
     [
         (None, "set"),

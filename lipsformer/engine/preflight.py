@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer._errors import ConfigError, first_line
+from lipsformer.analysis.instruments import SpectralCap
 from lipsformer.analysis.sigma import gain_of, operators, residual_scale_of
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model, describe_model
@@ -83,16 +84,13 @@ def try_images(model: nn.Module, images: Tensor, refusal: str) -> Any:
 def _require_targets(config: Config, model: nn.Module) -> None:
     """Refuse an instrument of weights that the model does not have or that nothing can follow."""
     options = config.lipschitz
-    if options.sigma_cap or options.monitor_every or options.update_limit or options.orthogonal:
-        try:
-            found = operators(model)
-        except ValueError as error:
-            raise ConfigError(f"the section lipschitz does not fit the model: {error}") from None
-        if options.sigma_cap and not found:
-            raise ConfigError(
-                f"lipschitz.sigma_cap={options.sigma_cap} has no effect, because "
-                f"{describe_model(config)} has no nn.Linear and no convolution: remove it"
-            )
+    try:
+        if options.sigma_cap is not None:
+            SpectralCap(model, options.sigma_cap)
+        if options.monitor_every or options.update_limit or options.orthogonal:
+            operators(model)
+    except ValueError as error:
+        raise ConfigError(f"the section lipschitz does not fit the model: {error}") from None
     for name, find, target in (
         ("residual_scale_cap", residual_scale_of, "WeightedResidual or LayerScale"),
         ("gain_cap", gain_of, "CenterNorm"),
