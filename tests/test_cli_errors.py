@@ -95,6 +95,18 @@ def test_wrong_setting(
     assert not output.exists()
 
 
+def test_batch_norm_cannot_train_on_the_last_image_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The last of 1,437 images was alone in its update, which ended the first epoch."""
+    train = {**DIGITS["train"], "global_batch_size": 359, "batch_size_per_device": None}
+    settings = {**DIGITS, "model": {"name": "test_resnet"}, "train": {**train, "drop_last": False}}
+    error = refused(capsys, "--config", str(write_config(tmp_path, settings, tmp_path / "out")))
+    assert "data.img_size=16 in batches of 1, the smallest that" in error
+    assert "train.drop_last" in error and "more than 1 value per channel" in error
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "override", "part"),
     [

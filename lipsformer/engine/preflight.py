@@ -25,7 +25,7 @@ def check_model(config: Config, classes: Sequence[str], sizes: Sequence[int], ba
         config: The config of the run.
         classes: Names of the classes.
         sizes: Sizes of the training images in pixels.
-        batch: Number of images of a training batch on one device.
+        batch: Number of images of the smallest training batch on one device.
 
     Raises:
         ConfigError: If anything fails; the message names the keys that decide it.
@@ -49,6 +49,8 @@ def _run_once(
         for training, count, size in trials:
             key = "data.img_size" if size == config.data.img_size else "augment.img_sizes"
             refusal = f"{described} does not take images of {key}={size} in batches of {count}"
+            if training and count == 1:
+                refusal += ", the smallest that train.global_batch_size and train.drop_last make"
             images = torch.zeros(count, 3, size, size)
             outputs = try_images(model.train(training), images, refusal)
             expected = (count, len(classes))
