@@ -126,6 +126,13 @@ class TrainBatches:
         self._keys = _Keys(repeats)
         self._loader = _loader(dataset, self._keys, num_workers, pin_memory)
 
+    def smallest_micro_batch(self) -> int:
+        """Return the number of samples of the smallest micro-batch of an epoch, over all ranks."""
+        rest = self.samples_per_epoch % self.global_batch_size
+        if self.drop_last or rest == 0:
+            return self.batch_size_per_device
+        return rest // (self._micro_steps(rest) * self.world_size)
+
     def of_rank(self, rank: int, world_size: int, batch_size_per_device: int) -> "TrainBatches":
         """Return the same updates as a rank of another number of processes gets them."""
         return TrainBatches(

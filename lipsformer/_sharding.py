@@ -4,8 +4,12 @@ Every rank must call these functions, because they exchange values. A tensor tha
 handled as a plain one.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -46,3 +50,21 @@ def assign(weight: Tensor, values: Tensor) -> None:
         values: Its new values, in the full shape; the same on every rank.
     """
     weight.copy_(distribute_like(values.to(weight.dtype), weight, src_data_rank=None))
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """Shard a model again at the end, for forward passes that no backward pass follows.
+
+    Until the backward pass FSDP2 leaves the parameters of the outermost module gathered. These are
+    not the parameters of the optimizer, and do not follow when an instrument changes the shards.
+
+    Args:
+        model: The model; nothing is done for one that is not sharded.
+    """
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

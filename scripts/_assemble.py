@@ -60,8 +60,6 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Tr
     require(enough, "data.val_split", config.data.val_split, allowed)
     classes = train_set.classes
     sizes = check_images(config, train_set, val_set)
-    check_model(config, classes, sizes, step_share.samples)
-    teacher = load_teacher(config, classes, sizes)
     share = {
         "rank": accelerator.process_index,
         "world_size": accelerator.num_processes,
@@ -77,6 +75,8 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Tr
         repeats=config.augment.repeats,
         **share,
     )
+    check_model(config, classes, sizes, train_batches.smallest_micro_batch())
+    teacher = load_teacher(config, classes, sizes)
     eval_batches = eval_loader(val_set, batch_size=config.train.eval_batch_size, **share)
     normalize = Normalize(config.data.mean, config.data.std)
 

@@ -29,8 +29,8 @@ def dry_run(config: Config) -> str:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         raise ConfigError(
-            f"data.img_size={config.data.img_size} is too large for this machine, whose memory two "
-            "images already exceed: lower it, or choose a smaller model"
+            f"data.img_size={config.data.img_size} is too large for this machine, whose memory "
+            "three images already exceed: lower it, or choose a smaller model"
         ) from None
     accelerator.state.destroy_process_group()
     place = f"from {start}" if start else "at update 0"
@@ -38,7 +38,7 @@ def dry_run(config: Config) -> str:
 
 
 def describe_run(config: Config, parts: TrainingParts) -> str:
-    """Return sections of text; the model runs forward on two images of noise."""
+    """Return sections of text; the model runs forward on three images of noise."""
     device = parts.state.accelerator.device.type.upper()
     sections = {
         "config": dump_config(config).rstrip(),
@@ -82,7 +82,7 @@ def _memory(config: Config, parts: TrainingParts) -> str:
     device = state.accelerator.device
     found = training_bytes(
         state.module,
-        torch.randn(2, 3, size, size, device=device),
+        torch.randn(3, 3, size, size, device=device),
         micro_batch=parts.step_share.samples,
         ema=state.ema is not None,
         autocast=state.accelerator.autocast,

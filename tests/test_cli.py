@@ -198,6 +198,16 @@ def test_dry_run_shows_what_training_would_do_and_writes_nothing(
     assert "nothing was written" in text
 
 
+def test_dry_run_of_a_model_with_batch_norm_on_a_single_pixel(
+    still: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture
+) -> None:
+    model = {"name": "test_resnet"}  # its last map is 1 x 1 for digits of 16 pixels
+    folder = tmp_path_factory.mktemp("config")
+    config = write_config(folder, {**DIGITS, "model": model}, still / "out")
+    text = said(capsys, "train", "--config", str(config), "--dry-run")
+    assert "kept for the backward pass" in text and "nothing was written" in text
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -95,6 +95,36 @@ def test_wrong_setting(
     assert not output.exists()
 
 
+def test_batch_norm_cannot_train_on_the_last_image_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The last of 1,437 images was alone in its update, which ended the first epoch."""
+    train = {**DIGITS["train"], "global_batch_size": 359, "batch_size_per_device": None}
+    settings = {**DIGITS, "model": {"name": "test_resnet"}, "train": {**train, "drop_last": False}}
+    error = refused(capsys, "--config", str(write_config(tmp_path, settings, tmp_path / "out")))
+    assert "data.img_size=16 in batches of 1, the smallest that" in error
+    assert "train.drop_last" in error and "more than 1 value per channel" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "part"),
+    [
+        ("ecaresnet26t", "lipschitz.sigma_cap=1", "layer1.0.se.conv is of Conv1d"),
+        ("test_nfnet", "lipschitz.sigma_cap=1", "stem.conv1 is of ScaledStdConv2d"),
+        ("test_nfnet", "lipschitz.monitor_every=1", "stem.conv1 is of ScaledStdConv2d"),
+    ],
+)
+def test_an_instrument_that_cannot_follow_a_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture, name: str, override: str, part: str
+) -> None:
+    config = write_config(tmp_path, {**DIGITS, "model": {"name": name}}, tmp_path / "out")
+    error = refused(capsys, "--config", str(config), override)
+    assert "the section lipschitz does not fit the model" in error
+    assert part in error
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("classes", "part"),
     [

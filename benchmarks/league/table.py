@@ -137,11 +137,17 @@ def very_deep_table(records: Sequence[Record]) -> str:
     return markdown(("body", "blocks", "lr", *losses, "accuracy, %", "seeds"), rows)
 
 
-def loss(values: Sequence[float]) -> str:
-    """Return the mean loss of some seeds with its standard deviation, whole if it is above 10."""
-    digits = ".3f" if mean(values) < 10 else ",.0f"
-    spread = f" ± {stdev(values):{digits}}" if len(values) > 1 else ""
-    return f"{mean(values):{digits}}{spread}"
+def loss(values: Sequence[float | None]) -> str:
+    """Return the mean loss of some seeds with its standard deviation, whole if it is above 10.
+
+    A dash stands for it if the loss of a seed is None, which says that it was not finite.
+    """
+    finite = [value for value in values if value is not None]
+    if len(finite) < len(values):
+        return "-"
+    digits = ".3f" if mean(finite) < 10 else ",.0f"
+    spread = f" ± {stdev(finite):{digits}}" if len(finite) > 1 else ""
+    return f"{mean(finite):{digits}}{spread}"
 
 
 def page(records: Sequence[Record]) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lipsformer._modes import modes_restored
+from lipsformer._sharding import resharded
 from lipsformer.analysis.bounds import Layout, registration_of
 from lipsformer.layers import (
     LipschitzNormAttention,
@@ -136,7 +137,8 @@ def probe_attention(model: nn.Module, probe: Tensor) -> dict[str, Tensor]:
             if isinstance(module, ScaledCosineAttention):
                 hooks.enter_context(module.register_forward_pre_hook(measure(name)))
         # Without `force_eager`, a compiled model would compile another graph for the hooks.
-        with modes_restored(model), torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager")
+        with modes_restored(model), resharded(model), eager:
             model.eval()(probe)
     return record
 

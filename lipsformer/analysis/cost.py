@@ -315,15 +315,16 @@ def training_bytes(
 ) -> dict[str, int]:
     """Estimate the memory of training with AdamW.
 
-    The saved activations are measured at batch sizes 1 and 2 and extrapolated linearly. Temporary
-    memory of kernels and of the backward pass is not included. On a CPU in float32, the estimate
-    and the measured peak (without the memory that libraries had taken before) were, in GiB: 0.145
-    and 0.242 for lipsformer_nano at 32 px and batch 64, 0.475 and 0.768 at batch 256; 0.724 and
-    0.903 for lipsformer_tiny at 224 px and batch 4, 0.800 and 0.977 for lipsformer_swin_tiny.
+    The saved activations are measured at batch sizes 2 and 3 and extrapolated linearly, because
+    BatchNorm refuses to train on one image whose map is 1 x 1. Temporary memory of kernels and of
+    the backward pass is not included. On a CPU in float32, the estimate and the measured peak
+    (without the memory that libraries had taken before) were, in GiB: 0.145 and 0.242 for
+    lipsformer_nano at 32 px and batch 64, 0.475 and 0.768 at batch 256; 0.724 and 0.903 for
+    lipsformer_tiny at 224 px and batch 4, 0.800 and 0.977 for lipsformer_swin_tiny.
 
     Args:
         model: The model, on the device of the training. Its gradients do not change.
-        images: [2, 3, H, W], on the same device.
+        images: [3, 3, H, W], on the same device.
         micro_batch: Number of images of a forward pass, at least 1.
         ema: True if an average of the weights is kept.
         autocast: Function that returns the context manager of the forward pass.
@@ -335,18 +336,18 @@ def training_bytes(
         >>> import torch
         >>> from lipsformer.analysis.cost import training_bytes
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU())
-        >>> training_bytes(model, torch.randn(2, 3), micro_batch=5)  # 16 parameters, 5 * 4 numbers
+        >>> training_bytes(model, torch.randn(3, 3), micro_batch=5)  # 16 parameters, 5 * 4 numbers
         {'weights': 64, 'gradients': 64, 'two moments, as of AdamW': 128,
          'kept for the backward pass': 80}
     """
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     learned = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    one, two = (saved_bytes(model, images[:number], autocast) for number in (1, 2))
+    two, three = (saved_bytes(model, images[:number], autocast) for number in (2, 3))
     found = {
         "weights": weights,
         "gradients": learned,
         "two moments, as of AdamW": 2 * learned,
         "average of the weights": weights if ema else 0,
-        "kept for the backward pass": one + (micro_batch - 1) * (two - one),
+        "kept for the backward pass": two + (micro_batch - 2) * (three - two),
     }
     return {name: size for name, size in found.items() if size}

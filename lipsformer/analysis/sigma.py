@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers import LayerScale
+from timm.layers import LayerScale, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d
+from timm.layers.std_conv import StdConv2dSame
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -21,6 +22,8 @@ from lipsformer.layers import CenterNorm, DepthwiseConv2d, WeightedResidual
 
 # Dimensions of the Krylov space of a measurement, and of the first one, from random vectors.
 STEPS, FIRST_STEPS = 16, 64
+# Convolutions of timm that apply another weight than their parameter.
+STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,9 @@ def operators(model: nn.Module) -> list[Operator]:
     """Return the linear operators of a model: its linear layers and its 2-d convolutions.
 
     Raises:
-        ValueError: If a weight is parametrized or not initialized yet, or the norm of a convolution
-            depends on the map because it pads with other values than zeros.
+        ValueError: If a weight is parametrized or not initialized yet, or if a convolution
+            standardizes its weight, or has a norm that depends on the map because it pads with
+            other values than zeros.
 
     Example:
         >>> from torch import nn
@@ -82,6 +86,11 @@ def operators(model: nn.Module) -> list[Operator]:
             raise ValueError(
                 f"{path} is parametrized, so its norm can be neither followed nor changed: call "
                 "torch.nn.utils.parametrize.remove_parametrizations first"
+            )
+        if isinstance(module, STANDARDIZED):
+            raise ValueError(
+                f"{name or 'the convolution'} is of {type(module).__name__}, which standardizes "
+                "its weight in every pass, so the norm of the weight is not that of the layer"
             )
         if isinstance(module, DepthwiseConv2d):
             found.append(Operator(path, weight, is_matrix=False, groups=len(weight)))

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from lipsformer import kernels
+from lipsformer._sharding import resharded
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ def try_kernels(
         torch.compiler.set_stance("force_eager"),
         torch.random.fork_rng(devices),
         accelerator.autocast(),
+        resharded(model),
     ):
         for size in sizes:
             model.train()(torch.randn(batch, 3, size, size, device=device))

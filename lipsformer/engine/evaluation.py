@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from lipsformer._ranks import sum_over_ranks
+from lipsformer._sharding import resharded
 from lipsformer.engine.metrics import NonFiniteError
 from lipsformer.engine.parts import SizedBatches
 
@@ -105,19 +106,20 @@ def evaluate(
     rounds = int(accelerator.gather(own).max())  # pyright: ignore[reportAttributeAccessIssue]
     iterator = iter(batches)
     batch: Any = None  # each rank of a sharded model has at least one
-    for index in range(rounds):
-        if interrupted():
-            return None
-        counted = index < len(batches)
-        if counted:
-            batch = next(iterator)
-        elif not isinstance(module, FSDPModule):
-            continue  # only a sharded model needs all ranks in each forward pass: repeat a batch
-        images, labels = (tensor.to(accelerator.device, non_blocking=True) for tensor in batch)
-        with accelerator.autocast():
-            logits = module(normalize(images))
-        if counted:
-            sums.add(logits, labels)
+    with resharded(module):
+        for index in range(rounds):
+            if interrupted():
+                return None
+            counted = index < len(batches)
+            if counted:
+                batch = next(iterator)
+            elif not isinstance(module, FSDPModule):
+                continue  # only a sharded model needs all ranks in each pass: repeat a batch
+            images, labels = (tensor.to(accelerator.device, non_blocking=True) for tensor in batch)
+            with accelerator.autocast():
+                logits = module(normalize(images))
+            if counted:
+                sums.add(logits, labels)
     result = sums.result(accelerator)
     if result["images"] != num_images:
         raise RuntimeError(f"evaluated {result['images']} images of a data set of {num_images}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lipsformer._errors import ConfigError, first_line
+from lipsformer.analysis.instruments import SpectralCap
 from lipsformer.analysis.sigma import gain_of, operators, residual_scale_of
 from lipsformer.config import Config
 from lipsformer.engine.build import build_model, describe_model
@@ -24,7 +25,7 @@ def check_model(config: Config, classes: Sequence[str], sizes: Sequence[int], ba
         config: The config of the run.
         classes: Names of the classes.
         sizes: Sizes of the training images in pixels.
-        batch: Number of images of a training batch on one device.
+        batch: Number of images of the smallest training batch on one device.
 
     Raises:
         ConfigError: If anything fails; the message names the keys that decide it.
@@ -48,6 +49,8 @@ def _run_once(
         for training, count, size in trials:
             key = "data.img_size" if size == config.data.img_size else "augment.img_sizes"
             refusal = f"{described} does not take images of {key}={size} in batches of {count}"
+            if training and count == 1:
+                refusal += ", the smallest that train.global_batch_size and train.drop_last make"
             images = torch.zeros(count, 3, size, size)
             outputs = try_images(model.train(training), images, refusal)
             expected = (count, len(classes))
@@ -83,16 +86,13 @@ def try_images(model: nn.Module, images: Tensor, refusal: str) -> Any:
 def _require_targets(config: Config, model: nn.Module) -> None:
     """Refuse an instrument of weights that the model does not have or that nothing can follow."""
     options = config.lipschitz
-    if options.sigma_cap or options.monitor_every or options.update_limit or options.orthogonal:
-        try:
-            found = operators(model)
-        except ValueError as error:
-            raise ConfigError(f"the section lipschitz does not fit the model: {error}") from None
-        if options.sigma_cap and not found:
-            raise ConfigError(
-                f"lipschitz.sigma_cap={options.sigma_cap} has no effect, because "
-                f"{describe_model(config)} has no nn.Linear and no convolution: remove it"
-            )
+    try:
+        if options.sigma_cap is not None:
+            SpectralCap(model, options.sigma_cap)
+        if options.monitor_every or options.update_limit or options.orthogonal:
+            operators(model)
+    except ValueError as error:
+        raise ConfigError(f"the section lipschitz does not fit the model: {error}") from None
     for name, find, target in (
         ("residual_scale_cap", residual_scale_of, "WeightedResidual or LayerScale"),
         ("gain_cap", gain_of, "CenterNorm"),

@@ -115,7 +115,7 @@ def test_a_weight_of_two_parts_belongs_to_the_first() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x.flatten(1)[:, :11]))
 
-    images = torch.zeros(2, 3, 5, 7)
+    images = torch.zeros(3, 3, 5, 7)
     counted = {part.name: part.parameters for part in part_costs(Tied(), images[:1])}
     assert counted == {"first": 11 * 11 + 11, "second": 11}
     assert training_bytes(Tied(), images, micro_batch=2)["weights"] == 4 * (11 * 11 + 2 * 11)
@@ -187,7 +187,7 @@ def test_a_storage_that_two_layers_keep_counts_once() -> None:
 def test_training_needs_weights_gradients_moments_and_a_line_through_two_batches() -> None:
     model = small()
     model.register_buffer("table", torch.zeros(17))
-    found = training_bytes(model, torch.randn(2, 3, 2, 5), micro_batch=19, ema=True)
+    found = training_bytes(model, torch.randn(3, 3, 2, 5), micro_batch=19, ema=True)
     learned = 4 * (30 * 7 + 7 + 7 * 11)
     assert found == {
         "weights": learned + 4 * 17,

@@ -5,6 +5,8 @@ import pytest
 import timm
 import torch
 from accelerate.state import AcceleratorState
+from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d
+from timm.layers.std_conv import StdConv2dSame
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -29,6 +31,7 @@ from lipsformer.analysis.sigma import SigmaTracker, krylov_sigma_estimate, opera
 from lipsformer.engine.distributed import make_accelerator
 from lipsformer.layers import DepthwiseConv2d
 from lipsformer.layers.spectral import clip_singular_values
+from tests.one_rank import sharded
 
 
 def small_model(**kwargs) -> nn.Module:
@@ -354,21 +357,12 @@ def test_a_bound_that_is_no_number_exceeds_every_limit(monkeypatch):
 
 @pytest.mark.dist
 def test_sharded_weights_are_measured_and_capped_whole():
-    from torch.distributed import HashStore, destroy_process_group, init_process_group
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
-    plain, sharded = small_model(), small_model()
-    sharded.load_state_dict(plain.state_dict())
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        for stage in sharded.stages:
-            fully_shard(stage, mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
+    plain, divided = small_model(), small_model()
+    divided.load_state_dict(plain.state_dict())
+    with sharded(divided, *divided.stages):
         results = []
-        for model in (plain, sharded):
+        for model in (plain, divided):
             backward(model, 0)
             records = []
             monitor = Monitor(model, lambda _, values, to=records: to.append(values))
@@ -389,11 +383,26 @@ def test_sharded_weights_are_measured_and_capped_whole():
         assert results[0].keys() == results[1].keys()
         for name, value in results[0].items():
             assert results[1][name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
-        for op in operators(sharded):
+        for op in operators(divided):
             if op.is_matrix:
                 assert svd_sigma(op.weight.full_tensor()) <= 0.9 + 1e-5
-    finally:
-        destroy_process_group()
+
+
+def test_a_probe_leaves_a_sharded_model_to_the_instruments_after_it():
+    """What the probe had gathered, the evaluation would run, and not what the cap has written."""
+    torch.manual_seed(0)
+    plain, divided, x = small_model(), small_model(), torch.randn(2, 3, 8, 8)
+    divided.load_state_dict(plain.state_dict())
+    with sharded(divided, *divided.stages), torch.no_grad():
+        outputs = []
+        for model in (plain, divided):
+            monitor = Monitor(model, lambda *_: None, probe=x)
+            cap = SpectralCap(model, 0.1, mode="soft")
+            monitor.before_step(0)
+            monitor.after_step(0)
+            cap.before_eval()
+            outputs.append(model.eval()(x))
+        torch.testing.assert_close(*outputs)
 
 
 def test_the_bound_of_a_run_in_bf16_is_that_of_the_class():
@@ -497,6 +506,20 @@ def test_layers_that_a_cap_cannot_follow_are_refused():
     for layer in (*others, nn.LSTM(3, 3), nn.GRUCell(3, 3), nn.Bilinear(3, 3, 3)):
         with pytest.raises(ValueError, match=r"1 is of .*, which cannot be capped"):
             SpectralCap(nn.Sequential(nn.Linear(3, 3), layer), 1.0)
+
+
+@pytest.mark.parametrize("kind", [StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame])
+def test_convolutions_that_standardize_their_weight_are_refused(kind):
+    """A weight a thousand times as large gives the same outputs, so its norm says nothing."""
+    torch.manual_seed(0)
+    layer, x = kind(3, 5, 3, padding=1), torch.randn(2, 3, 7, 7)
+    before = layer(x)
+    with torch.no_grad():
+        layer.weight *= 1e3
+    torch.testing.assert_close(layer(x), before, rtol=0.01, atol=1e-3)
+    for make in (lambda model: SpectralCap(model, 1.0), lambda model: Monitor(model, print)):
+        with pytest.raises(ValueError, match=rf"^0 is of {kind.__name__}, which standardizes"):
+            make(nn.Sequential(layer))
 
 
 @pytest.mark.parametrize("weight_norm", ["none", "spectral"])

@@ -86,6 +86,8 @@ def test_updates_are_slices_of_the_permutation_dealt_in_turn(world_size, drop_la
         assert [[len(m) for m in micro_batches] for micro_batches, _ in last] == sizes
         seen = [i for micro_batches, _ in last for m in micro_batches for i in m]
         assert sorted(seen) == sorted(order[96:])
+    found = [len(m) for rank in updates for micro_batches, _ in rank for m in micro_batches]
+    assert {rank.smallest_micro_batch() for rank in ranks} == {min(found)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

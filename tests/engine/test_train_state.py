@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipsformer.engine.checkpoint import CheckpointFolder
+from lipsformer.engine.evaluation import evaluate
 from lipsformer.engine.run_files import EMA, MODEL, OPTIMIZER, CheckpointError
 from lipsformer.engine.steps import train_step
 from lipsformer.engine.train_state import TrainState
 from tests.engine.test_steps import make_model, make_samples, make_state, transform
+from tests.one_rank import sharded
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, for each parameter
 
 
 def save(state: TrainState, folder: Path, step: int) -> Path:
@@ -86,3 +90,17 @@ def test_a_parameter_without_a_gradient_has_no_state_and_continues(tmp_path: Pat
     for name, tensors in taken.items():
         for key, tensor in tensors.items():
             torch.testing.assert_close(again[name][key], tensor, rtol=0, atol=0)
+
+
+def test_the_moments_of_a_sharded_model_are_saved_after_an_evaluation_too() -> None:
+    """After a forward pass alone, FSDP2 shows other parameters of the root than the optimizer's."""
+    model, samples = make_model(), make_samples(6)
+    with sharded(model, model[1]):
+        state = make_state(model)
+        train_step(state, [samples], 6, 0, transform)
+        kept = {name: moment.clone() for name, moment in state.state_dict()[OPTIMIZER].items()}
+        evaluate(state.accelerator, model, [samples], normalize=Tensor.float, num_images=6)
+        after, numbers = state.state_dict()[OPTIMIZER], state.numbers()
+    moments = {f"{name}.{key}" for name in numbers["optimizer"]["parameters"] for key in MOMENTS}
+    assert after.keys() == kept.keys() == moments
+    assert all(torch.equal(after[name], moment) for name, moment in kept.items())

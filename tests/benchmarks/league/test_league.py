@@ -16,9 +16,9 @@ from benchmarks.league import plan, pool
 from benchmarks.league.bodies import BODIES
 from benchmarks.league.cell import Cell, run_cell
 from benchmarks.league.images import Images, cache_images, load_images
-from benchmarks.league.plan import grid, next_cell, rates, stages
+from benchmarks.league.plan import grid, next_cell, rates, stages, very_deep_cells
 from benchmarks.league.results import append_result, mean_loss, read_results, summarize
-from benchmarks.league.table import best_accuracy, page
+from benchmarks.league.table import best_accuracy, page, very_deep_table
 
 BOTH = ("cifar10", "imagenette")
 ROWS = len(BODIES) + 3 * 3
@@ -203,6 +203,13 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     assert "| plain | adamw |" in told and "10.0*" in told and "Not run: " in told
     for name in ("cifar10", "signals"):
         assert (plots / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_very_deep_cell_that_was_not_finite_has_a_dash():
+    cells = [cell for cell in very_deep_cells() if cell.blocks == 192 and cell.lr == 1e-3]
+    losses = {0: [2.5, 2.25], 1: [2.5, None], 2: [3.5, 2.75]}
+    text = very_deep_table([{**fake(cell), "losses": losses[cell.seed]} for cell in cells])
+    assert text.count("| 2.833 ± 0.577 | - |") == 2  # both forms; (2.5 + 2.5 + 3.5) / 3
 
 
 def test_ranks_and_rows_of_the_page():
