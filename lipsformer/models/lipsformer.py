@@ -6,11 +6,11 @@ downsampling of their backbones. Tokens are channels last throughout.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from timm.layers import ClassifierHead, to_2tuple
+from timm.layers import ClassifierHead
 from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ from lipsformer.layers._residual_kernels import declared
 from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._fused import computed_at, in_one_call
-from lipsformer.models._timm import TimmInterface
+from lipsformer.models._timm import TimmInterface, check_img_size
 from lipsformer.models.embed import ConvStem, PatchEmbed
 from lipsformer.models.folded_layers import FoldedConv, FoldedResidual, FrozenLinear
 from lipsformer.models.folding import register_fold, require_ending, require_plain
@@ -431,9 +431,7 @@ def _check_settings(
         raise ValueError(f"patch_size={patch_size} must be one integer, because patches are square")
     check_count("patch_size", patch_size)
     check_count("in_chans", in_chans)
-    sides = cast(tuple[int, int], to_2tuple(img_size))
-    if any(side < 1 or side % patch_size != 0 for side in sides):
-        raise ValueError(f"img_size={img_size} is not a positive multiple of {patch_size=}")
+    check_img_size(img_size, patch_size)
     check_drop_path("drop_path_rate", drop_path_rate)
 
 
