@@ -251,7 +251,7 @@ def table(record: dict[str, Any]) -> str:
         kept.setdefault((at["within"], at["attack"]), []).extend(at["kept"])
     rows = (
         (within, name, f"{len(held)} of {len(attacked(record, within))}", held.count(False))
-        for (within, name), held in kept.items()
+        for (within, name), held in sorted(kept.items(), key=lambda row: (row[0][0] != OWN, row[0]))
     )
     return markdown(("within", "attack", "images tried", "changed their class"), rows)
 

@@ -7,6 +7,7 @@
 | animation (GIF, WebP, APNG) | the first frame |
 | EXIF orientation | not applied, as in the published ImageNet figures |
 | 16-bit gray | scaled from 0..65535 to 0..255 (Pillow would clip nearly all of it to white) |
+| gray TIFF of 9 to 15 bits | refused: Pillow reads it as if it had 16 |
 | 32-bit integer or float | refused: the range of the values is unknown |
 | truncated, undecodable, not an image | refused |
 | any format that `FORMATS` does not name, such as EPS | refused |
@@ -201,7 +202,8 @@ class EncodedPicture:
 def _gray_of_16_bits(image: Image.Image) -> np.ndarray:
     """Return gray values from 0 to 65535 as float32, [H, W].
 
-    Pillow reads TIFF files of 9 to 15 bits as if they had 16, and leaves those in which 0 is white.
+    Pillow reads TIFF files of 9 to 15 bits as if they had 16, which are refused here, and does not
+    invert the values of files in which 0 is white, which is done here.
     """
     tags = getattr(image, "tag_v2", {})
     bits = tags.get(BITS_PER_SAMPLE, (16,))[0]

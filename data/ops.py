@@ -3,8 +3,8 @@
 timm decides which operation runs at which magnitude. These functions replace the Pillow functions
 that do the work on the pixels. Table look-ups give exactly Pillow's values. Color, sharpness, shear
 and translation differ from Pillow's by at most one level at timm's usual magnitudes, and color by
-two at larger ones. Rotation uses OpenCV's cubic kernel
-(a = -0.75, positions rounded to 1/32 pixel), while Pillow's has a = -1.
+two at larger ones. Rotation uses OpenCV's cubic kernel (a = -0.75, positions rounded to 1/32
+pixel), while Pillow's has a = -1.
 """
 
 import math

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from timm.utils.model_ema import ModelEmaV3
-from torch import nn
+from torch import Tensor, nn
 
 from data import (
     DataError,
@@ -18,6 +18,7 @@ from data import (
 )
 from data.build import sizes_by_epoch
 from data.dataset import ImageDataset, TrainDataset
+from data.loader import EvalBatches
 from lipsformer._checks import require
 from lipsformer._errors import ConfigError, first_line
 from lipsformer.config import Config
@@ -50,34 +51,14 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Tr
         DataError: If something of the data is missing or unexpected.
     """
     step_share = share_of_step(config.train, accelerator.num_processes)
-    with accelerator.main_process_first():  # it may have to download
-        train_set, val_set = build_datasets(
-            config.data, config.augment, seed=config.train.seed, epochs=config.train.epochs
-        )
-    # Ranks without an image would not take part in the evaluation, and the others would wait.
-    enough = len(val_set) >= accelerator.num_processes or not accelerator.is_fsdp2
-    allowed = f"it has {len(val_set)} images, and each process of a sharded model needs one"
-    require(enough, "data.val_split", config.data.val_split, allowed)
+    train_set, val_set = _data_sets(config, accelerator)
     classes = train_set.classes
     sizes = check_images(config, train_set, val_set)
-    share = {
-        "rank": accelerator.process_index,
-        "world_size": accelerator.num_processes,
-        "num_workers": config.data.num_workers,
-    }
-    train_batches = TrainBatches(
-        train_set,
-        global_batch_size=config.train.global_batch_size,
-        batch_size_per_device=step_share.samples,
-        seed=config.train.seed,
-        drop_last=config.train.drop_last,
-        pin_memory=accelerator.device.type == "cuda",
-        repeats=config.augment.repeats,
-        **share,
+    train_batches, eval_batches = _loaders(
+        config, accelerator, train_set, val_set, step_share.samples
     )
     check_model(config, classes, sizes, train_batches.smallest_micro_batch())
     teacher = load_teacher(config, classes, sizes)
-    eval_batches = eval_loader(val_set, batch_size=config.train.eval_batch_size, **share)
     normalize = Normalize(config.data.mean, config.data.std)
 
     torch.manual_seed(config.train.seed)
@@ -91,15 +72,11 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Tr
     state = _train_state(config, accelerator, model, teacher, len(classes), train_batches, compiled)
     if compiled and accelerator.device.type == "cuda":
         try_kernels(state.module, accelerator, sizes, step_share.samples)
-    probe = None
-    if config.lipschitz.monitor_every is not None:
-        images, _ = collate([val_set[i * len(val_set) // PROBES] for i in range(PROBES)])
-        probe = normalize(images.to(accelerator.device))
     pending = PendingRecords()
     state.instruments = make_instruments(
         config.lipschitz,
         state,
-        probe=probe,
+        probe=_probe(config, accelerator, val_set, normalize),
         domain=domain,
         write=pending.add,
     )
@@ -125,6 +102,55 @@ def assemble(config: Config, accelerator: Accelerator, start: Path | None) -> Tr
         step_share=step_share,
         pending=pending,
     )
+
+
+def _data_sets(config: Config, accelerator: Accelerator) -> tuple[TrainDataset, ImageDataset]:
+    """Build the data sets for training and evaluation, on the first process before the others."""
+    with accelerator.main_process_first():  # it may have to download
+        train_set, val_set = build_datasets(
+            config.data, config.augment, seed=config.train.seed, epochs=config.train.epochs
+        )
+    # Ranks without an image would not take part in the evaluation, and the others would wait.
+    enough = len(val_set) >= accelerator.num_processes or not accelerator.is_fsdp2
+    allowed = f"it has {len(val_set)} images, and each process of a sharded model needs one"
+    require(enough, "data.val_split", config.data.val_split, allowed)
+    return train_set, val_set
+
+
+def _loaders(
+    config: Config,
+    accelerator: Accelerator,
+    train_set: TrainDataset,
+    val_set: ImageDataset,
+    samples: int,
+) -> tuple[TrainBatches, EvalBatches]:
+    """Return the loaders of this process, with `samples` training images per forward pass."""
+    share = {
+        "rank": accelerator.process_index,
+        "world_size": accelerator.num_processes,
+        "num_workers": config.data.num_workers,
+    }
+    train_batches = TrainBatches(
+        train_set,
+        global_batch_size=config.train.global_batch_size,
+        batch_size_per_device=samples,
+        seed=config.train.seed,
+        drop_last=config.train.drop_last,
+        pin_memory=accelerator.device.type == "cuda",
+        repeats=config.augment.repeats,
+        **share,
+    )
+    return train_batches, eval_loader(val_set, batch_size=config.train.eval_batch_size, **share)
+
+
+def _probe(
+    config: Config, accelerator: Accelerator, val_set: ImageDataset, normalize: Normalize
+) -> Tensor | None:
+    """Return the validation images at which the monitor reads attention; None without monitor."""
+    if config.lipschitz.monitor_every is None:
+        return None
+    images, _ = collate([val_set[i * len(val_set) // PROBES] for i in range(PROBES)])
+    return normalize(images.to(accelerator.device))
 
 
 def _train_state(

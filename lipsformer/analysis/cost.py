@@ -317,10 +317,14 @@ def training_bytes(
 
     The saved activations are measured at batch sizes 2 and 3 and extrapolated linearly, because
     BatchNorm refuses to train on one image whose map is 1 x 1. Temporary memory of kernels and of
-    the backward pass is not included. On a CPU in float32, the estimate and the measured peak
-    (without the memory that libraries had taken before) were, in GiB: 0.145 and 0.242 for
-    lipsformer_nano at 32 px and batch 64, 0.475 and 0.768 at batch 256; 0.724 and 0.903 for
-    lipsformer_tiny at 224 px and batch 4, 0.800 and 0.977 for lipsformer_swin_tiny.
+    the backward pass is not included. On a CPU in float32, without the memory that libraries had
+    taken before::
+
+        model                 image   batch   estimate    measured peak
+        lipsformer_nano       32 px      64   0.145 GiB   0.242 GiB
+        lipsformer_nano       32 px     256   0.475 GiB   0.768 GiB
+        lipsformer_tiny      224 px       4   0.724 GiB   0.903 GiB
+        lipsformer_swin_tiny 224 px       4   0.800 GiB   0.977 GiB
 
     Args:
         model: The model, on the device of the training. Its gradients do not change.

@@ -113,19 +113,7 @@ def _find_start(config: Config) -> Path | None:
             f"run.output_dir={str(output_dir)!r} already holds a run: continue it with "
             "run.resume=auto or name another folder"
         )
-    newest = run.checkpoints().newest()
-    if newest is None and run.checkpoints().numbered():
-        raise ConfigError(
-            f"{run.checkpoints().path} holds no intact checkpoint: restore one of them, or remove "
-            "them all to train from the beginning"
-        )
-    if newest is not None and not run.exists():
-        raise ConfigError(
-            f"run.output_dir={str(output_dir)!r} holds checkpoints, but their {CONFIG} is missing: "
-            f"copy it from {newest} to continue them, or name another folder"
-        )
-    if newest is not None:
-        _require_format(newest)
+    newest = _newest(run)
     if run.exists():
         _require_same(run.config(), config, str(output_dir), run.path / SKIPPED)
     if newest is not None:
@@ -136,8 +124,38 @@ def _find_start(config: Config) -> Path | None:
             f"run.output_dir={str(output_dir)!r} began with {origin}, but holds no checkpoint yet: "
             f"repeat the command with run.resume={origin}, or name another folder"
         )
-    if named is None:
+    if named is not None:
+        _require_usable(named, config)
+    return named
+
+
+def _newest(run: RunFolder) -> Path | None:
+    """Return the newest intact checkpoint of a run; None if it has no checkpoint at all.
+
+    Raises:
+        ConfigError: If it has checkpoints, but cannot continue from one of them.
+    """
+    checkpoints = run.checkpoints()
+    newest = checkpoints.newest()
+    if newest is None:
+        if checkpoints.numbered():
+            raise ConfigError(
+                f"{checkpoints.path} holds no intact checkpoint: restore one of them, or remove "
+                "them all to train from the beginning"
+            )
         return None
+    if not run.exists():
+        raise ConfigError(
+            f"run.output_dir={str(run.path)!r} holds checkpoints, but their {CONFIG} is missing: "
+            f"copy it from {newest} to continue them, or name another folder"
+        )
+    _require_format(newest)
+    return newest
+
+
+def _require_usable(named: Path, config: Config) -> None:
+    """Raise unless the checkpoint that `run.resume` names can be continued with a config."""
+    resume = config.run.resume
     if not named.is_dir():
         raise ConfigError(f"run.resume={resume!r}: there is no such checkpoint folder")
     if fault := find_fault(named):
@@ -145,7 +163,6 @@ def _find_start(config: Config) -> Path | None:
     _require_format(named)
     skipped = named.resolve().parent.parent / SKIPPED
     _require_same(read_config(Config, named / CONFIG), config, resume, skipped)
-    return named
 
 
 def _check_folder(output_dir: Path) -> None:

@@ -22,9 +22,9 @@ class GraphModelConfig:
     """Choose the network.
 
     Args:
-        name: Name that `create_model` knows.
-        hidden_channels: Width of the layers, or of each head in models with heads.
-        num_layers: Number of layers.
+        name: Name of the network, such as `deep_gat`; docs/graph.md lists all.
+        hidden_channels: Width of the layers, or of each head in models with heads; at least 1.
+        num_layers: Number of layers, at least 1.
         kwargs: Keyword arguments of the model's class.
 
     Example:
@@ -47,28 +47,31 @@ class GraphDataConfig:
     """Choose the graph and how training divides it. Evaluation always sees the whole graph.
 
     Args:
-        name: Name that `data.graphs.load_graph` knows, or `trees` for Tree-NeighborsMatch.
+        name: Name of the graph, such as `cora`, or `trees` for Tree-NeighborsMatch; docs/graph.md
+            lists all.
         root: Folder that holds the folder `graphs`; null for the environment variable
             LIPSFORMER_DATA, or `datasets` if that is not set.
         download: Whether to download a graph that is missing.
-        split: Number of the split, for data sets that have several.
+        split: Number of the split, from 0, for data sets that have several.
         split_seed: Seed of a random split with 20 training nodes per class, 500 validation nodes
-            and 1,000 test nodes; null for the split that comes with the data.
+            and 1,000 test nodes, at least 0 and below 2^63; null for the split that comes with the
+            data.
         normalize_features: Whether to divide the features of every node by their sum.
         undirected: Whether to add the reverse of every edge.
-        missing_rate: Share of the nodes outside the training set whose features are set to zero.
-        missing_seed: Seed that draws these nodes.
+        missing_rate: Share of the nodes outside the training set whose features are set to zero,
+            in [0, 1].
+        missing_seed: Seed that draws these nodes, at least 0 and below 2^63.
         loader: `full` trains on the whole graph, `neighbor` on sampled neighborhoods, `cluster`
             on METIS clusters, and `partition` on random parts that are drawn in every epoch.
-        batch_size: Number of seed nodes, or of trees, in a batch.
-        num_neighbors: Number of neighbors that `neighbor` samples per layer.
-        num_parts: Number of parts of `cluster` and `partition`.
-        parts_per_step: Number of parts that a step joins, with the edges between them.
+        batch_size: Number of seed nodes of `neighbor`, or of trees, in a batch; at least 1.
+        num_neighbors: Number of neighbors that `neighbor` samples in each layer.
+        num_parts: Number of parts of `cluster` and `partition`, at least 1.
+        parts_per_step: Number of parts that a step joins, with the edges between them; at least 1.
         halo_hops: With several processes, number of hops of neighbors within the step that each
-            one adds to its parts; null for the number of layers and one more.
-        tree_depth: Depth of the trees, in 1..15.
+            one adds to its parts, at least 0; null for the number of layers and one more.
+        tree_depth: Depth of the trees, from 1 to 15.
         num_trees: Number of trees, at least 10, so that no split is empty.
-        tree_seed: Seed that draws the trees.
+        tree_seed: Seed that draws the trees, at least 0 and below 2^63.
 
     Example:
         >>> GraphDataConfig(name="cora", missing_rate=1.0).loader
@@ -138,20 +141,21 @@ class GraphTrainConfig:
     """Set up the training with Adam, which runs once per seed.
 
     Args:
-        lr: Learning rate.
-        weight_decay: Weight decay.
-        layer_weight_decay: Weight decay of the layers between the encoder and the head; null for
-            `weight_decay`.
-        epochs: Largest number of epochs.
-        patience: Stop after this many epochs without a better value of `stop_on`.
-        stop_on: What must get better on the validation nodes: `either` its accuracy or its loss,
-            the `accuracy`, or the `loss`.
-        plateau_patience: Halve the learning rate after more than this many epochs in a row whose
-            validation loss is not better by 0.01 %; null keeps it constant.
-        clip_grad: Largest 2-norm of the gradient; null for no limit.
-        seeds: Seeds.
-        profile_every: Record the gradient norms and the similarity of all layers every so many
-            epochs, and plot them at the end; 0 for never.
+        lr: Learning rate, above 0.
+        weight_decay: Weight decay, at least 0.
+        layer_weight_decay: Weight decay of the layers between the encoder and the head, at least 0;
+            null for `weight_decay`.
+        epochs: Largest number of epochs, at least 1.
+        patience: Number of epochs without a better value of `stop_on` after which training stops,
+            at least 1.
+        stop_on: What must get better on the validation nodes: the `accuracy`, the `loss`, or
+            `either` of the two.
+        plateau_patience: Number of epochs in a row, at least 1, whose validation loss may fail to
+            get better by 0.01 %. One more halves the learning rate. Null keeps it constant.
+        clip_grad: Largest 2-norm of the gradient, above 0; null for no limit.
+        seeds: Seeds, each at least 0 and below 2^32. Every seed is one training.
+        profile_every: Number of epochs between two records of the gradient norms and the similarity
+            of all layers, which are plotted at the end; 0 for none.
 
     Example:
         >>> GraphTrainConfig(seeds=(0, 1, 2)).lr
@@ -196,8 +200,8 @@ class GraphRunConfig:
 
     Args:
         output_dir: Folder to write to.
-        device: Device to train on.
-        checkpoint_every: Number of epochs between checkpoints.
+        device: Device to train on, such as `cpu` or `cuda`.
+        checkpoint_every: Number of epochs between two checkpoints, at least 1.
         tensorboard: Whether to write TensorBoard logs.
 
     Example:
@@ -243,12 +247,12 @@ class GraphSweepConfig:
     Args:
         config: Config file of the run that all others vary, relative to the file of the sweep.
         overrides: `key=value` settings of all runs.
-        cases: Named rows; each is a text of `key=value` overrides that are separated by blanks.
+        cases: Name of each case -> its `key=value` settings, separated by blanks.
         grid: Entries `key=value,value,...`; every case runs with every combination.
-        seeds: Seeds of every run.
+        seeds: Seeds of every run, each at least 0 and below 2^32.
         output_dir: Folder of the runs, the table and the plot.
         results: JSONL file of the finished runs; null for `results.jsonl` in `output_dir`.
-        num_workers: Number of parallel processes with one thread each.
+        num_workers: Number of parallel processes with one thread each, at least 1.
         x: Key of the grid on the x axis of the plot; null for no plot.
         log_x: Whether the x axis is logarithmic.
 

@@ -12,10 +12,11 @@ from lipsformer._hooks import has_own_forward, would_run_hooks
 
 
 def declared(branch: Any, name: str) -> Any:
-    """Return `name` of the class that defines the branch's forward function, None without it.
+    """Return the attribute `name` of the class that defines the branch's forward function.
 
-    A subclass with its own forward function inherits the attribute, but need not do what it says.
-    Nor need a forward function that was set on the branch itself.
+    None if that class does not have it itself, or if a forward function was set on the branch.
+    An attribute is a promise about one forward function: a subclass that overrides the function
+    inherits the attribute, but need not keep the promise.
     """
     if has_own_forward(branch):
         return None
@@ -77,8 +78,10 @@ class Entering:
 def enter(residual: Any, x: Tensor, context: tuple[Any, ...]) -> Entering:
     """Draw which samples of a map enter the branch.
 
-    All of them do if the branch has further arguments, which may belong to samples. So they do if
-    no sample is kept: the factors are 0 then, and every parameter gets a gradient.
+    Every sample enters in two cases:
+
+    - The branch has further arguments (`context`), which may belong to samples.
+    - All samples are dropped. Their factors are 0 then, and every parameter gets a gradient.
     """
     mask, kept = (residual.draw_mask(x), None) if context else draw(residual, x)
     if mask is not None and len(mask) == 0:

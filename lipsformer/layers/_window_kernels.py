@@ -35,8 +35,8 @@ def cpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
 def gpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
     """Return why the GPU's kernel would not compute what these modules compute."""
     has_bias = arrangement.bias is not None
-    most = kernels.MAX_GPU_TOKENS_WITH_BIAS if has_bias else kernels.MAX_GPU_TOKENS
-    obstacle = _common_obstacle(channels, arrangement, most)
+    max_tokens = kernels.MAX_GPU_TOKENS_WITH_BIAS if has_bias else kernels.MAX_GPU_TOKENS
+    obstacle = _common_obstacle(channels, arrangement, max_tokens)
     if obstacle is not None:
         return obstacle
     first, *others = arrangement.attentions
@@ -48,10 +48,10 @@ def gpu_obstacle(channels: int, arrangement: Arrangement) -> str | None:
     return None
 
 
-def _common_obstacle(channels: int, arrangement: Arrangement, most: int) -> str | None:
-    """Return why neither kernel would compute it, with at most so many tokens in a window."""
-    if any(h * w > most for h, w in arrangement.windows):
-        return f"a window has more than {most} tokens"
+def _common_obstacle(channels: int, arrangement: Arrangement, max_tokens: int) -> str | None:
+    """Return why no kernel with windows of at most `max_tokens` tokens would compute it."""
+    if any(h * w > max_tokens for h, w in arrangement.windows):
+        return f"a window has more than {max_tokens} tokens"
     return _module_obstacle(arrangement) or _size_obstacle(channels, arrangement)
 
 

@@ -83,6 +83,9 @@ def orthogonalize(weight: Tensor, exact: bool = False) -> Tensor:
             below 1e-13 of the largest one counts as 0, and stays 0. LAPACK's singular value
             decomposition would be shorter, but may fail where singular values are equal.
 
+    Returns:
+        A new tensor with the shape and the dtype of `weight`.
+
     Example:
         >>> import torch
         >>> from lipsformer.layers import orthogonalize

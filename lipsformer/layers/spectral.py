@@ -185,11 +185,13 @@ class SpectralScale(nn.Module):
     .. math:: W \leftarrow c\, W / \sigma_{max}(W)
         \quad\text{or}\quad W \leftarrow c\, W / \max(c, \sigma_{max}(W))
 
-    The scale is computed in float32 or better, under autocast too. Rounding the result to half
-    precision errs by at most half a unit in the last place times the Frobenius norm of W, which is
-    then added to the largest singular value, and by half of the smallest number for each entry
-    below the normal ones, which is subtracted from c: the largest singular value of the rounded
-    weight stays below c.
+    The scale is computed in float32 or better, under autocast too. For a weight in half precision
+    it leaves room for rounding, so that the largest singular value of the rounded weight stays
+    below c. Two errors are allowed for:
+
+    - Normal numbers err together by at most half a unit in the last place times the Frobenius norm
+      of W. This is added to the largest singular value.
+    - Each subnormal number errs by at most half of the smallest one. This is subtracted from c.
 
     Shape:
         weight: [out, in]. The output has the same shape.

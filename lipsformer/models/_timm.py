@@ -81,10 +81,7 @@ class TimmInterface(nn.Module):
             ValueError: If a side is not a positive multiple of the patch size.
         """
         if img_size is not None:
-            patch_size = self.patch_embed.patch_size
-            sides = cast(tuple[int, int], to_2tuple(img_size))
-            if any(side < 1 or side % patch_size != 0 for side in sides):
-                raise ValueError(f"img_size={img_size} is not a positive multiple of {patch_size=}")
+            check_img_size(img_size, self.patch_embed.patch_size)
             update_model_input_size(self, img_size)
 
     def get_classifier(self) -> nn.Module:
@@ -186,6 +183,13 @@ class TimmInterface(nn.Module):
             pre_logits: Return the pooled features.
         """
         return self.head(x, pre_logits=True) if pre_logits else self.head(x)
+
+
+def check_img_size(img_size: int | tuple[int, int], patch_size: int) -> None:
+    """Raise a `ValueError` unless both sides are positive multiples of the patch size."""
+    sides = cast(tuple[int, int], to_2tuple(img_size))
+    if any(side < 1 or side % patch_size != 0 for side in sides):
+        raise ValueError(f"img_size={img_size} is not a positive multiple of {patch_size=}")
 
 
 def create(

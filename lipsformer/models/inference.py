@@ -63,33 +63,8 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
             such as LoRA, so that the folded model would compute something else. Also if a hook
             computes a weight, as in pruned models.
     """
-    if model.training:
-        raise ValueError("the model is in training mode: call model.eval() first")
-    if any(isinstance(module, FrozenLinear) for module in model.modules()):
-        raise TypeError(
-            f"this {type(model).__name__} is folded already: use it as it is, or pass the model "
-            "from which it was made"
-        )
-    if has_own_forward(model):
-        raise TypeError(
-            f"this {type(model).__name__} has a forward function of its own, which the folded "
-            "model would lose (torch.compile and Accelerate set one): pass the model without it"
-        )
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                raise TypeError(
-                    f"{name}.{key} is computed by a hook, as by torch.nn.utils.prune: make it a "
-                    "parameter again, for example by prune.remove or remove_weight_norm"
-                )
+    _require_foldable(model)
     folded = copy.deepcopy(model)
-    if not any(
-        isinstance(module, (CenterNorm, ScaledCosineAttention)) for module in folded.modules()
-    ):
-        raise NothingToFoldError(
-            f"{type(model).__name__} has nothing to fold: pass a LipsFormer or a model of convert()"
-        )
-    require_single_use(folded, "cannot be folded for both places")
     for name, module in list(folded.named_modules()):
         fold = FOLDS.get(type(module))
         if fold is None:
@@ -109,6 +84,36 @@ def optimize_for_inference(model: nn.Module) -> nn.Module:
                 setattr(parent, name, FrozenLinear(cast(nn.Linear, child)))
     folded.forward = RecordedForward(folded).forward
     return folded.requires_grad_(False).eval()
+
+
+def _require_foldable(model: nn.Module) -> None:
+    """Raise an error that `optimize_for_inference` documents if a model cannot be folded."""
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+    if any(isinstance(module, FrozenLinear) for module in model.modules()):
+        raise TypeError(
+            f"this {type(model).__name__} is folded already: use it as it is, or pass the model "
+            "from which it was made"
+        )
+    if has_own_forward(model):
+        raise TypeError(
+            f"this {type(model).__name__} has a forward function of its own, which the folded "
+            "model would lose (torch.compile and Accelerate set one): pass the model without it"
+        )
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                raise TypeError(
+                    f"{name}.{key} is computed by a hook, as by torch.nn.utils.prune: make it a "
+                    "parameter again, for example by prune.remove or remove_weight_norm"
+                )
+    if not any(
+        isinstance(module, (CenterNorm, ScaledCosineAttention)) for module in model.modules()
+    ):
+        raise NothingToFoldError(
+            f"{type(model).__name__} has nothing to fold: pass a LipsFormer or a model of convert()"
+        )
+    require_single_use(model, "cannot be folded for both places")
 
 
 __getattr__ = renamed(__name__)

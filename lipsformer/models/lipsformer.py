@@ -6,11 +6,11 @@ downsampling of their backbones. Tokens are channels last throughout.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from timm.layers import ClassifierHead, to_2tuple
+from timm.layers import ClassifierHead
 from timm.models._manipulate import checkpoint_seq
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ from lipsformer.layers._residual_kernels import declared
 from lipsformer.layers.spectral import require_own_weights
 from lipsformer.models._core import check_attn, make_core
 from lipsformer.models._fused import computed_at, in_one_call
-from lipsformer.models._timm import TimmInterface
+from lipsformer.models._timm import TimmInterface, check_img_size
 from lipsformer.models.embed import ConvStem, PatchEmbed
 from lipsformer.models.folded_layers import FoldedConv, FoldedResidual, FrozenLinear
 from lipsformer.models.folding import register_fold, require_ending, require_plain
@@ -325,38 +325,21 @@ class LipsFormer(TimmInterface):
             **dd,
         }
         self.proj_options = {"proj_drop": proj_drop_rate, **dd}  # for the modules of make_attn
-        self.feature_info: list[dict[str, Any]] = []
 
         embed = ConvStem if stem == "conv" else PatchEmbed
         self.patch_embed = embed(patch_size, in_chans, embed_dim, **dd)
-        num_blocks = sum(depths)
-        if residual_scale is None:
-            residual_scale = 1.0 / num_blocks
-        drop_paths = [drop_path_rate * i / max(num_blocks - 1, 1) for i in range(num_blocks)]
-        stages = []
-        for stage, depth in enumerate(depths):
-            dim, blocks_before = embed_dim * 2**stage, sum(depths[:stage])
-            blocks = [
-                LipsFormerBlock(
-                    dim,
-                    self.make_attn(stage, block, dim),
-                    attn_norm=self.attn_norm,
-                    residual_scale=residual_scale,
-                    mlp_ratio=mlp_ratio,
-                    proj_drop=proj_drop_rate,
-                    drop_path=drop_paths[blocks_before + block],
-                    **dd,
-                )
-                for block in range(depth)
-            ]
-            downsample = nn.Identity()
-            if stage > 0:
-                downsample = type(self).downsample_layer(dim // 2, dim, **dd)
-            stages.append(LipsFormerStage(downsample, blocks))
-            self.feature_info.append(
-                {"num_chs": dim, "reduction": patch_size * 2**stage, "module": f"stages.{stage}"}
-            )
-        self.stages = nn.Sequential(*stages)
+        self.stages = self._make_stages(
+            depths,
+            drop_path_rate,
+            dd,
+            residual_scale=1.0 / sum(depths) if residual_scale is None else residual_scale,
+            mlp_ratio=mlp_ratio,
+            proj_drop=proj_drop_rate,
+        )
+        self.feature_info = [
+            {"num_chs": embed_dim * 2**i, "reduction": patch_size * 2**i, "module": f"stages.{i}"}
+            for i in range(len(depths))
+        ]
         self.norm = CenterNorm(self.num_features, **dd) if self.final_norm else nn.Identity()
         self.head = ClassifierHead(
             self.num_features,
@@ -369,6 +352,39 @@ class LipsFormer(TimmInterface):
         self.head_hidden_size = self.head.num_features
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
+
+    def _make_stages(
+        self, depths: tuple[int, ...], drop_path_rate: float, dd: dict[str, Any], **options: Any
+    ) -> nn.Sequential:
+        """Build all stages.
+
+        Args:
+            depths: Number of blocks of each stage.
+            drop_path_rate: Drop path rate of the last block, rising linearly from 0.
+            dd: `device` and `dtype` of the parameters.
+            **options: Arguments that every `LipsFormerBlock` gets.
+        """
+        num_blocks, blocks_before = sum(depths), 0
+        stages = []
+        for stage, depth in enumerate(depths):
+            dim = self.embed_dim * 2**stage
+            blocks = [
+                LipsFormerBlock(
+                    dim,
+                    self.make_attn(stage, block, dim),
+                    attn_norm=self.attn_norm,
+                    drop_path=drop_path_rate * (blocks_before + block) / max(num_blocks - 1, 1),
+                    **options,
+                    **dd,
+                )
+                for block in range(depth)
+            ]
+            blocks_before += depth
+            downsample = nn.Identity()
+            if stage > 0:
+                downsample = type(self).downsample_layer(dim // 2, dim, **dd)
+            stages.append(LipsFormerStage(downsample, blocks))
+        return nn.Sequential(*stages)
 
     def make_attn(self, stage: int, block: int, dim: int) -> nn.Module:
         """Build the attention of one block on [B, H, W, C]; `block` counts within the stage."""
@@ -415,9 +431,7 @@ def _check_settings(
         raise ValueError(f"patch_size={patch_size} must be one integer, because patches are square")
     check_count("patch_size", patch_size)
     check_count("in_chans", in_chans)
-    sides = cast(tuple[int, int], to_2tuple(img_size))
-    if any(side < 1 or side % patch_size != 0 for side in sides):
-        raise ValueError(f"img_size={img_size} is not a positive multiple of {patch_size=}")
+    check_img_size(img_size, patch_size)
     check_drop_path("drop_path_rate", drop_path_rate)
 
 

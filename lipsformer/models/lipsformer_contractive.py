@@ -222,19 +222,7 @@ class LipsFormerContractive(TimmInterface):
                 argument is in its range, and the heads divide the channels of attention.
         """
         super().__init__()
-        if not len(dims) == len(depths) == len(window_size):
-            raise ValueError(f"{dims=}, {depths=} and {window_size=} must be of one length")
-        check_depths(depths)
-        check_count("patch_size", patch_size)
-        height, width = cast(tuple[int, int], to_2tuple(img_size))
-        reduction = patch_size * 2 ** (len(dims) - 1)
-        if any(side < 1 or side % reduction != 0 for side in (height, width)):
-            raise ValueError(
-                f"img_size={img_size} is not a positive multiple of {reduction}, which is "
-                "patch_size * 2 ** (number of stages - 1)"
-            )
-        if any(dim < 8 or dim % 8 != 0 for dim in dims):
-            raise ValueError(f"dims={dims} must be positive multiples of 8")
+        _check_stages(dims, depths, window_size, img_size, patch_size)
         check_fraction("attn_share", attn_share)
         check_fraction("attn_least", attn_least)
         check_count("head_dim", head_dim)
@@ -243,6 +231,8 @@ class LipsFormerContractive(TimmInterface):
         if weight_init not in ("", "skip"):
             raise ValueError(f"weight_init must be '' or 'skip', got {weight_init!r}")
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        height, width = cast(tuple[int, int], to_2tuple(img_size))
+        reduction = patch_size * 2 ** (len(dims) - 1)
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.output_fmt, self.img_size = "NHWC", (height, width)
         self.attn_share, self.attn_least, self.head_dim = attn_share, attn_least, head_dim
@@ -354,6 +344,29 @@ class LipsFormerContractive(TimmInterface):
         """Return all tokens of the last stage as one, [B, 1, 1, H' W' C]."""
         check_size(x, self.img_size)
         return super().forward_features(x)
+
+
+def _check_stages(
+    dims: tuple[int, ...],
+    depths: tuple[int, ...],
+    window_size: tuple[int, ...],
+    img_size: int | tuple[int, int],
+    patch_size: int,
+) -> None:
+    """Raise a `ValueError` if the stages do not fit each other or the image."""
+    if not len(dims) == len(depths) == len(window_size):
+        raise ValueError(f"{dims=}, {depths=} and {window_size=} must be of one length")
+    check_depths(depths)
+    check_count("patch_size", patch_size)
+    reduction = patch_size * 2 ** (len(dims) - 1)
+    sides = cast(tuple[int, int], to_2tuple(img_size))
+    if any(side < 1 or side % reduction != 0 for side in sides):
+        raise ValueError(
+            f"img_size={img_size} is not a positive multiple of {reduction}, which is "
+            "patch_size * 2 ** (number of stages - 1)"
+        )
+    if any(dim < 8 or dim % 8 != 0 for dim in dims):
+        raise ValueError(f"dims={dims} must be positive multiples of 8")
 
 
 # FX cannot trace the check. timm's `register_notrace_function` would work only in the file that

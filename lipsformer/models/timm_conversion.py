@@ -306,54 +306,31 @@ def _is_kept(scale: nn.Module, keeps_scales: bool) -> bool:
 
 
 def _check_convertible(model: nn.Module, keeps_scales: bool) -> None:
-    for block in _blocks(model):
-        if type(block) not in (Block, SwinTransformerBlock):
-            raise TypeError(f"{type(block).__name__} is not converted: only plain pre-norm blocks")
-        attn = block.attn
-        if type(attn) in (CosineAttention, CosineWindowAttention):
-            raise TypeError("the model has been converted before")
-        if type(attn) not in (Attention, WindowAttention):
-            raise TypeError(f"{type(attn).__name__} is not converted: only plain attention")
-        if isinstance(attn, Attention) and (
-            attn.gate is not None
-            or not isinstance(attn.q_norm, nn.Identity)
-            or not isinstance(attn.norm, nn.Identity)
-        ):
-            raise TypeError("attention with a gate or norms of its own is not converted")
-        if type(block.mlp) is not Mlp:
-            raise TypeError(
-                f"{type(block.mlp).__name__} is not converted: gated MLPs multiply two linear maps "
-                "and have no Lipschitz constant; use timm's Mlp"
-            )
+    """Raise a `TypeError` if the model or one of its parts has no Lipschitz form here.
+
+    Args:
+        model: The model, which is left as it is.
+        keeps_scales: Whether the model's own layer scales stay.
+    """
+    blocks = _blocks(model)
+    for block in blocks:
+        _check_block(block)
     require_single_use(model, "is not converted")
     if getattr(model, "attn_pool", None) is not None:
         raise TypeError("attention pooling is not converted: use global_pool='avg' or 'token'")
-    of_blocks = {norm for block in _blocks(model) for norm in (block.norm1, block.norm2)}
-    of_attention = {
-        part
-        for block in _blocks(model)
-        for name, part in block.attn.named_children()
-        if name not in ("qkv", "proj", "proj_drop")
-    }
-    scales = {
-        scale
-        for block in _blocks(model)
-        if isinstance(block, Block)
-        for scale in (block.ls1, block.ls2)
-        if not _is_kept(scale, keeps_scales)
-    }
+    norms = {norm for block in blocks for norm in (block.norm1, block.norm2)}
+    replaced = {part for block in blocks for part in _replaced_parts(block, keeps_scales)}
     for name, module in model.named_modules():
         kind = type(module)
         is_norm = isinstance(module, nn.LayerNorm) or "norm" in kind.__name__.lower()
-        if (is_norm or module in of_blocks) and kind not in NORMS:
+        if (is_norm or module in norms) and kind not in NORMS:
             raise TypeError(
                 f"{name} is a {kind.__name__}: only LayerNorm over the channels of tokens, in the "
                 "last dimension, is converted"
             )
         if isinstance(module, nn.LayerNorm) and module.weight is None:
             raise TypeError(f"{name} is a LayerNorm without gains, which is not converted")
-        lost = module in of_attention or module in scales
-        if lost or kind in (*NORMS, Attention, WindowAttention):
+        if module in replaced or kind in (*NORMS, Attention, WindowAttention):
             if has_hooks(module):
                 raise TypeError(
                     f"{name} has hooks, which would be lost: register them after convert"
@@ -363,6 +340,35 @@ def _check_convertible(model: nn.Module, keeps_scales: bool) -> None:
                     f"{name} has a forward function of its own, which would be lost: set it after "
                     "convert"
                 )
+
+
+def _check_block(block: Any) -> None:
+    if type(block) not in (Block, SwinTransformerBlock):
+        raise TypeError(f"{type(block).__name__} is not converted: only plain pre-norm blocks")
+    attn = block.attn
+    if type(attn) in (CosineAttention, CosineWindowAttention):
+        raise TypeError("the model has been converted before")
+    if type(attn) not in (Attention, WindowAttention):
+        raise TypeError(f"{type(attn).__name__} is not converted: only plain attention")
+    if isinstance(attn, Attention) and (
+        attn.gate is not None
+        or not isinstance(attn.q_norm, nn.Identity)
+        or not isinstance(attn.norm, nn.Identity)
+    ):
+        raise TypeError("attention with a gate or norms of its own is not converted")
+    if type(block.mlp) is not Mlp:
+        raise TypeError(
+            f"{type(block.mlp).__name__} is not converted: gated MLPs multiply two linear maps "
+            "and have no Lipschitz constant; use timm's Mlp"
+        )
+
+
+def _replaced_parts(block: Any, keeps_scales: bool) -> list[nn.Module]:
+    """Return the parts of a block's attention, and its layer scales, that are not taken over."""
+    kept = ("qkv", "proj", "proj_drop")
+    parts = [part for name, part in block.attn.named_children() if name not in kept]
+    scales = (block.ls1, block.ls2) if isinstance(block, Block) else ()
+    return parts + [scale for scale in scales if not _is_kept(scale, keeps_scales)]
 
 
 def _layer_scale(norm: nn.LayerNorm, value: float) -> nn.Module:
