@@ -1,6 +1,7 @@
 """The report of a run: its figures against loops, its page against what browsers need."""
 
 import errno
+import hashlib
 import html.parser
 import json
 import logging
@@ -164,14 +165,24 @@ def test_mistakes_are_those_of_a_loop_over_the_images(run: Path) -> None:
         assert float(rest) == pytest.approx(100 * q, abs=0.051)
 
 
+def write_certificate(run: Path, sets: dict[str, Any], weights: str) -> None:
+    """Write a certificate of a file of weights beside it."""
+    file = max((run / "checkpoints").iterdir()) / weights
+    named = {"file": weights, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    file.with_name("certificate.json").write_text(json.dumps({"weights": named, "sets": sets}))
+
+
 def test_a_certificate_beside_the_weights_has_a_section(run: Path, tmp_path: Path) -> None:
     assert 'id="certificates"' not in read_page(run)[0]
     copied = shutil.copytree(run, tmp_path / "run")
     radii = [0.001 * (i + 1) for i in range(360)]
     premises = {"logits": [[1.0, 0.0]] * 360, "labels": [0] * 180 + [1] * 180}
-    claims = {"data": {"executed": radii, "premises": premises}}
-    beside = max((copied / "checkpoints").iterdir()) / "certificate.json"
-    beside.write_text(json.dumps({"sets": claims}))
+    sets = {"data": {"executed": radii, "premises": premises}}
+    (other,) = {"model.safetensors", "ema.safetensors"} - {best_file(run)}
+    write_certificate(copied, sets, other)  # whose shares are not those of the best weights
+    write_report([copied], copied / "report.html", images=5)
+    assert 'id="certificates"' not in read_page(copied)[0]
+    write_certificate(copied, sets, best_file(run))
     write_report([copied], copied / "report.html", images=5)
     text, _ = read_page(copied)
     assert 'id="certificates"' in text
