@@ -165,7 +165,7 @@ def certificate_figures(
     right = np.argmax(premises["logits"], axis=1) == np.array(premises["labels"])
     picture = certify_picture(model, dataset[0][0].permute(2, 0, 1), run.config.data)
     shares = [shares_figure(run.name, claims["executed"], right)] if any(claims["executed"]) else []
-    return [*shares, picture_figure(picture)]
+    return [*shares, picture_figure(run.name, picture)]
 
 
 def readable(classes: Sequence[str]) -> list[str]:

@@ -190,6 +190,20 @@ def test_a_certificate_beside_the_weights_has_a_section(run: Path, tmp_path: Pat
     assert "Around this picture that is proved up to" in text
 
 
+def test_each_run_keeps_its_own_picture_in_markdown(run: Path, tmp_path: Path) -> None:
+    runs = [shutil.copytree(run, tmp_path / name) for name in ("a", "b")]
+    premises = {"logits": [[1.0, 0.0]], "labels": [0]}
+    for folder in runs:
+        write_certificate(
+            folder, {"data": {"executed": [0.0], "premises": premises}}, best_file(run)
+        )
+    write_report(runs, tmp_path / "ab.html", markdown=tmp_path / "md", images=5)
+    links = re.findall(
+        r"changes the class.*\]\((.+)\)", (tmp_path / "md" / "report.md").read_text()
+    )
+    assert len(set(links)) == 2 and all((tmp_path / "md" / link).exists() for link in links)
+
+
 def test_a_damaged_certificate_is_named_in_the_report(run: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(run, tmp_path / "run")
     beside = max((copied / "checkpoints").iterdir()) / "certificate.json"
