@@ -123,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@user_errors(CheckpointError, ConfigError, OSError)
+@user_errors(CheckpointError, ConfigError)
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     args = (parser or make_parser()).parse_intermixed_args(argv)
