@@ -448,6 +448,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_reason(
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere has no config.yaml: name the folder of a run"),
+        (["partial"], "partial has no environment.json: name the folder of a run"),
         (["RUN"] * 7, "7 runs; a report shows at most 6"),
         (["RUN", "--images", "-1"], "--images -1 must be at least 0"),
         (["broken"], "broken/metrics.jsonl is no JSON: repair it"),
@@ -466,13 +467,18 @@ def test_mistakes_end_in_one_line_and_write_nothing(
 ) -> None:
     for name, text in (("broken", '{"kind": "train", \n'), ("killed", '{"kind": ')):
         (tmp_path / name).mkdir()
-        shutil.copy(run / "config.yaml", tmp_path / name)
+        for file in ("config.yaml", "environment.json"):
+            shutil.copy(run / file, tmp_path / name)
         (tmp_path / name / "metrics.jsonl").write_text(text)
+    (tmp_path / "partial").mkdir()
+    for file in ("config.yaml", "metrics.jsonl"):
+        shutil.copy(run / file, tmp_path / "partial")
     places = {
         "RUN": str(run),
         "nowhere": str(tmp_path / "nowhere"),
         "broken": str(tmp_path / "broken"),
         "killed": str(tmp_path / "killed"),
+        "partial": str(tmp_path / "partial"),
         "FILE": str(tmp_path / "FILE"),
         "FILE/out.html": str(tmp_path / "FILE" / "out.html"),
     }
