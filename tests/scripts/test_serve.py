@@ -60,9 +60,13 @@ def test_a_visitor_learns_how_and_a_silent_one_holds_up_nobody(tmp_path):
                 assert response.read().decode() == f"curl --data-binary @picture.jpg {url}\n"
             with urllib.request.urlopen(url, PICTURE, timeout=serve.WAIT_S / 2) as response:
                 assert len(json.loads(response.read())) == serve.BEST
-        with socket.create_connection(place) as client:
-            client.sendall(b"POST / HTTP/1.0\r\n\r\n")
-            assert b" 411 " in client.recv(100)
+        for length, code in (
+            (b"", b" 411 "),
+            (b"Content-Length: %s\r\n" % (5000 * b"9"), b" 413 "),
+        ):
+            with socket.create_connection(place) as client:
+                client.sendall(b"POST / HTTP/1.0\r\n" + length + b"\r\n")
+                assert code in client.recv(100)
 
 
 def test_pictures_are_decoded_one_at_a_time_and_clients_that_leave_are_forgotten(tmp_path, capfd):
