@@ -111,8 +111,9 @@ def _is_unread(descriptor: int) -> bool:
 def user_errors(*kinds: type[Exception]) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Return a decorator for the `main` of a command, which prints errors of these kinds.
 
-    The command then prints one line and returns 2. Other errors keep their traceback, apart from
-    those of `quiet_pipe`. Warnings are printed as by `plain_warnings`.
+    Those of the operating system, such as a full disk or a folder that may not be read, are printed
+    too. The command then prints one line and returns 2. Other errors keep their traceback, apart
+    from those of `quiet_pipe`. Warnings are printed as by `plain_warnings`.
     """
 
     def decorate(main: Callable[..., int]) -> Callable[..., int]:
@@ -121,7 +122,7 @@ def user_errors(*kinds: type[Exception]) -> Callable[[Callable[..., int]], Calla
             try:
                 with quiet_pipe(), plain_warnings():
                     return main(*arguments, **options)
-            except kinds as error:
+            except (*kinds, OSError) as error:
                 sys.stderr.write(f"error: {error}\n")
                 return 2
 

@@ -13,6 +13,7 @@ from data.transforms import EvalTransform
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.estimate import local_lipschitz
 from lipsformer.config import DataConfig
+from lipsformer.engine.run_files import CheckpointError
 from lipsformer.engine.run_folder import Weights
 from lipsformer.engine.weights import load_model
 from scripts._certify_picture import PictureCertificate, certify_picture
@@ -95,10 +96,16 @@ class Classifier:
         """Build the classifier of weights.
 
         Raises:
-            CheckpointError: If the weights cannot be read or do not fit.
+            CheckpointError: If the weights cannot be read, do not fit or are not finite.
             ConfigError: If it is not known which model the weights belong to.
         """
         model = load_model(weights)
+        broken = [name for name, x in model.named_parameters() if not x.isfinite().all()]
+        if broken:
+            raise CheckpointError(
+                f"{weights.file} holds NaN or infinite numbers, in {broken[0]} first, so that no "
+                "class has a probability: choose other weights"
+            )
         known = weights.timm_config() or {}
         classes = weights.classes() or [f"class {i}" for i in range(known["num_classes"])]
         data = data_config(known["pretrained_cfg"], ["source=folder"], origin=str(weights.folder))

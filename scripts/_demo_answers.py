@@ -173,7 +173,7 @@ class Answers:
     def certify(self, image: np.ndarray) -> str:
         """Return what is proved about an image, and what an attack finds, as HTML."""
         try:
-            drawing = picture_figure(self.model.certify(image))
+            drawing = picture_figure(self.model.name, self.model.certify(image))
         except UnknownModuleError as error:
             return f"<p>Nothing is proved about this model: {html.escape(str(error))}</p>"
         source = InlineImage(drawing.png(), "png", drawing.title).uri

@@ -10,6 +10,7 @@ from lipsformer._configfile import dump_config
 from lipsformer._errors import ConfigError
 from lipsformer.analysis.cost import count_parameters
 from lipsformer.config import Config
+from lipsformer.engine.run_files import CONFIG, ENVIRONMENT
 from lipsformer.engine.run_folder import Weights
 
 TEXT = """---
@@ -74,9 +75,15 @@ def model_card(model: Any, weights: Weights, *, which: str, note: str | None) ->
         note: A paragraph on the data, the purpose and the limits of the model.
 
     Raises:
-        ConfigError: If the run did not evaluate the weights.
+        ConfigError: If the run did not evaluate the weights, or its records are not there.
     """
     figures, run, cfg = weights.figures, weights.run, model.pretrained_cfg
+    for file in (CONFIG, ENVIRONMENT):
+        if not (run.path / file).is_file():
+            raise ConfigError(
+                f"{run.path} has no {file}, which the model card needs: put {weights.folder.name} "
+                "back into the checkpoints of its run, or leave out the format hf"
+            )
     if figures is None:
         raise ConfigError(
             f"{run.path} holds no evaluation of {weights.file}: "

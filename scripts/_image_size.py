@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lipsformer._errors import ConfigError
+from lipsformer._errors import ConfigError, first_line
 from lipsformer.engine.preflight import try_images
 
 
@@ -26,7 +26,7 @@ def resize_input(model: Any, name: str, channels: int, img_size: int) -> None:
     if hasattr(model, "set_input_size"):
         try:
             model.set_input_size(img_size=img_size)
-        except (ValueError, AssertionError) as error:
-            raise ConfigError(f"{refusal}: {error}") from None
+        except Exception as error:  # timm's models raise whatever their operators raise
+            raise ConfigError(f"{refusal}: {first_line(error)}") from None
     device = next(model.parameters()).device
     try_images(model.eval(), torch.zeros(1, channels, img_size, img_size, device=device), refusal)

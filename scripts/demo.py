@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@user_errors(CheckpointError, ConfigError, DataError, OSError)
+@user_errors(CheckpointError, ConfigError, DataError)
 def main(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     """Run the command line."""
     args = (parser or make_parser()).parse_intermixed_args(argv)

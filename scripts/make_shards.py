@@ -153,7 +153,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> int:
     parser = parser or make_parser()
     args = parser.parse_intermixed_args(argv)
-    if args.verify == (args.source is not None) or args.images_per_shard < 1:
+    if args.images_per_shard < 1:
+        parser.error(f"--images-per-shard {args.images_per_shard} must be at least 1")
+    if args.verify == (args.source is not None):
         parser.error("give a source and a folder for shards, or --verify and a folder of shards")
     if args.verify:
         damaged = verify(args.shards)

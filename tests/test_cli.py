@@ -101,6 +101,27 @@ def test_mistakes_are_one_line(
     assert all(part in error for part in parts)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["measure", "NAME"],
+        ["replay", "NAME"],
+        ["report", "NAME"],
+        ["prepare-imagenet", "NAME"],
+        ["make-shards", "--verify", "NAME"],
+        ["import-weights", "weights.pth", "NAME"],
+        ["export", "lipsformer_nano", "out", "--checkpoint", "NAME"],
+    ],
+)
+def test_what_the_operating_system_refuses_is_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    name = 300 * "x"
+    error = said(capsys, *(name if word == "NAME" else word for word in arguments), code=2)
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert "File name too long" in error and name in error
+
+
 def test_options_may_stand_between_the_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -40,8 +40,13 @@ def shares_figure(name: str, radii: Sequence[float], right: np.ndarray) -> Drawi
 
 
 @style()
-def picture_figure(found: PictureCertificate) -> Drawing:
-    """Draw the margin of a picture over the distance: what is proved, and what an attack finds."""
+def picture_figure(name: str, found: PictureCertificate) -> Drawing:
+    """Draw the margin of a picture over the distance: what is proved, and what an attack finds.
+
+    Args:
+        name: Name of the run or model.
+        found: What is proved about the picture, and what an attack finds.
+    """
     ends = [found.everywhere, DISTANCES[0]]
     if found.around:
         ends.append(found.around)
@@ -67,7 +72,8 @@ def picture_figure(found: PictureCertificate) -> Drawing:
     axes.set(xlabel=CHANGE, ylabel="margin to the second class")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside upper left", ncols=2)
-    return Drawing("picture", "How far a picture may change", sentences(found), figure)
+    file, title = f"picture_{name.replace('/', '_')}", "How far a picture may change"
+    return Drawing(file, title, sentences(found), figure)
 
 
 def sentences(found: PictureCertificate) -> str:

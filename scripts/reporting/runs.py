@@ -9,7 +9,7 @@ from typing import Any
 
 from lipsformer._errors import ConfigError
 from lipsformer.config import Config
-from lipsformer.engine.run_files import CONFIG, METRICS
+from lipsformer.engine.run_files import CONFIG, ENVIRONMENT, METRICS
 from lipsformer.engine.run_folder import RunFolder
 
 Points = list[tuple[int, float]]
@@ -105,7 +105,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunLog]:
 
 def _read(path: Path, name: str, *, position: int, alone: bool) -> RunLog:
     folder = RunFolder(path)
-    for file in (CONFIG, METRICS):
+    for file in (CONFIG, METRICS, ENVIRONMENT):
         if not (path / file).is_file():
             raise ConfigError(f"{path} has no {file}: name the folder of a run of train.py")
     try:

@@ -18,7 +18,7 @@ from lipsformer._files import read_json
 from lipsformer.analysis.attention_maps import attention_maps
 from lipsformer.analysis.errors import confusion_matrix, most_confused_pairs, worst_mistakes
 from lipsformer.config import Config
-from lipsformer.engine.run_files import CheckpointError
+from lipsformer.engine.run_files import CheckpointError, manifest_entry
 from lipsformer.engine.run_folder import RunFolder, Weights
 from lipsformer.engine.weights import load_model
 from scripts._certificate import FILE
@@ -149,16 +149,23 @@ def _validate(run: RunLog, limit: int, which: str) -> Validation:
 def certificate_figures(
     run: RunLog, weights: Weights, model: nn.Module, dataset: ImageDataset
 ) -> list[Drawing]:
-    """Draw the certificate beside the weights, and what an attack finds for the first image."""
-    if not (weights.folder / FILE).exists():
+    """Draw the certificate of these weights, and what an attack finds for the first image.
+
+    The folder of a checkpoint may hold that of its other weights, raw or EMA, instead.
+    """
+    file = weights.folder / FILE
+    if not file.exists():
         return []
-    sets = read_json(weights.folder / FILE)["sets"]
-    claims = next(iter(sets.values()))
+    certificate = read_json(file)
+    if certificate["weights"]["sha256"] != manifest_entry(weights.file)["sha256"]:
+        logger.info("left out    %s, which is not of these weights", file)
+        return []
+    claims = next(iter(certificate["sets"].values()))
     premises = claims["premises"]
     right = np.argmax(premises["logits"], axis=1) == np.array(premises["labels"])
     picture = certify_picture(model, dataset[0][0].permute(2, 0, 1), run.config.data)
     shares = [shares_figure(run.name, claims["executed"], right)] if any(claims["executed"]) else []
-    return [*shares, picture_figure(picture)]
+    return [*shares, picture_figure(run.name, picture)]
 
 
 def readable(classes: Sequence[str]) -> list[str]:

@@ -255,6 +255,9 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     assert "no data folder" in capsys.readouterr().err
     assert main(["--verify", str(tmp_path)]) == 2
     assert "holds no complete shards" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), str(tmp_path / "shards"), "--images-per-shard", "0"])
+    assert "--images-per-shard 0 must be at least 1" in capsys.readouterr().err
     assert not (tmp_path / "shards").exists()
 
 

@@ -174,3 +174,15 @@ def test_an_unevaluated_checkpoint_is_refused(run, tmp_path, capsys):
     assert torch.equal(model(images), load_model(last).eval()(images))
     assert main([str(tmp_path), str(tmp_path / "c")]) == 2
     assert "neither a run, nor a checkpoint" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_left_its_run_is_refused(run, tmp_path, capsys):
+    alone = shutil.copytree(max((run / "checkpoints").iterdir()), tmp_path / "copies" / "best")
+    assert main([str(alone), str(tmp_path / "out"), "--formats", "hf"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"error: {tmp_path} has no config.yaml, which the model card needs: put best back" in error
+    )
+    shutil.copy(run / "config.yaml", tmp_path)
+    assert main([str(alone), str(tmp_path / "out"), "--formats", "hf"]) == 2
+    assert f"error: {tmp_path} has no environment.json, " in capsys.readouterr().err

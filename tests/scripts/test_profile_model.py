@@ -48,6 +48,7 @@ def test_image_size_reaches_models_with_and_without_a_fixed_one():
         ),
         ("resnet18", -1, "--img-size -1 is not possible for resnet18: it must be at least 1"),
         ("lipsformer_contractive_nano", 64, r"--img-size 64 is not .* must be \(32, 32\)"),
+        ("vit_tiny_patch16_224", 5, "--img-size 5 is not possible for vit_tiny_patch16_224: Input"),
         ("local-dir:nowhere", None, "the model 'local-dir:nowhere' cannot be built: Config file"),
     ],
 )

@@ -1,6 +1,7 @@
 """The report of a run: its figures against loops, its page against what browsers need."""
 
 import errno
+import hashlib
 import html.parser
 import json
 import logging
@@ -164,19 +165,43 @@ def test_mistakes_are_those_of_a_loop_over_the_images(run: Path) -> None:
         assert float(rest) == pytest.approx(100 * q, abs=0.051)
 
 
+def write_certificate(run: Path, sets: dict[str, Any], weights: str) -> None:
+    """Write a certificate of a file of weights beside it."""
+    file = max((run / "checkpoints").iterdir()) / weights
+    named = {"file": weights, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    file.with_name("certificate.json").write_text(json.dumps({"weights": named, "sets": sets}))
+
+
 def test_a_certificate_beside_the_weights_has_a_section(run: Path, tmp_path: Path) -> None:
     assert 'id="certificates"' not in read_page(run)[0]
     copied = shutil.copytree(run, tmp_path / "run")
     radii = [0.001 * (i + 1) for i in range(360)]
     premises = {"logits": [[1.0, 0.0]] * 360, "labels": [0] * 180 + [1] * 180}
-    claims = {"data": {"executed": radii, "premises": premises}}
-    beside = max((copied / "checkpoints").iterdir()) / "certificate.json"
-    beside.write_text(json.dumps({"sets": claims}))
+    sets = {"data": {"executed": radii, "premises": premises}}
+    (other,) = {"model.safetensors", "ema.safetensors"} - {best_file(run)}
+    write_certificate(copied, sets, other)  # whose shares are not those of the best weights
+    write_report([copied], copied / "report.html", images=5)
+    assert 'id="certificates"' not in read_page(copied)[0]
+    write_certificate(copied, sets, best_file(run))
     write_report([copied], copied / "report.html", images=5)
     text, _ = read_page(copied)
     assert 'id="certificates"' in text
     assert "Half of all images have at least 0.0005." in text  # 180 right ones, and 180 zeros
     assert "Around this picture that is proved up to" in text
+
+
+def test_each_run_keeps_its_own_picture_in_markdown(run: Path, tmp_path: Path) -> None:
+    runs = [shutil.copytree(run, tmp_path / name) for name in ("a", "b")]
+    premises = {"logits": [[1.0, 0.0]], "labels": [0]}
+    for folder in runs:
+        write_certificate(
+            folder, {"data": {"executed": [0.0], "premises": premises}}, best_file(run)
+        )
+    write_report(runs, tmp_path / "ab.html", markdown=tmp_path / "md", images=5)
+    links = re.findall(
+        r"changes the class.*\]\((.+)\)", (tmp_path / "md" / "report.md").read_text()
+    )
+    assert len(set(links)) == 2 and all((tmp_path / "md" / link).exists() for link in links)
 
 
 def test_a_damaged_certificate_is_named_in_the_report(run: Path, tmp_path: Path) -> None:
@@ -423,6 +448,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_reason(
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere has no config.yaml: name the folder of a run"),
+        (["partial"], "partial has no environment.json: name the folder of a run"),
         (["RUN"] * 7, "7 runs; a report shows at most 6"),
         (["RUN", "--images", "-1"], "--images -1 must be at least 0"),
         (["broken"], "broken/metrics.jsonl is no JSON: repair it"),
@@ -441,13 +467,18 @@ def test_mistakes_end_in_one_line_and_write_nothing(
 ) -> None:
     for name, text in (("broken", '{"kind": "train", \n'), ("killed", '{"kind": ')):
         (tmp_path / name).mkdir()
-        shutil.copy(run / "config.yaml", tmp_path / name)
+        for file in ("config.yaml", "environment.json"):
+            shutil.copy(run / file, tmp_path / name)
         (tmp_path / name / "metrics.jsonl").write_text(text)
+    (tmp_path / "partial").mkdir()
+    for file in ("config.yaml", "metrics.jsonl"):
+        shutil.copy(run / file, tmp_path / "partial")
     places = {
         "RUN": str(run),
         "nowhere": str(tmp_path / "nowhere"),
         "broken": str(tmp_path / "broken"),
         "killed": str(tmp_path / "killed"),
+        "partial": str(tmp_path / "partial"),
         "FILE": str(tmp_path / "FILE"),
         "FILE/out.html": str(tmp_path / "FILE" / "out.html"),
     }

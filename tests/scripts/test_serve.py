@@ -1,6 +1,7 @@
 """The example server: its answers are timm's, and what is no picture is refused."""
 
 import json
+import math
 import socket
 import struct
 import threading
@@ -12,8 +13,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
 
+from lipsformer.engine.run_files import CheckpointError
 from scripts import serve
 from scripts._runtimes import trace, write
 from tests.data.photos import encoded
@@ -60,9 +63,21 @@ def test_a_visitor_learns_how_and_a_silent_one_holds_up_nobody(tmp_path):
                 assert response.read().decode() == f"curl --data-binary @picture.jpg {url}\n"
             with urllib.request.urlopen(url, PICTURE, timeout=serve.WAIT_S / 2) as response:
                 assert len(json.loads(response.read())) == serve.BEST
-        with socket.create_connection(place) as client:
-            client.sendall(b"POST / HTTP/1.0\r\n\r\n")
-            assert b" 411 " in client.recv(100)
+        for length, code in (
+            (b"", b" 411 "),
+            (b"Content-Length: %s\r\n" % (5000 * b"9"), b" 413 "),
+        ):
+            with socket.create_connection(place) as client:
+                client.sendall(b"POST / HTTP/1.0\r\n" + length + b"\r\n")
+                assert code in client.recv(100)
+
+
+def test_weights_that_are_not_finite_are_refused_at_the_start(tmp_path):
+    weights = write_network(tmp_path).state_dict()
+    weights["head.fc.bias"][0] = math.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="holds NaN or infinite numbers"):
+        serve.load_classifier(tmp_path)
 
 
 def test_pictures_are_decoded_one_at_a_time_and_clients_that_leave_are_forgotten(tmp_path, capfd):
