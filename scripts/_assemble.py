@@ -27,7 +27,7 @@ from lipsformer.engine.compilation import compile_regions, compiles, try_kernels
 from lipsformer.engine.distributed import shard_ema
 from lipsformer.engine.initial_weights import load_initial_weights
 from lipsformer.engine.loss import fingerprint, load_teacher, make_task
-from lipsformer.engine.optim import make_optimizer
+from lipsformer.engine.optim import check_sharded, make_optimizer
 from lipsformer.engine.parts import DataFacts, PendingRecords, TrainingParts
 from lipsformer.engine.preflight import check_model
 from lipsformer.engine.schedule import CosineSchedule
@@ -163,6 +163,8 @@ def _train_state(
     compiled: bool,
 ) -> TrainState:
     """Prepare a model with its initial weights, and build what trains it, without instruments."""
+    if accelerator.is_fsdp2:
+        check_sharded(config.optim, accelerator.device)
     decay = config.train.ema_decay
     ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
     if compiled:

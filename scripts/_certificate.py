@@ -34,8 +34,8 @@ SAYS = {
     "float32 or float64 as dtype says. The rounding of both images is subtracted from the margin.",
     "logit_rounding": "Largest error of the logits in float32, as a 2-norm.",
     "distance": "2-norm over the pixels of the network's input. All pixel values lie in [0, 1].",
-    "own_pixel_factors": "A change of the data's own pixels grows by at most this factor up to "
-    "the network's pixels, before values are rounded to 8 bits.",
+    "own_pixel_factors": "A change of the data's own pixels grows by at most this factor up to the "
+    "network's pixels, if Pillow's resize rounds neither values nor filter weights.",
     "norms": "In float64, the input of a module is for an image at most levels/16 of these long. "
     "The name of the model itself is empty.",
     "premises": "Only this file states logits, norms and levels (computed in float64), labels, the "

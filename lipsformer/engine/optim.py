@@ -1,6 +1,7 @@
 """The optimizer of a run, by timm's name for it: parameter groups, state, learning rate."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from timm.optim import Muon, create_optimizer_v2, get_optimizer_info, list_optim
 from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
 from timm.optim.kron import Kron
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from lipsformer._errors import ConfigError, first_line
 from lipsformer._sharding import distribute_like
@@ -164,6 +166,35 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         raise ConfigError(
             f"optim.name={optim.name!r} cannot be built{more}: {first_line(error)}"
         ) from error
+
+
+def check_sharded(optim: OptimConfig, device: torch.device) -> None:
+    """Try one update of small weights that FSDP2 shards; every rank must call this.
+
+    Some of timm's optimizers contain operations that sharded tensors do not have. Which ones fail
+    depends on the sizes: whether the ranks get equal parts, and whether Adafactor factors a matrix.
+
+    Args:
+        optim: The settings.
+        device: The device of the training.
+
+    Raises:
+        ConfigError: If the optimizer cannot update sharded weights.
+    """
+    plain = replace(optim, layer_decay=None, residual_lr_scale=1.0)  # these need a real model
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Flatten(), nn.Linear(5, 32), nn.Linear(32, 33))
+        fully_shard(model.to(device))
+        optimizer = make_optimizer(model, plain)
+        model(torch.ones(2, 3, 2, 2, device=device)).square().sum().backward()
+        try:
+            optimizer.step()
+        except Exception as error:  # torch raises whatever its operations raise
+            raise ConfigError(
+                f"optim.name={optim.name!r} cannot update the weights that FSDP2 shards "
+                f"({first_line(error)}): train without --use_fsdp, or choose another optimizer, "
+                "such as adamw or muon"
+            ) from None
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

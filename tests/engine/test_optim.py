@@ -13,6 +13,7 @@ import lipsformer  # noqa: F401  (registers the models)
 from lipsformer._errors import ConfigError
 from lipsformer.config import OptimConfig
 from lipsformer.engine.optim import (
+    check_sharded,
     load_state,
     make_optimizer,
     optimizer_names,
@@ -21,6 +22,7 @@ from lipsformer.engine.optim import (
     state_numbers,
     state_tensors,
 )
+from tests.one_rank import sharded
 
 
 class Toy(nn.Module):
@@ -211,3 +213,15 @@ def test_muon_orthogonalizes_hidden_matrices_and_adamw_updates_the_ends() -> Non
 def test_settings_that_an_optimizer_does_not_take_are_refused(settings: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         make_optimizer(small_network(), OptimConfig(lr=0.1, **settings))
+
+
+def test_optimizers_that_cannot_update_shards_are_refused():
+    """Each of the refused ones fails on a sharded model in another operation."""
+    with sharded(nn.Linear(2, 2)):
+        before = torch.get_rng_state()
+        for name in ("adamw", "lamb", "lion", "muon"):
+            check_sharded(OptimConfig(name=name, lr=1e-3, layer_decay=0.7), torch.device("cpu"))
+        assert torch.equal(torch.get_rng_state(), before)
+        for name in ("adafactor", "adamp", "cadamw", "nadamuon", "novograd"):
+            with pytest.raises(ConfigError, match=f"optim.name='{name}' cannot update the weights"):
+                check_sharded(OptimConfig(name=name, lr=1e-3), torch.device("cpu"))

@@ -90,6 +90,19 @@ def test_every_rank_of_a_sharded_model_needs_an_image_to_evaluate(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.dist
+def test_an_optimizer_that_cannot_update_shards_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    arguments = ["--config", str(config), *TWO, "optim.name=cadamw"]
+    assert launch(arguments, tmp_path / "log", world_size=2, sharded=True) == [2, 2]
+    text = (tmp_path / "log.0").read_text()
+    assert "error: rank 0: optim.name='cadamw' cannot update the weights that FSDP2 shards" in text
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_run_that_four_ranks_saved_continues_on_two_and_on_one(
