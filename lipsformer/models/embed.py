@@ -64,8 +64,13 @@ class PatchEmbed(nn.Module):
         """Turn `x` ([B, in_chans, H, W]) into tokens [B, H / p, W / p, C].
 
         Raises:
-            ValueError: If H or W is not a multiple of p.
+            ValueError: If x has not four axes, or if H or W is not a multiple of p.
         """
+        if x.dim() != 4:
+            raise ValueError(
+                f"images of shape {tuple(x.shape)} have {x.dim()} axes instead of 4: pass "
+                "[B, channels, H, W], one image as image.unsqueeze(0)"
+            )
         height, width = x.shape[-2], x.shape[-1]
         if height % self.patch_size != 0 or width % self.patch_size != 0:
             sizes = f"{height}x{width} is not a multiple of the patch size {self.patch_size}"

@@ -257,7 +257,7 @@ def convert(
             place = f"ls{number}" if in_vit else f"drop_path{number}"
             held = getattr(block, place)
             if not in_vit:  # Swin has no place for the weight alone
-                setattr(block, place, nn.Sequential(weight, held))
+                setattr(block, place, _in_place_of(held, nn.Sequential(weight, held)))
             elif not _is_kept(held, keeps_scales):
                 setattr(block, place, weight)
     for parent in list(model.modules()):
@@ -374,7 +374,7 @@ def _replaced_parts(block: Any, keeps_scales: bool) -> list[nn.Module]:
 def _layer_scale(norm: nn.LayerNorm, value: float) -> nn.Module:
     weight = norm.weight
     scale = LayerScale(norm.normalized_shape[0], value, device=weight.device, dtype=weight.dtype)
-    return scale.requires_grad_(weight.requires_grad)
+    return _in_place_of(norm, scale.requires_grad_(weight.requires_grad))
 
 
 def _center_norm(norm: nn.LayerNorm, keep: bool) -> CenterNorm:

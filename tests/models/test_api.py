@@ -316,6 +316,13 @@ def test_images_that_do_not_fit_the_patches_are_named():
         model(torch.randn(1, 3, 32, 33))
 
 
+@pytest.mark.parametrize("name", [*NAMES, "lipsformer_contractive_nano"])
+def test_an_image_without_the_axis_of_the_batch_is_named(name):
+    message = r"images of shape \(3, 32, 32\) have 3 axes instead of 4: .* image.unsqueeze\(0\)"
+    with pytest.raises(ValueError, match=message):
+        create(name)(torch.randn(3, 32, 32))
+
+
 def test_images_of_another_size_than_the_classifiers_are_named():
     """Also those with as many tokens, whose places would be other ones."""
     model = create("lipsformer_contractive_nano", dims=(8, 16, 24), depths=(1, 1, 1))
