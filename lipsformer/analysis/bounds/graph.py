@@ -45,7 +45,7 @@ from lipsformer.analysis.bounds.lipsformer import require_input_kept, require_sa
 from lipsformer.analysis.bounds.rounding import log10_one_plus, outward, sigma_bound
 from lipsformer.graph.cosine_conv import ScaledCosineConv
 from lipsformer.graph.dropout import Dropout
-from lipsformer.graph.edge_attention.csr import SortedEdges
+from lipsformer.graph.edge_attention.csr import EdgeCSR, SortedEdges
 from lipsformer.graph.edge_attention.messages import changed_messages
 from lipsformer.graph.elu import ELU
 from lipsformer.graph.gat_conv import LipschitzGATConv
@@ -222,21 +222,11 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     norms = sigma_bound(weight)
     reach = _product(norms, norms.new_tensor(domain.radius))
     if module.score_norm is None:
-        csr = edges.csr_with_self_loops if module.add_self_loops else edges.csr
-        slope = max(abs(module.negative_slope), 1.0)  # in this order NaN stays NaN
-        source, target = (
-            slope * vector.detach().double().expand(1, *weight.shape[:2]).norm(dim=-1)[0]
-            for vector in (module.att_src, module.att_dst)
-        )
-        root = attention_column_sum(csr, _product(source + target, reach)).sqrt()
-        factor = root + _product(source * root + target, reach)
+        factor = _raw_gat_factor(module, edges, weight, reach)
     else:
         factor = gat_attention_bound(module, edges.edge_index, edges.num_targets).to(norms)
     gram = torch.einsum("h,hdi,hdj->ij", factor.square(), weight, weight)
-    terms = weight.shape[0] * weight.shape[1]
-    value, radius = AttentionBound(gram, terms, math.inf, 0.0).value, reach.norm().item()
-    if not module.concat:  # the mean of H heads is at most H^(-1/2) times their Frobenius norm
-        value, radius = value / math.sqrt(module.heads), reach.mean().item()
+    value, radius = _of_heads(module, gram, weight.shape[0] * weight.shape[1], reach)
     channels = len(weight.flatten(0, 1)) if module.concat else weight.shape[1]
     if module.res is not None:
         shortcut = _weight(module.res, without_bias=True)
@@ -245,6 +235,42 @@ def _gat(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         value, radius = value + sigma, radius + sigma * domain.radius
     radius += bias_norm(_spread(module.bias, channels))
     return _attention(value, domain, radius, scale, channels)
+
+
+def _raw_gat_factor(module: Any, edges: SortedEdges, weight: Tensor, reach: Tensor) -> Tensor:
+    """Bound the attention of every head whose scores are not normalized, [heads].
+
+    Args:
+        module: The convolution.
+        edges: Its edges.
+        weight: Weights of the heads, [heads, out, in].
+        reach: Largest lengths of the values of a head, [heads].
+    """
+    csr = edges.csr_with_self_loops if module.add_self_loops else edges.csr
+    slope = max(abs(module.negative_slope), 1.0)  # in this order NaN stays NaN
+    source, target = (
+        slope * vector.detach().double().expand(1, *weight.shape[:2]).norm(dim=-1)[0]
+        for vector in (module.att_src, module.att_dst)
+    )
+    root = attention_column_sum(csr, _product(source + target, reach)).sqrt()
+    return root + _product(source * root + target, reach)
+
+
+def _of_heads(module: Any, gram: Tensor, terms: int, lengths: Tensor) -> tuple[float, float]:
+    """Return the bound of all heads together, and the largest length of their output.
+
+    The mean of H heads is at most H^(-1/2) times their Frobenius norm.
+
+    Args:
+        module: The convolution, which concatenates its heads or takes their mean.
+        gram: See `AttentionBound`.
+        terms: See `AttentionBound`.
+        lengths: Largest lengths of the values of a head, [heads].
+    """
+    value = AttentionBound(gram, terms, math.inf, 0.0).value
+    if module.concat:
+        return value, lengths.norm().item()
+    return value / math.sqrt(module.heads), lengths.mean().item()
 
 
 @bound_rule(LipschitzTransformerConv)
@@ -257,7 +283,6 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
     query, key, value = (_weight(linear).unflatten(0, (module.heads, -1)) for linear in linears)
     for weight in (query, key, value):
         _check_heads(module, weight)
-    kappa = 1.0 / math.sqrt(query.shape[1])
     norms = [sigma_bound(weight) for weight in (query, key, value)]
     reach = [_product(norm, norm.new_tensor(domain.radius)) for norm in norms]
     longest = [
@@ -265,30 +290,13 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         for spread, linear in zip(reach, linears, strict=True)
     ]
     if module.score_norm is None:
-        mass = attention_column_sum(csr, kappa * _product(longest[0], longest[1]))
-        shared = mass.clamp(max=csr.ptr_t.diff().max().item() / 2).sqrt()
-        by_query = kappa * _product(reach[2], reach[1])
-        by_key = kappa * _product(reach[2], longest[0], shared)
-        factors = (by_query, by_key, mass.sqrt())
+        factors = _raw_transformer_factors(csr, query.shape[1], reach, longest)
         gram = paths_gram(list(zip((query, key, value), norms, factors, strict=True)))
     else:
-        root = attention_column_sum(csr, torch.full_like(norms[0], kappa)).sqrt()
-        gain = torch.full_like(root, kappa)
-        # Each row holds the coefficients of |dQ|, |dK| and |dV| in one case of the maximum.
-        cases = torch.stack(
-            [
-                torch.stack([2 * gain, (1 + 0.5**0.5) * gain, root]),
-                torch.stack([2 * gain, 0.5**0.5 * gain, gain + root]),
-                torch.stack([gain, (1 + 0.5**0.5) * gain, gain + root]),
-            ]
-        )
-        squared = cases.square().sum(1).amax(0)
+        squared = _normalized_transformer_factor(csr, query.shape[1], norms[0])
         stacked = torch.cat([query, key, value], dim=1)
         gram = torch.einsum("h,hdi,hdj->ij", squared, stacked, stacked)
-    terms = 3 * query.shape[0] * query.shape[1]
-    total, radius = AttentionBound(gram, terms, math.inf, 0.0).value, longest[2].norm().item()
-    if not module.concat:
-        total, radius = total / math.sqrt(module.heads), longest[2].mean().item()
+    total, radius = _of_heads(module, gram, 3 * query.shape[0] * query.shape[1], longest[2])
     channels = value.shape[1] * (module.heads if module.concat else 1)
     if module.root_weight:
         shortcut = _weight(module.lin_skip)
@@ -297,6 +305,46 @@ def _transformer(module: Any, domain: Domain, scale: Tensor | None) -> Bound:
         total += sigma
         radius += sigma * domain.radius + bias_norm(module.lin_skip.bias)
     return _attention(total, domain, radius, scale, channels)
+
+
+def _raw_transformer_factors(
+    csr: EdgeCSR, channels: int, reach: list[Tensor], longest: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the factors of |dQ|, |dK| and |dV| for scores that are not normalized, [heads] each.
+
+    Args:
+        csr: The edges.
+        channels: Number of channels of a head.
+        reach: Largest lengths of queries, keys and values without their biases, [heads] each.
+        longest: Their largest lengths.
+    """
+    kappa = 1.0 / math.sqrt(channels)
+    mass = attention_column_sum(csr, kappa * _product(longest[0], longest[1]))
+    shared = mass.clamp(max=csr.ptr_t.diff().max().item() / 2).sqrt()
+    by_query = kappa * _product(reach[2], reach[1])
+    by_key = kappa * _product(reach[2], longest[0], shared)
+    return by_query, by_key, mass.sqrt()
+
+
+def _normalized_transformer_factor(csr: EdgeCSR, channels: int, norms: Tensor) -> Tensor:
+    """Return the squared factor of |(dQ, dK, dV)| for scores of LipschitzNorm, [heads].
+
+    Args:
+        csr: The edges.
+        channels: Number of channels of a head.
+        norms: A tensor of the shape and type of the result.
+    """
+    gain = torch.full_like(norms, 1.0 / math.sqrt(channels))
+    root = attention_column_sum(csr, gain).sqrt()
+    # Each row holds the coefficients of |dQ|, |dK| and |dV| in one case of the maximum.
+    cases = torch.stack(
+        [
+            torch.stack([2 * gain, (1 + 0.5**0.5) * gain, root]),
+            torch.stack([2 * gain, 0.5**0.5 * gain, gain + root]),
+            torch.stack([gain, (1 + 0.5**0.5) * gain, gain + root]),
+        ]
+    )
+    return cases.square().sum(1).amax(0)
 
 
 @bound_rule(ScaledCosineConv)
