@@ -155,16 +155,14 @@ class LocalAttention:
         self.norm = torch.full(qkv.shape[1:3], math.inf, dtype=qkv.dtype)
         if write_out:
             by_score = tau[:, None, None, None] * weights[..., None] * apart_v
-            query = by_score.mT @ k[:, :, None] @ slopes[0]
-            key = torch.einsum("whija,whijc->whiajc", by_score, direction)
-            value = torch.einsum("whij,whjac->whiajc", weights, slopes[2])
+            by_query = by_score.mT @ k[:, :, None] @ slopes[0]
+            by_key = torch.einsum("whija,whijc->whiajc", by_score, direction)
+            by_value = torch.einsum("whij,whjac->whiajc", weights, slopes[2])
             if lepe is not None:
                 operator = depthwise_operator(lepe, window).unflatten(0, (len(tau), -1)).mT
                 convolved = torch.einsum("haij,hac->hiajc", operator, weight[2])
-                value = value + convolved * real[:, :, None, None, :, None]
-            same = torch.eye(self.num_tokens, dtype=q.dtype)[:, None, :, None]
-            jacobian = (key + value + same * query[..., None, :]) * real[..., None, None, None]
-            self.norm = gram_sigma_bound(jacobian.flatten(-2).flatten(2, 3))
+                by_value = by_value + convolved * real[:, :, None, None, :, None]
+            self.norm = _jacobian_norm(by_query, by_key + by_value, real)
         self.spread_k = gram_sigma_bound(apart_k)
         self.spread_v = gram_sigma_bound(weights.sqrt()[..., None] * apart_v)
         exact = "donot_use_mm_for_euclid_dist"
@@ -237,6 +235,19 @@ class LocalAttention:
         n, steep = self.num_tokens, self.query.eps**-0.5
         q, k, v = self.sigma
         return self.value.length * steep * (self.tau * (q + (n / 2) ** 0.5 * k) + n**0.5 * v)
+
+
+def _jacobian_norm(by_own: Tensor, by_all: Tensor, real: Tensor) -> Tensor:
+    """Bound the Jacobian of every head in its window, [W, H].
+
+    Args:
+        by_own: Derivative of output i by token i through its query, [W, H, N, d, C].
+        by_all: Derivative of output i by token j through its key and value, [W, H, N, d, N, C].
+        real: [W, 1, N], 1 for tokens of the map and 0 for padding.
+    """
+    same = torch.eye(real.shape[-1], dtype=by_own.dtype)[:, None, :, None]
+    jacobian = (by_all + same * by_own[..., None, :]) * real[..., None, None, None]
+    return gram_sigma_bound(jacobian.flatten(-2).flatten(2, 3))
 
 
 def _without_silent_inputs(weight: Tensor) -> Tensor:
