@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.league.bodies import BODIES
 from benchmarks.league.cell import ROOT
 from benchmarks.league.images import FOLDERS
+from benchmarks.league.plan import can_choose
 from benchmarks.league.plots import plot_all
 from benchmarks.league.pool import run
 from benchmarks.league.results import read_results
@@ -54,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in plot_all(records, options.plot):
             print(path)
     if not options.table and options.plot is None:
+        if "cifar10" not in options.data and not can_choose(records):
+            print(
+                f"error: --data {' '.join(options.data)} needs all results of cifar10 without "
+                f"warmup and with seed 0 in {options.results}, from which its bodies are chosen: "
+                "run cifar10 too",
+                file=sys.stderr,
+            )
+            return 2
         try:
             run(options.runs, options.results, options.workers, options.data, options.only)
         except FileNotFoundError as error:

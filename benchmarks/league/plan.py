@@ -54,11 +54,10 @@ def stages(records: Sequence[Record], data: Sequence[str]) -> Iterator[list[Cell
         records: Finished cells of all data sets.
         data: Data sets of the league to run.
     """
-    first = grid("cifar10", entries(), WARMUPS[0], SEEDS[0])
     if "cifar10" in data:
-        yield first
+        yield first_stage()
         yield grid("cifar10", entries(), WARMUPS[1], SEEDS[0])
-    if set(first) <= cells(records):
+    if can_choose(records):
         if "imagenette" in data:
             yield grid("imagenette", imagenette_rows(records), WARMUPS[0], SEEDS[0])
         if "cifar10" in data:
@@ -68,6 +67,16 @@ def stages(records: Sequence[Record], data: Sequence[str]) -> Iterator[list[Cell
             for seed in SEEDS[1:]:
                 yield grid("cifar10", entries(), warmup, seed)
         yield very_deep_cells()
+
+
+def first_stage() -> list[Cell]:
+    """Return the cells from which Imagenette's bodies and the rates of the depths are chosen."""
+    return grid("cifar10", entries(), WARMUPS[0], SEEDS[0])
+
+
+def can_choose(records: Sequence[Record]) -> bool:
+    """Return whether all cells of the first stage have finished."""
+    return set(first_stage()) <= cells(records)
 
 
 def cells(records: Sequence[Record]) -> set[Cell]:

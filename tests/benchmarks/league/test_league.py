@@ -192,6 +192,12 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, content, workers, said):
     assert re.match(rf"error: {said}[^\n]*\n$", capsys.readouterr().err)
 
 
+def test_imagenette_alone_needs_the_cells_that_choose_its_bodies(tmp_path, capsys):
+    options = ["--runs", str(tmp_path), "--results", str(tmp_path), "--data", "imagenette"]
+    assert command.main(options) == 2
+    assert re.match(r"error: --data imagenette needs [^\n]*\n$", capsys.readouterr().err)
+
+
 @pytest.mark.slow
 def test_the_command_prints_and_draws(tmp_path, capsys):
     for warmup in (0.0, 0.1):
