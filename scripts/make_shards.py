@@ -158,6 +158,11 @@ def main(argv: list[str] | None = None, parser: argparse.ArgumentParser | None =
     if args.verify == (args.source is not None):
         parser.error("give a source and a folder for shards, or --verify and a folder of shards")
     if args.verify:
+        for option in ("images_per_shard", "seed", "parquet", "skip_list"):
+            if getattr(args, option) != parser.get_default(option):
+                parser.error(
+                    f"--verify reads the shards alone: leave --{option} out".replace("_", "-")
+                )
         damaged = verify(args.shards)
         print("\n".join(f"damaged: {name}" for name in damaged) or "all shards are intact")
         return 1 if damaged else 0

@@ -261,6 +261,12 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     assert not (tmp_path / "shards").exists()
 
 
+def test_checking_shards_takes_no_option_of_making_them(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--verify", str(tmp_path), "--skip-list", "bad.txt"])
+    assert "--verify reads the shards alone: leave --skip-list out" in capsys.readouterr().err
+
+
 @pytest.mark.data
 def test_class_order_is_the_standard_imagenet_index(datasets, tmp_path):
     folder = datasets / "imagenet-1k-sample" / "val"
