@@ -135,6 +135,42 @@ def test_the_readme_has_the_speed_ratios_of_the_records():
             assert shows(low, min(ratios)) and shows(high, max(ratios)), what
 
 
+def speeds_by_processor():
+    """The ratios of the tiny models: what was measured and processor -> model -> speeds."""
+    found = defaultdict(lambda: defaultdict(list))
+    for ratio in bars.ratios():
+        if ratio.model in bars.TINY:
+            (key,) = (key for key in bars.PROCESSORS if f"_{key}" in ratio.record)
+            found[ratio.what, bars.PROCESSORS[key]][ratio.model].append(ratio.speed)
+    return found
+
+
+def test_the_page_on_speed_has_the_ratios_of_training_by_processor():
+    found = speeds_by_processor()
+    for what, model, *cells in rows_from("docs/performance.md", "### Training"):
+        precision, batch = what.split(", ")
+        key = f"training, {precision}, 224 px, {batch}"
+        for cell, processor in zip(cells, bars.PROCESSORS.values(), strict=True):
+            speeds = found[key, processor][model.strip("`")]
+            low, _, high = cell.partition(" to ")
+            if cell == "no bf16":
+                assert not speeds
+            else:
+                assert shows(low, min(speeds)) and shows(high or low, max(speeds)), what
+
+
+def test_the_page_on_speed_lists_every_ratio_below_one():
+    lowest = {
+        key: tuple(min(speeds[model]) for model in bars.TINY)
+        for key, speeds in speeds_by_processor().items()
+        if any(round(min(own), 2) < 1 for own in speeds.values())
+    }
+    rows = rows_from("docs/performance.md", "### Where we lose")
+    assert {(what, processor) for what, processor, *_ in rows} == lowest.keys()
+    for what, processor, *cells in rows:
+        assert all(map(shows, cells, lowest[what, processor])), (what, processor)
+
+
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
