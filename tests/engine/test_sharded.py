@@ -90,6 +90,34 @@ def test_every_rank_of_a_sharded_model_needs_an_image_to_evaluate(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.dist
+def test_batch_norm_and_its_average_are_those_of_ddp(tmp_path: Path) -> None:
+    """Running statistics are averaged with the weights, but they are not sharded."""
+    kwargs = {"embed_dim": 16, "depth": [1, 1, 1], "num_heads": 2}
+    model = {"name": "visformer_tiny", "kwargs": kwargs}
+    config = write_config(tmp_path, {**PLAIN, "model": model}, tmp_path / "run")
+    arguments = ["--config", str(config), "data.img_size=32", "run.report=false"]
+    arguments += ["train.global_batch_size=478", "train.drop_last=true", "optim.lr=1e-3"]
+    found = []
+    for sharded in (False, True):
+        folder = tmp_path / f"sharded-{sharded}"
+        codes = launch(
+            [*arguments, f"run.output_dir={folder}"],
+            tmp_path / "log",
+            world_size=2,
+            sharded=sharded,
+        )
+        assert codes == [0, 0], (tmp_path / "log.0").read_text()
+        found.append(max((folder / "checkpoints").iterdir()))
+    for name in ("model.safetensors", "ema.safetensors"):
+        expected, weights = (load_file(folder / name) for folder in found)
+        statistics = [key for key in expected if "running" in key]
+        assert statistics
+        for key in statistics:
+            torch.testing.assert_close(weights[key], expected[key], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 def test_an_optimizer_that_cannot_update_shards_is_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
