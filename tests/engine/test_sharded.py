@@ -118,6 +118,17 @@ def test_batch_norm_and_its_average_are_those_of_ddp(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
+def test_a_model_that_cannot_be_sharded_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    arguments = ["--config", str(config), "model.name=resnet10t", "model.kwargs={}"]
+    assert launch(arguments, tmp_path / "log", world_size=2, sharded=True) == [2, 2]
+    text = (tmp_path / "log.0").read_text()
+    assert "error: rank 0: model.name='resnet10t' cannot be distributed: Could not find" in text
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 def test_an_optimizer_that_cannot_update_shards_is_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
