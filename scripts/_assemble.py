@@ -22,7 +22,13 @@ from data.loader import EvalBatches
 from lipsformer._checks import require
 from lipsformer._errors import ConfigError, first_line
 from lipsformer.config import Config
-from lipsformer.engine.build import bound_domain, build_model, make_instruments, timm_config
+from lipsformer.engine.build import (
+    bound_domain,
+    build_model,
+    describe_model,
+    make_instruments,
+    timm_config,
+)
 from lipsformer.engine.compilation import compile_regions, compiles, try_kernels
 from lipsformer.engine.distributed import shard_ema
 from lipsformer.engine.initial_weights import load_initial_weights
@@ -169,7 +175,12 @@ def _train_state(
     ema = ModelEmaV3(model, decay, use_warmup=config.train.ema_warmup) if decay else None
     if compiled:
         compile_regions(model, deterministic=config.train.deterministic)
-    prepared, optimizer = accelerator.prepare(model, make_optimizer(model, config.optim))
+    optimizer = make_optimizer(model, config.optim)
+    try:
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+    except ValueError as error:  # FSDP2 shards no scalars, and the launcher may name another block
+        reason = f"{describe_model(config)} cannot be distributed: {first_line(error)}"
+        raise ConfigError(reason) from None
     if ema is not None:
         shard_ema(ema, accelerator)
     per_epoch = train_batches.updates_per_epoch

@@ -11,6 +11,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from timm.utils.model_ema import ModelEmaV3
+from torch.distributed.tensor import DTensor
 
 from lipsformer._errors import ConfigError
 from lipsformer.config import Config
@@ -161,3 +162,6 @@ def shard_ema(ema: ModelEmaV3, accelerator: Accelerator) -> None:
     """
     if accelerator.is_fsdp2:
         ema.module = fsdp2_prepare_model(accelerator, ema.module)
+        # Buffers are not sharded, and no operation on lists takes them together with shards.
+        averaged = [t for t in ema.module.state_dict().values() if t.is_floating_point()]
+        ema.foreach = all(isinstance(tensor, DTensor) for tensor in averaged)

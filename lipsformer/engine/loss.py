@@ -8,6 +8,7 @@ from typing import Any
 import timm
 import torch
 from accelerate import Accelerator
+from accelerate.utils import convert_to_fp32
 from timm.loss import BinaryCrossEntropy
 from timm.task import (
     ClassificationTask,
@@ -185,6 +186,8 @@ def make_task(
     criterion = make_criterion(config, num_classes, accelerator.unwrap_model(model))
     if teacher is None:
         return ClassificationTask(model, criterion, device=device, verbose=False)
+    if accelerator.is_fsdp2:  # it leaves logits in the precision of the forward pass, unlike DDP
+        model.register_forward_hook(lambda module, args, logits: convert_to_fp32(logits))
     settings = {
         # mixed precision and float32 logits, as in the model that learns, but no DDP and no FSDP
         "teacher_model": accelerator.prepare_model(teacher.to(device), evaluation_mode=True),

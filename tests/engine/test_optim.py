@@ -222,6 +222,7 @@ def test_optimizers_that_cannot_update_shards_are_refused():
         for name in ("adamw", "lamb", "lion", "muon"):
             check_sharded(OptimConfig(name=name, lr=1e-3, layer_decay=0.7), torch.device("cpu"))
         assert torch.equal(torch.get_rng_state(), before)
-        for name in ("adafactor", "adamp", "cadamw", "nadamuon", "novograd"):
+        refused = "adafactor", "adafactorbv", "adamp", "cadamw", "cadopt", "nadamuon", "novograd"
+        for name in refused:
             with pytest.raises(ConfigError, match=f"optim.name='{name}' cannot update the weights"):
                 check_sharded(OptimConfig(name=name, lr=1e-3), torch.device("cpu"))

@@ -90,6 +90,71 @@ def test_every_rank_of_a_sharded_model_needs_an_image_to_evaluate(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.dist
+def test_batch_norm_and_its_average_are_those_of_ddp(tmp_path: Path) -> None:
+    """Running statistics are averaged with the weights, but they are not sharded."""
+    kwargs = {"embed_dim": 16, "depth": [1, 1, 1], "num_heads": 2}
+    model = {"name": "visformer_tiny", "kwargs": kwargs}
+    config = write_config(tmp_path, {**PLAIN, "model": model}, tmp_path / "run")
+    arguments = ["--config", str(config), "data.img_size=32", "run.report=false"]
+    arguments += ["train.global_batch_size=478", "train.drop_last=true", "optim.lr=1e-3"]
+    found = []
+    for sharded in (False, True):
+        folder = tmp_path / f"sharded-{sharded}"
+        codes = launch(
+            [*arguments, f"run.output_dir={folder}"],
+            tmp_path / "log",
+            world_size=2,
+            sharded=sharded,
+        )
+        assert codes == [0, 0], (tmp_path / "log.0").read_text()
+        found.append(max((folder / "checkpoints").iterdir()))
+    for name in ("model.safetensors", "ema.safetensors"):
+        expected, weights = (load_file(folder / name) for folder in found)
+        statistics = [key for key in expected if "running" in key]
+        assert statistics
+        for key in statistics:
+            torch.testing.assert_close(weights[key], expected[key], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_losses_of_a_teacher_are_those_of_ddp_in_mixed_precision(tmp_path: Path) -> None:
+    """They are computed from logits in float32: in bfloat16 sums over images lose their digits."""
+    deit = {**PLAIN["model"], "name": "deit_tiny_distilled_patch16_224"}
+    config = str(write_config(tmp_path, {**PLAIN, "model": deit}, tmp_path / "run"))
+    arguments = ["--config", config, "run.report=false", "train.global_batch_size=284"]
+    teacher = tmp_path / "teacher"
+    settings = ["train.seed=5", "train.ema_decay=null", f"run.output_dir={teacher}"]
+    assert launch([*arguments, *settings], tmp_path / "log") == [0]
+    settings = ["train.precision=bf16", "loss.distill_type=token", f"loss.teacher={teacher}"]
+    losses = []
+    for sharded in (False, True):
+        folder = tmp_path / f"sharded-{sharded}"
+        codes = launch(
+            [*arguments, *settings, f"run.output_dir={folder}"],
+            tmp_path / "log",
+            world_size=2,
+            sharded=sharded,
+        )
+        assert codes == [0, 0], (tmp_path / "log.0").read_text()
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        losses.append(json.loads(lines[0])["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_model_that_cannot_be_sharded_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = write_config(tmp_path, DIGITS, tmp_path / "out")
+    arguments = ["--config", str(config), "model.name=resnet10t", "model.kwargs={}"]
+    assert launch(arguments, tmp_path / "log", world_size=2, sharded=True) == [2, 2]
+    text = (tmp_path / "log.0").read_text()
+    assert "error: rank 0: model.name='resnet10t' cannot be distributed: Could not find" in text
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 def test_an_optimizer_that_cannot_update_shards_is_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
