@@ -256,7 +256,8 @@ def test_figures_of_training_are_those_of_the_records(run: Path) -> None:
 def test_the_report_shows_the_kind_of_weights_that_the_run_calls_best(
     run: Path, tmp_path: Path, top1: list[tuple[float, float]], kind: str, update: int
 ) -> None:
-    shutil.copy(run / "config.yaml", tmp_path)
+    for file in ("config.yaml", "environment.json"):
+        shutil.copy(run / file, tmp_path)
     images = {"epoch": 1, "loss": 1.0, "top5": 100.0, "images": 7}
     records = [
         {"kind": name, "update": 4 * number, "top1": value, **images}
