@@ -23,6 +23,7 @@ from benchmarks.league.results import read_results
 from benchmarks.league.table import page
 from lipsformer._checks import require
 from lipsformer._commands import documented_parser, quiet_pipe
+from lipsformer._errors import ConfigError
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -55,17 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in plot_all(records, options.plot):
             print(path)
     if not options.table and options.plot is None:
-        if "cifar10" not in options.data and not can_choose(records):
-            print(
-                f"error: --data {' '.join(options.data)} needs all results of cifar10 without "
-                f"warmup and with seed 0 in {options.results}, from which its bodies are chosen: "
-                "run cifar10 too",
-                file=sys.stderr,
-            )
-            return 2
+        enough = "cifar10" in options.data or can_choose(records)
+        allowed = (
+            "its bodies are chosen from the results of cifar10 without warmup and with seed 0, "
+            f"which {options.results} lacks; run cifar10 too"
+        )
         try:
+            require(enough, "--data", " ".join(options.data), allowed)
             run(options.runs, options.results, options.workers, options.data, options.only)
-        except FileNotFoundError as error:
+        except (ConfigError, FileNotFoundError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     return 0

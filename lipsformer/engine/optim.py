@@ -173,8 +173,8 @@ def check_sharded(optim: OptimConfig, device: torch.device) -> None:
 
     Some of timm's optimizers contain operations that sharded tensors do not have. Which ones fail
     depends on the sizes: whether the ranks get equal parts, and whether Adafactor factors a matrix.
-    The first update of some changes nothing. Between the two the state is put back as in a run that
-    continues, where a moment of another shape than its weight is not sharded.
+    Some change nothing in their first update. Between the two updates the state is put back as in a
+    run that continues, where a moment of another shape than its weight is not sharded.
 
     Args:
         optim: The settings.

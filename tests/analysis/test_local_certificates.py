@@ -12,7 +12,7 @@ from timm.layers import LayerScale, Mlp
 from torch import Tensor, nn
 
 import lipsformer
-from lipsformer.analysis import local_attention, local_layers, local_norms
+from lipsformer.analysis import local_attention, local_layers
 from lipsformer.analysis import local_certificates as local
 from lipsformer.analysis.bounds import (
     Domain,
@@ -27,13 +27,7 @@ from lipsformer.analysis.bounds.layers import GELU_BOUND, depthwise_sigma_bounds
 from lipsformer.analysis.certificates import certified_radius, local_bounds, watch_norms
 from lipsformer.analysis.local_attention import LocalAttention
 from lipsformer.analysis.local_layers import attention_layer
-from lipsformer.analysis.local_norms import (
-    gram_sigma_bound,
-    jacobian_sigma_bound,
-    largest_sigma_bound,
-    missed_share,
-    probed_sigma_bound,
-)
+from lipsformer.analysis.local_norms import probed_sigma_bound
 from lipsformer.layers import ScaledCosineAttention
 
 BODIES = {
@@ -57,76 +51,6 @@ def trained(name: str, size: int = 20) -> Any:
             parameter.mul_(1.0 + 0.5 * torch.randn_like(parameter))
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
-
-
-def test_norms_are_bounded_from_above(monkeypatch):
-    torch.manual_seed(0)
-    flat = torch.linalg.qr(torch.randn(11, 11, dtype=torch.float64)).Q
-    for matrices in (torch.randn(7, 5, 13, dtype=torch.float64), flat[None], torch.zeros(1, 3, 2)):
-        exact = torch.linalg.matrix_norm(matrices.double(), 2)
-        for limit in (64, 2):  # Gram iteration, and Cholesky
-            monkeypatch.setattr(local_norms, "MAX_ITERATED", limit)
-            found = gram_sigma_bound(matrices.double())
-            assert (found >= exact * (1 - 1e-12)).all() and (found <= 1.04 * exact + 1e-9).all()
-
-
-def test_a_norm_that_power_iteration_misses_is_found():
-    """The start of the iteration is orthogonal to the direction of the largest eigenvalue."""
-    size = local_norms.MAX_ITERATED + 3
-    hidden = torch.zeros(size, dtype=torch.float64)
-    hidden[:2] = torch.tensor([1.0, -1.0])
-    matrix = torch.eye(size, dtype=torch.float64) + torch.outer(hidden, hidden)
-    assert 3.0 <= gram_sigma_bound(matrix).item() <= 3.04  # all other singular values are 1
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_matrix_that_is_not_finite_has_no_finite_norm(value):
-    for size in (5, local_norms.MAX_ITERATED + 3):
-        matrices = torch.eye(size, dtype=torch.float64).repeat(2, 1, 1)
-        matrices[0, 1, 2] = value
-        found = gram_sigma_bound(matrices)
-        assert not found[0].isfinite() and 1.0 <= found[1] <= 1.04
-
-
-def test_the_largest_norm_needs_few_channels():
-    """It is that of all channels, whichever of them the first bounds let pass."""
-    torch.manual_seed(0)
-    matrices = torch.randn(17, 11, 5, 7, dtype=torch.float64)
-    all_norms, measured = gram_sigma_bound(matrices), []
-
-    def channels(chosen: Tensor) -> Tensor:
-        measured.append(chosen)
-        return matrices[torch.arange(17), chosen]
-
-    above = all_norms * (1.0 + 0.2 * torch.rand(17, 11, dtype=torch.float64))
-    assert torch.equal(largest_sigma_bound(channels, above), all_norms.amax(1))
-    assert len(measured) < 11
-
-
-def test_probes_bound_jacobians_with_the_stated_probability(monkeypatch):
-    """The bound fails as often as it may at the spectrum that is worst for it, and no more."""
-    torch.manual_seed(0)
-    size = 41
-    for steps, least in ((1, 0.07), (3, 0.01)):
-        monkeypatch.setattr(local_norms, "LANCZOS_STEPS", steps)
-        share = missed_share(steps, size, 0.1)
-        angles = (2 * torch.arange(size - 1) % (2 * steps) + 1) * math.pi / (4 * steps - 2)
-        values = torch.cat((torch.ones(1), math.sqrt(1.0 - share) * angles.cos())).double()
-        x = torch.zeros(4000, size, dtype=torch.float64)
-        wrong = (probed_sigma_bound(lambda x, v=values: x * v, x, 0.1) < 1.0).double().mean()
-        assert least < wrong < 0.12  # four standard deviations
-    monkeypatch.undo()
-    matrix = torch.randn(7, 5, dtype=torch.float64)
-    found = probed_sigma_bound(lambda x: (x @ matrix.T).sin(), torch.zeros(1, 5).double(), 1e-9)
-    exact = torch.linalg.matrix_norm(matrix, 2)
-    torch.testing.assert_close(
-        jacobian_sigma_bound(lambda x: (x @ matrix.T).sin(), 0 * x[:1, :1].expand(1, 5)),
-        exact[None],
-        rtol=0.04,
-        atol=0.0,
-    )
-    assert exact < found < 1.3 * exact
 
 
 def farthest(f, x: Tensor, radius: float, steps: int = 4) -> float:
@@ -610,14 +534,6 @@ def test_a_factor_that_the_attention_does_not_read_changes_no_certificate():
     assert local.local_certificates(model, images)[1].item() == before > 0.0
 
 
-def test_the_squares_of_tiny_entries_do_not_vanish():
-    assert (
-        2e-200
-        <= gram_sigma_bound(torch.full((1, 2, 2), 1e-200, dtype=torch.float64)).item()
-        < 2.1e-200
-    )
-
-
 def test_a_tie_has_no_certificate():
     model = trained("swin")
     with torch.no_grad():
@@ -647,18 +563,6 @@ def test_autocast_takes_no_precision_from_the_probes(monkeypatch):
             local.local_certificates(model, images, failure=1e-6)
     plain, cast = torch.stack(norms).chunk(2)
     torch.testing.assert_close(cast, plain, rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("scale", [1e-25, 1e-22, 1e22])
-def test_probes_of_tiny_and_huge_jacobians(scale):
-    torch.manual_seed(0)
-    basis, _ = torch.linalg.qr(torch.randn(128, 128))
-    values = torch.full((128,), 0.1)
-    values[0] = 1.0
-    matrix = (basis * values) @ basis.T * scale
-    bound = probed_sigma_bound(lambda x: x @ matrix, torch.randn(3, 128), 1e-12)
-    assert (bound >= scale).all()
-    assert (bound <= 1.3 * scale).all()
 
 
 def test_the_ball_of_a_converted_block_reaches_its_second_branch():

@@ -144,25 +144,26 @@ def test_the_losses_of_a_teacher_are_those_of_ddp_in_mixed_precision(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_model_that_cannot_be_sharded_is_refused_in_one_line(tmp_path: Path) -> None:
-    config = write_config(tmp_path, DIGITS, tmp_path / "out")
-    arguments = ["--config", str(config), "model.name=resnet10t", "model.kwargs={}"]
-    assert launch(arguments, tmp_path / "log", world_size=2, sharded=True) == [2, 2]
-    text = (tmp_path / "log.0").read_text()
-    assert "error: rank 0: model.name='resnet10t' cannot be distributed: Could not find" in text
-    assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_an_optimizer_that_cannot_update_shards_is_refused_before_anything_is_written(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            ["model.name=resnet10t", "model.kwargs={}"],
+            "model.name='resnet10t' cannot be distributed: Could not find",
+        ),
+        (
+            [*TWO, "optim.name=cadamw"],
+            "optim.name='cadamw' cannot update the weights that FSDP2 shards",
+        ),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_before_anything_is_written(
+    tmp_path: Path, settings: list[str], reason: str
 ) -> None:
     config = write_config(tmp_path, DIGITS, tmp_path / "out")
-    arguments = ["--config", str(config), *TWO, "optim.name=cadamw"]
+    arguments = ["--config", str(config), *settings]
     assert launch(arguments, tmp_path / "log", world_size=2, sharded=True) == [2, 2]
-    text = (tmp_path / "log.0").read_text()
-    assert "error: rank 0: optim.name='cadamw' cannot update the weights that FSDP2 shards" in text
+    assert f"error: rank 0: {reason}" in (tmp_path / "log.0").read_text()
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 

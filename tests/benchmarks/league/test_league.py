@@ -195,7 +195,9 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, content, workers, said):
 def test_imagenette_alone_needs_the_cells_that_choose_its_bodies(tmp_path, capsys):
     options = ["--runs", str(tmp_path), "--results", str(tmp_path), "--data", "imagenette"]
     assert command.main(options) == 2
-    assert re.match(r"error: --data imagenette needs [^\n]*\n$", capsys.readouterr().err)
+    assert re.match(
+        r"error: --data='imagenette' is not possible: its bodies [^\n]*\n$", capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
